@@ -66,9 +66,9 @@ def test_arguments_of_another_type_are_refused():
     refused("the batch has no samples", batch={name: v[:0] for name, v in batch_of(0).items()})
     step = parallelize(model, loss_of, batch_of(0), optimizer)
     with pytest.raises(ConfigError, match="optimizer is the class SGD"):
-        step.beside(loss_of, batch_of(0), torch.optim.SGD)
+        step.add_step(loss_of, batch_of(0), torch.optim.SGD)
     with pytest.raises(ConfigError, match="loss is None"):
-        step.beside(None, batch_of(0))
+        step.add_step(None, batch_of(0))
 
 
 def test_states_that_do_not_fit_are_refused():

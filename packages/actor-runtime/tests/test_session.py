@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
     assert_states(session, before)
     with caplog.at_level(logging.WARNING):
         session.close()
-    assert "left behind" in caplog.text
+    assert "is abandoned" in caplog.text
 
 
 def test_a_rank_that_fails_after_the_deadline_is_the_cause_and_not_whoever_waited() -> None:

@@ -85,7 +85,7 @@ def test_an_abort_that_hangs_is_abandoned(caplog: pytest.LogCaptureFixture) -> N
         ranks.devices[0].hold_abort.set()
 
     assert "did not arrive: 1" in said
-    assert "rank 0 leaves 3 communicators behind" in caplog.text
+    assert "rank 0 abandons 3 communicators" in caplog.text
 
 
 def test_a_call_that_nccl_keeps_is_freed_at_its_deadline_and_says_who_did_not_come() -> None:

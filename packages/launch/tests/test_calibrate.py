@@ -30,7 +30,7 @@ from sbp_launch.calibrate.calibration import link_of, make_cluster, plain
 from sbp_launch.calibrate.calibration_config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
 from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, Progress, Rates
-from sbp_launch.calibrate.kept import KeptMeasurements
+from sbp_launch.calibrate.kept_measurements import KeptMeasurements
 from sbp_launch.calibrate.measuring import CalibrationShards, RankMeasurer, Stopwatch, measure_rates
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import PluginChoice

@@ -455,7 +455,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
     write_part(staged, 0, Metadata(step=9, seed=0), [])
     commit(staged, [0])
 
-    with pytest.raises(DamagedError, match="step-00000012 is that of step 9") as refused:
+    with pytest.raises(DamagedError, match="step-00000012 is of step 9") as refused:
         manifest.read_manifest(storage, "step-00000012")
     assert "step-00000009" in str(refused.value)
 

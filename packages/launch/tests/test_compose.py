@@ -82,7 +82,7 @@ def test_what_only_another_sweeper_understands_is_left_out() -> None:
 
 @pytest.mark.parametrize("text", ["trainer.steps=range(5,5)", "x=range(1,0)"])
 def test_a_sweep_over_no_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands for no value"):
+    with pytest.raises(ConfigError, match="has no values"):
         sweep_jobs(["y=1,2", text])
 
 
@@ -109,7 +109,7 @@ def test_a_glob_names_the_options_that_it_stands_for(
 
 @pytest.mark.parametrize("text", ["optimizer=glob(x*)", "optimizer=glob(*/*)", "nothing=glob(*)"])
 def test_a_glob_that_stands_for_no_option_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands for no option of the group") as caught:
+    with pytest.raises(ConfigError, match="matches no option of the group") as caught:
         expand_globs([text], make_catalog(LAUNCH_ONLY))
 
     assert "optimizer" in caught.value.accepted or "adamw" in caught.value.accepted
@@ -315,7 +315,7 @@ def test_the_same_twice_is_no_conflict_and_neither_is_a_part_of_a_mapping() -> N
     [
         (b"steps: [2\nseed: 1\n", "expected ',' or ']', but got ':'", ", line 2: seed: 1"),
         (b"steps: 2\nschedule:\n\tdecay: linear\n", "a tab", ", line 3: decay: linear"),
-        (b"steps: 2\nsteps: 3\n", "'steps' stands twice, the first time in line 1", ", line 2"),
+        (b"steps: 2\nsteps: 3\n", "'steps' occurs twice, the first time in line 1", ", line 2"),
         (b"- steps\n", "is a list, not a mapping", ", line 1"),
         (b"\xff\xfe", "is no UTF-8", ""),
         (b"steps: !!python/object:os.system {}\n", "python/object:os.system", ", line 1"),

@@ -10,14 +10,14 @@ from test_alternatives import replan
 from test_rows import found_plan
 
 from sbp_core.errors import ConfigError
-from sbp_launch.explaining.alternatives import MOST_PLANNING_S, Asked, explain_lines
+from sbp_launch.explaining.alternatives import MOST_PLANNING_S, ExplainRequest, explain_lines
 from sbp_launch.explaining.compare import figures_of
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.reasons import percent, reason
 
 
 def answer(question: str, planning_s: float = 0.1) -> list[str]:
-    asked = Asked(planned=found_plan("replicated"), replan=replan, planning_s=planning_s)
+    asked = ExplainRequest(planned=found_plan("replicated"), replan=replan, planning_s=planning_s)
     return list(explain_lines(Question.parse(question), asked))
 
 

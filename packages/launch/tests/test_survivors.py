@@ -164,7 +164,7 @@ def test_a_part_that_only_the_lost_rank_held_is_named_and_nothing_is_saved(tmp_p
 def test_ranks_behind_different_steps_save_nothing(tmp_path: Path) -> None:
     said = fail(tmp_path, NdSbp(B), steps=(3, 4))
 
-    wanted = "the ranks that are left do not stand behind one step (step 3: 1; step 4: 2)"
+    wanted = "the surviving ranks have not taken the same steps (step 3: 1; step 4: 2)"
     assert said == [wanted] * 2
     assert LocalStorage(tmp_path).names() == []
 

@@ -21,7 +21,7 @@ from sbp_core.plugins.kinds import GraphPass
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.moves import When
+from sbp_launch.planning.moves import MoveTime
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
@@ -318,7 +318,7 @@ def planned(**trainer: object) -> Planned:
 def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> ModuleRow:
     """Return a row of the plan's table, with boxing if something is moved."""
     move = ModuleMove(
-        when=When.AFTER,
+        when=MoveTime.AFTER,
         phase=Phase.FORWARD,
         what="output",
         kind=StepKind.ALL_REDUCE,

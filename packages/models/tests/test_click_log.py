@@ -217,11 +217,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(
 
 
 def test_columns_that_do_not_fit_the_model_are_refused() -> None:
-    DlrmConfig(num_dense=2, rows=(6, 5)).check_beside({"data": config(Path("x"))})
+    DlrmConfig(num_dense=2, rows=(6, 5)).check_combination({"data": config(Path("x"))})
     with pytest.raises(ConfigError, match=r"data\.dense names 2 columns, and model=dlrm takes 3"):
-        DlrmConfig(num_dense=3, rows=(6, 5)).check_beside({"data": config(Path("x"))})
+        DlrmConfig(num_dense=3, rows=(6, 5)).check_combination({"data": config(Path("x"))})
     with pytest.raises(ConfigError, match="has tables of"):
-        DlrmConfig(num_dense=2, rows=(6, 4)).check_beside({"data": config(Path("x"))})
+        DlrmConfig(num_dense=2, rows=(6, 4)).check_combination({"data": config(Path("x"))})
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbp_core.infer import FORBIDDEN_S, ConversionGroup, ConversionRequest
 from sbp_planner.joint import group_bound
-from sbp_planner.joint.group_bound import GroupBound, Paid
+from sbp_planner.joint.group_bound import BoundTerm, GroupBound
 from sbp_planner.joint.layers import TiedStep
 
 seeds = st.integers(0, 10**6)
@@ -101,7 +101,7 @@ def test_the_least_of_what_is_paid_for_a_value_is_exact(seed, num_users):
     random = np.random.default_rng(seed)
     costs, classes = random.random((3, 3)), np.array([0, 2, 1, 2])
     users = [random.integers(3, size=int(random.integers(1, 4))) for _ in range(num_users)]
-    term = Paid(costs, classes, users, tuple(range(num_users + 1)))
+    term = BoundTerm(costs, classes, users, tuple(range(num_users + 1)))
     potentials = [random.normal(size=len(of)) for of in (classes, *users)]
     for place, shift in enumerate(potentials):
         term.add(place, shift)

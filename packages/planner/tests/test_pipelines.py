@@ -120,8 +120,8 @@ def test_settings_refuse_a_mesh_that_says_no_stages_before_anything_is_captured(
     beside = {"cluster": SimpleNamespace(mesh=(2, 2), axes=("data", "tensor"))}
 
     with pytest.raises(ConfigError, match="does not say what its stages are"):
-        PipedreamConfig().check_beside(beside)
-    GpipeConfig().check_beside({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
+        PipedreamConfig().check_combination(beside)
+    GpipeConfig().check_combination({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
 
 
 def test_positions_of_the_axis_pipe_are_the_stages():

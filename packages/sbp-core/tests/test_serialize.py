@@ -230,7 +230,7 @@ def test_a_field_that_would_hide_the_class_is_a_mistake_of_ours() -> None:
     [
         ("{", "this is no JSON"),
         ("", "this is no JSON"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("[NaN]", "NaN is no number of JSON"),
         ("[-Infinity]", "-Infinity is no number of JSON"),
         ("1" * 5000, "this is no JSON"),

@@ -84,7 +84,7 @@ def test_an_address_that_is_not_here_is_told(
     with caplog.at_level(logging.WARNING):
         store = store_at(f"tcp://127.0.0.1:{port}", 0, 1, SOON)
 
-    assert "listens on all interfaces, as 192.0.2.1 is no address" in caplog.text
+    assert "listens on all interfaces, because 192.0.2.1 is no address" in caplog.text
     store.set("key", "value")
 
 

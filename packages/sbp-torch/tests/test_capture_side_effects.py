@@ -285,7 +285,7 @@ def test_a_parameter_that_the_loss_holds_otherwise_is_refused() -> None:
     model = _Model()
     held = list(model.parameters())
 
-    with pytest.raises(CaptureError, match=r"'layer\.weight' otherwise than through its module"):
+    with pytest.raises(CaptureError, match=r"'layer\.weight' outside of its module"):
         _captured(model, lambda m, b: _mse(m, b) + held[0].square().sum())
 
 

@@ -461,7 +461,7 @@ class ActorSession(Session):
             worker.os_thread.join(timeout=max(0.0, end - time.monotonic()))
             if worker.os_thread.is_alive():
                 logger.warning(
-                    "rank %s, thread %r is still in %r and is left behind",
+                    "rank %s, thread %r is still in %r and is abandoned",
                     rank,
                     name,
                     worker.current_actor,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from sbp_actor_runtime.register import OutRegister
-from sbp_actor_runtime.worker import ActorThread, Boxed
+from sbp_actor_runtime.worker import ActorThread, LastBoxing
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Actor, Collective, Receive, Send
 from sbp_core.graph import Rate
@@ -89,7 +89,7 @@ def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:
     return "receive" if isinstance(actor, Receive) else ""
 
 
-def _when(boxed: Boxed, now_s: float) -> str:
+def _when(boxed: LastBoxing, now_s: float) -> str:
     where = f"step {boxed.step + 1}, micro-batch {boxed.micro_batch}"
     if boxed.ended_s is None:
         return f"{where}: begun {format_seconds(max(0.0, now_s - boxed.began_s))} ago, not ended"

@@ -58,7 +58,7 @@ class Stopped(Exception):  # noqa: N818 (no error: another thread's failure ends
     """The session asked the thread to stop in the middle of a step."""
 
 
-class Boxed(NamedTuple):
+class LastBoxing(NamedTuple):
     """When an actor boxed last, by `time.monotonic`; `ended_s` is None while it does so.
 
     `step` counts from 0 in the session.
@@ -108,7 +108,7 @@ class ActorThread:
         self.open: dict[PendingResult, str] = {}
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The last boxing of each actor that does some.
-        self.boxed: dict[str, Boxed] = {}
+        self.boxed: dict[str, LastBoxing] = {}
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
         #: Its place in the order, or that of the last one; -1 before the first.
@@ -296,12 +296,12 @@ class ActorThread:
     def _box(self, post: Post, firing: ActorFiring, taken: Values, order: StepOrder) -> Values:
         """Do what an actor does in boxing, and note when."""
         began_s, name = time.monotonic(), post.actor.name
-        self.boxed[name] = Boxed(order.index, firing.number, began_s)
+        self.boxed[name] = LastBoxing(order.index, firing.number, began_s)
         made = post.work(firing.number, taken, order)
         if post.actor.overlaps:
             self._begin(post, made)
         else:
-            self.boxed[name] = Boxed(order.index, firing.number, began_s, time.monotonic())
+            self.boxed[name] = LastBoxing(order.index, firing.number, began_s, time.monotonic())
         return made
 
     def _begin(self, post: Post, made: Values) -> None:

@@ -32,7 +32,7 @@ class DocumentPiece:
 
     Args:
         text: Of the piece.
-        is_last: Whether the document ends behind it.
+        is_last: Whether the document ends after it.
         read_bytes: Of the files, that have been read by now.
     """
 
@@ -109,7 +109,7 @@ def _text(file: Path, content: bytes, begin: int) -> str:
 
 
 def _lines(file: Path, read_line: Callable[[int], bytes], field: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each line of a `.jsonl` file, and the byte behind the line."""
+    """Yield the text of each line of a `.jsonl` file, and the byte after the line."""
     begin = number = 0
     while line := read_line(MOST_LINE_BYTES + 1):
         number += 1

@@ -1,6 +1,6 @@
 """A data set of text that a tokenizer of the library `tokenizers` cuts into tokens, packed.
 
-Documents stand one behind the other, each with the token `end` behind it, and the samples are the
+Documents stand one after the other, each with the token `end` after it, and the samples are the
 windows of that, so no token is padding. Which token begins the next document cannot be known from
 the one before, so it is not asked for (`context` 6; `|` is the end of a document):
 
@@ -48,10 +48,10 @@ class TokenText(SplitDataset):
     """Packed documents. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
-        stream: Tokens of all documents, integers (n,), each document with `end` behind it.
+        stream: Tokens of all documents, integers (n,), each document with `end` after it.
         num_documents: How many there are.
         tokenizer: A `tokenizers.Tokenizer`.
-        end: Token behind each document.
+        end: Token after each document.
         context: Tokens of one sample.
         label: What `describe` calls the text.
 
@@ -170,7 +170,7 @@ def cut(
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
         found: The documents, in pieces.
-        end: Token that is put behind each document.
+        end: Token that is put after each document.
         dtype: Of the tokens.
     """
     waiting: list[DocumentPiece] = []

@@ -120,7 +120,7 @@ class AutoPlanner(SearchedPlanner):
             search.look_at_offload()
             if not search.look_at_smaller(family, leanest) and not search.fits:
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
-        if family is not None and search.is_short_of_memory and not search.is_late(1.0):
+        if family is not None and search.is_short_of_memory and not search.is_out_of_time(1.0):
             search.look_at_offload()
             search.look_at_variants()
         search.join_classes()
@@ -152,7 +152,7 @@ class _Search:
         """Whether the best plan fits."""
         return self.best is not None and self.best.fits
 
-    def is_late(self, share: float) -> bool:
+    def is_out_of_time(self, share: float) -> bool:
         """Whether a share of the time is up."""
         left = (1 - share) * self.config.time_limit_s
         return monotonic() > self._ends - left
@@ -187,7 +187,7 @@ class _Search:
             name = candidate.name + of
             # What is kept for smaller variants is not needed once something fits.
             until = 1.0 if self.fits else share
-            if self.is_late(until) and self.best is not None:
+            if self.is_out_of_time(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
             if request.progress:
@@ -208,7 +208,7 @@ class _Search:
     def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
         """Look at candidates for smaller variants of the step, until something fits."""
         for variant in smaller_variants(family):
-            if self.is_late(1.0):
+            if self.is_out_of_time(1.0):
                 self.untried.append("smaller variants of the step")
                 break
             try:
@@ -265,7 +265,7 @@ class _Search:
         leanest = sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_OFFLOADED]
         names = list(dict.fromkeys((*fastest, *leanest)))
         for index, name in enumerate(names):
-            if self.is_late(1.0):
+            if self.is_out_of_time(1.0):
                 self.untried += [f"{one} with offload" for one in names[index:]]
                 break
             if f"{name} with offload" in self.tried:

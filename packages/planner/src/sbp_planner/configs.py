@@ -85,7 +85,7 @@ def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
         return
     raise ConfigError(
         f"a mesh of the axes {', '.join(axes)} does not say what its stages are",
-        accepted=f"one axis, whose ranks the planner shares out, or one that is called {PIPE!r}",
+        accepted=f"one axis, which the planner divides into stages, or an axis {PIPE!r}",
         todo=f"say cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
         f"{fit_any()}",
     )
@@ -148,7 +148,7 @@ class ManualConfig:
             each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
-        offload: Patterns of states that lie in the memory of the host, `optimizer_states` for all
+        offload: Patterns of states that are in the memory of the host, `optimizer_states` for all
             that can; `auto` for as few as it takes to fit. See `sbp_core.planning.search`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
@@ -184,8 +184,8 @@ class ManualConfig:
         """Mesh axes that there must be; stages of unequal ranks need no axis of their own."""
         return () if self.stage_ranks else self.needs_axes
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh without the axes that the pins need; see `ChecksCombination`.
 
         Raises:
             ConfigError: so it is; says which mesh and axes to choose.
@@ -337,8 +337,8 @@ class OsdpConfig:
         if self.pins:
             _check_pins(self.pins, "pins")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksCombination`.
 
         Raises:
             ConfigError: so it is; see `check_split_axis`.
@@ -357,7 +357,7 @@ class FileConfig:
     Args:
         path: The strategy, as YAML or, where the name ends in `.json`, as JSON.
         allow_other_graph: Whether to accept a strategy of a graph that differs in more than names.
-        offload: States beside those that the file has in the memory of the host, as of
+        offload: States besides those that the file has in the memory of the host, as of
             `ManualConfig`.
     """
 
@@ -379,7 +379,7 @@ class FileConfig:
                 todo=_strategy_near(self.path),
             ) from error
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a file that is no strategy, or one for another mesh, before there is a graph.
 
         Raises:

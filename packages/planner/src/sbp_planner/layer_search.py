@@ -135,7 +135,7 @@ class LayerSearch(SegmentSearch):
         way: LayerParallelism,
         pins: Pins,
     ) -> None:
-        ranks = StageRanks(own=placement, before=None, behind=None)
+        ranks = StageRanks(own=placement, before=None, after=None)
         super().__init__(segments, segment, ranks, pins)
         self.way = way
         for name in segment.elsewhere:

@@ -5,7 +5,7 @@
 
 c is what a layer takes under a way (`layer_search`), x what it takes to bring what crosses to the
 way of the next layer, u what a layer holds all the time with n micro-batches in flight, and v what
-it holds beside that while it works. With a bound on v this is a chain under a limit, which
+it holds besides that while it works. With a bound on v this is a chain under a limit, which
 `sbp_planner.choice.solve_chain` solves exactly over granules of the limit; each bound is tried.
 What comes from another stage costs what it takes beyond a transfer in parts, which whoever cuts the
 model prices.
@@ -302,7 +302,7 @@ def _names(count: int) -> tuple[str, ...]:
 
 
 def _held(program: SegmentProgram | None, in_flight: int) -> tuple[int, int]:
-    """Return what a layer holds all the time, and what it holds beside that at its peak."""
+    """Return what a layer holds all the time, and what it holds besides that at its peak."""
     if program is None:
         return 0, 0
     steady = int(program.fixed_bytes.min()) + in_flight * int(program.waiting_bytes.max())

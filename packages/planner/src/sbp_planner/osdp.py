@@ -1,6 +1,6 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
-    choose      sharded, a subset of the parameters; a variant of the step; states that lie in the
+    choose      sharded, a subset of the parameters; a variant of the step; states that are in the
                 memory of the host, if memory is short
     minimise    predicted time of a step, of the compiled plan                              [s]
     such that   exact memory of each rank of the compiled plan <= limit                     [B]
@@ -62,7 +62,7 @@ from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
 from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
-from sbp_planner.osdp_variants import Tried, VariantSearch
+from sbp_planner.osdp_variants import TriedVariant, VariantSearch
 from sbp_planner.sharding import ShardingExtremes, ends_of
 from sbp_planner.storage_search import improve
 
@@ -148,12 +148,14 @@ class OsdpPlanner(SearchedPlanner):
             request, axis, stages=stages, stage_patterns=config.stage_patterns, pins=config.pins
         )
 
-    def _improve(self, tried: Tried) -> None:
+    def _improve(self, tried: TriedVariant) -> None:
         """Change single parameters of a variant that fits, while that is faster."""
         if tried.search.best is not None:
             tried.search.best = improve(tried.search, tried.search.best)
 
-    def _batches(self, request: PlanRequest, best: Tried, search: VariantSearch) -> list[Batch]:
+    def _batches(
+        self, request: PlanRequest, best: TriedVariant, search: VariantSearch
+    ) -> list[Batch]:
         """Return what the batch that is asked for comes to, and what others do.
 
         Raises:
@@ -206,7 +208,7 @@ class OsdpPlanner(SearchedPlanner):
         self._improve(best)
         return _batch(size, best)
 
-    def _no_fit(self, best: Tried, others: list[Batch]) -> MemoryLimitError:
+    def _no_fit(self, best: TriedVariant, others: list[Batch]) -> MemoryLimitError:
         search, least = best.search, best.choice
         peaks = search.peaks(least)
         error = no_fit(
@@ -227,7 +229,7 @@ class OsdpPlanner(SearchedPlanner):
         return error.replaced(MemoryLimitError, todo=todo)
 
 
-def _batch(size: int, tried: Tried) -> Batch:
+def _batch(size: int, tried: TriedVariant) -> Batch:
     return Batch(
         batch_size=size,
         step_s=tried.step_s,

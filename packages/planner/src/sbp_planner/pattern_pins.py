@@ -1,7 +1,7 @@
 """The pins of patterns that were found in a step, for `sbp_core.infer`.
 
     parameters along a dim         stored and used split, with their states, gradients and updates
-    sums behind `tensor`           summed there at once: B, for every rank that goes on with them
+    sums after `tensor`            summed there at once: B, for every rank that goes on with them
     what leads to `tensor`         B: computed by every rank; in parts it would be gathered again
     values along `classes` and     split where all their users can take them so; so is the batch
       `sequence`
@@ -116,7 +116,7 @@ class _Pinned:
                 self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
 
     def _summed(self, value: str) -> str:
-        """Return where a sum is taken: behind views, and behind operators that shrink it."""
+        """Return where a sum is taken: after views, and after operators that shrink it."""
         best = value
         while True:
             users = [user for user in self.graph.users[value] if user.phase is Phase.FORWARD]
@@ -208,7 +208,7 @@ class _Pinned:
                 self.pins[_literal(value)] = f"S({dim})"
 
     def _takes(self, user: Node, value: str, along: Mapping[str, int], split: set[str]) -> bool:
-        """Whether an operator can take a value split, beside what is to be split already."""
+        """Whether an operator can take a value split, besides what is to be split already."""
         if is_view(user.op) and not split.issuperset(along.keys() & set(user.outputs)):
             return False
         call = OpCall.of(self.graph, user)

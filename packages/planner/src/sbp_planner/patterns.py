@@ -1,7 +1,7 @@
 """Patterns of parallelism, found in the graph of a step among what `dim_groups` shows.
 
     pattern     dims that it splits over a mesh axis                     what ranks exchange
-    tensor      made by one parameter, contracted by a later one         sums behind the latter,
+    tensor      made by one parameter, contracted by a later one         sums after the latter,
                 (heads, hidden units, channels)                          gradients before the former
     classes     made by a parameter, and a softmax in parts is taken     maxima and sums
                 over them
@@ -13,7 +13,7 @@
 Nothing is known of names. Tensor parallelism chooses among dims that exclude each other, as a
 matrix is split along one of its two: those first that send least for the work that they share,
 
-    bytes(g) = results summed behind + activations before it + what is gathered where it ends
+    bytes(g) = results summed after + activations before it + what is gathered where it ends
     work(g)  = flop of its products
 
 so hidden units of an MLP (2 messages of n d for 4 n d f flop) come before the residual stream,

@@ -49,13 +49,13 @@ class _CutsStages(Offloads):
 
     __slots__ = ()
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh that says neither its stages nor that there is one axis to cut.
 
         Raises:
             ConfigError: so it is; see `check_stage_axes`. Or see `Offloads`.
         """
-        super().check_beside(others)
+        super().check_combination(others)
         cluster = others.get("cluster")
         check_stage_axes(getattr(cluster, "mesh", ()), getattr(cluster, "axes", ()))
 

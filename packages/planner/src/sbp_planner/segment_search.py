@@ -94,7 +94,7 @@ class SegmentSearch:
     Args:
         segments: Of the step.
         segment: Which.
-        ranks: Its ranks, and those beside it.
+        ranks: Its ranks, and those of its neighbours.
         pins: What is decided; by default the pins of the segments.
 
     Raises:
@@ -109,13 +109,13 @@ class SegmentSearch:
     ) -> None:
         self.segments, self.segment, self.placement = segments, segment, ranks.own
         graph, axes = segment.graph, ranks.own.num_axes
-        beside = [stage for stage in (ranks.before, ranks.behind) if stage is not None]
-        number = {True: 1, False: len(beside)}
+        neighbours = [stage for stage in (ranks.before, ranks.after) if stage is not None]
+        number = {True: 1, False: len(neighbours)}
         tensors = {e.name: 0 for e in graph.inputs if graph.is_tensor(e.name)}
-        away = {name: number[before] for name, before in segment.elsewhere.items() if beside}
+        away = {name: number[before] for name, before in segment.elsewhere.items() if neighbours}
         work = StepWork(
             graph=graph,
-            placements=(ranks.own, *beside),
+            placements=(ranks.own, *neighbours),
             stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
             cluster=segments.cluster,
             bucket_bytes=segments.bucket_bytes,

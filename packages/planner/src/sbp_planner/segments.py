@@ -94,7 +94,7 @@ class StepSegments:
         pins: Of the user and the planner, which tell segments apart.
         cluster: Whose devices run it.
         bucket_bytes: Of the plan, as `CompileOptions` has it.
-        offloaded: States that lie in the memory of the host.
+        offloaded: States that are in the memory of the host.
     """
 
     graph: LogicalGraph

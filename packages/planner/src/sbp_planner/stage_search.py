@@ -255,7 +255,7 @@ class StageSearch:
             self.problem(limit_bytes),
             partial(self._price, limit_bytes),
             first=[stages for one in self.settings.first if (stages := self._as_stages(one))],
-            is_late=lambda: monotonic() > self.settings.ends,
+            is_out_of_time=lambda: monotonic() > self.settings.ends,
             gap=self.settings.gap,
         )
 

@@ -4,7 +4,7 @@
     data parallel     S(0) on data    free                      -
     ZeRO-1            S(0) on data    updates sharded           -
     ZeRO-3            S(0) on data    all sharded               -
-    tensor parallel   B               columns and rows          what lies between
+    tensor parallel   B               columns and rows          what is between
     free              free            free                      everything
 
 On a mesh of several axes, the first is that of the data, and everything is free on the others:

@@ -1,4 +1,4 @@
-"""The SBP algebra: how one logical tensor lies on the axes of a mesh, and which slice a rank holds.
+"""The SBP algebra: how a logical tensor is placed on mesh axes, and which slice a rank holds.
 
 `S(dim)` splits, `B` broadcasts, `P` (`P("sum")`, `P("max")`, `P("min")`) leaves partial values that
 are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,

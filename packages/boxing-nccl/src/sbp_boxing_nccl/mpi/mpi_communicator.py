@@ -117,7 +117,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         return after(wait, lambda: result)
 
     def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> Finish:
-        """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
+        """Run an all-gather or all-to-all whose pieces are of one size and are in order."""
         known, given = role.manifest, shard.contiguous()
         gathers = known.gathers
         result = given.new_empty(known.shape)

@@ -193,7 +193,7 @@ class MpiConnections(Connections):
         """
         call = message.call
         while not self._outbox.wait(message, _LOOK_AROUND_S):
-            self.check_others(call)
+            self.check_peers(call)
             with self.guard(call):
                 self.progress()  # others may wait for what has begun here, and only then receive
             if call.is_over:
@@ -206,7 +206,7 @@ class MpiConnections(Connections):
             BoxingError: a rank has failed.
         """
         with self.guard(call):
-            return work.wait(limit_s, lambda: self.check_others(call), self.progress)
+            return work.wait(limit_s, lambda: self.check_peers(call), self.progress)
 
     def progress(self) -> None:
         """Move on all that has begun."""
@@ -267,7 +267,7 @@ class MpiConnections(Connections):
             return run_abandonable(
                 create,
                 thread_name="sbp-connect",
-                check=lambda: self.check_others(call),
+                check=lambda: self.check_peers(call),
                 look_s=_LOOK_S,
                 limit_s=call.left_s,
             )

@@ -233,7 +233,7 @@ class NcclConnections(Connections):
         limit_s = self._config.abort_timeout_s
         if not release(channels, self.device, limit_s, abort=abort):
             _log.warning(
-                "rank %d leaves %d communicators behind, of which NCCL did not let go within %g s",
+                "rank %d abandons %d communicators that NCCL did not release within %g s",
                 self.rank,
                 len(channels),
                 limit_s,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sbp_core.compile.rank_calls import rank_calls
 from sbp_launch.console import say
-from sbp_launch.explaining.alternatives import Asked, explain_lines
+from sbp_launch.explaining.alternatives import ExplainRequest, explain_lines
 from sbp_launch.explaining.compare import compare_lines, figures_json
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question, read_strategy, strategy_of
@@ -33,7 +33,7 @@ def answer_explain(
         ConfigError: the question is about nothing of the model.
     """
     quiet = replace(planner, stage=quietly, say=lambda lines: None)
-    asked = Asked(planned=planned, replan=quiet.plan, planning_s=planning_s)
+    asked = ExplainRequest(planned=planned, replan=quiet.plan, planning_s=planning_s)
     with console.status("") as status:
         lines = list(explain_lines(Question.parse(question), asked, status.update))
     say(console, lines)
@@ -42,7 +42,7 @@ def answer_explain(
 def answer_compare(
     place: str, planned: Planned, planner: StepPlanner, run: Run, program: RunProgram
 ) -> Planned:
-    """Print another plan beside a plan, and return it.
+    """Print another plan next to a plan, and return it.
 
     Raises:
         ConfigError: the other plan is not one of this model.

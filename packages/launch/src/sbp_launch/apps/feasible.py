@@ -8,7 +8,7 @@
 What changes one setting comes before what changes two. Each is planned, compiled, and its exact
 memory compared with the limit, so what is said to fit does. Overrides are added to the command line
 and composed again, so what is said can be typed as it is. A budget of recomputation is taken from
-the plan that did not fit: what it holds at its peak beside activations, R, leaves L - R of the
+the plan that did not fit: what it holds at its peak besides activations, R, leaves L - R of the
 limit L on each of N ranks, N (L - R) as the pass counts.
 
 A setting is tried only if that is likely to end in time, judged by how long the plan that does not
@@ -170,7 +170,7 @@ class FeasibilitySearch:
         return made
 
     def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
-        """Try to recompute beside what was not enough."""
+        """Try recomputation in addition to what was not enough."""
         rank = fullest(planned.memory) if planned is not None else None
         if planned is None or rank is None:
             return None

@@ -150,7 +150,7 @@ def _run(app: Application[ConfigT]) -> int:
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:
-    """Move overrides behind flags: argparse refuses `planner=toy -m trainer.steps=1,2`."""
+    """Move overrides after flags: argparse refuses `planner=toy -m trainer.steps=1,2`."""
     overrides = [text for text in arguments if text[:1] == "~" or re.match("[^-=][^=]*=", text)]
     return [text for text in arguments if text not in overrides] + overrides
 

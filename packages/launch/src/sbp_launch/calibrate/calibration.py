@@ -50,7 +50,7 @@ _SHARED = 1.5
 #: What is said of links if there is but one rank.
 _NO_LINK = Link(latency_s=2e-5, bytes_per_s=5e9)
 
-#: Seconds that starting the processes, computing and copying may take beside the calls.
+#: Seconds that starting the processes, computing and copying may take besides the calls.
 _BESIDE_S = 600.0
 
 
@@ -311,7 +311,7 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
         f"{format_bytes(device.memory_bytes)}"
     )
     beside_s = device.boxing_launch_s
-    boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
+    boxing = f"; a boxing step, besides its call: {format_seconds(beside_s)}" if beside_s else ""
     yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
     calibration = cluster.calibration
     if calibration is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
-from sbp_launch.calibrate.kept import KeptMeasurements, kept_of
+from sbp_launch.calibrate.kept_measurements import KeptMeasurements, kept_measurements
 from sbp_launch.checks import check_least, check_writable
 from sbp_launch.settings.check import choose, refuse_unknown
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
@@ -170,7 +170,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
         if any(map(os.path.isfile, calibrate.ops)):
             if len(calibrate.ops) > 1:
                 raise ConfigError(
-                    f"ops={list(calibrate.ops)} names a file of calls among others",
+                    f"ops={list(calibrate.ops)} mixes a file of calls with other files",
                     accepted="run folders, or one file of sbp-plan calls=FILE",
                     todo="measure the calls by themselves, and add the runs before or after",
                 )
@@ -180,7 +180,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
         else:
             with_operators = add_operators(calibrate.out, tuple(calibrate.ops))
     elif not calibrate.overwrite:
-        kept = kept_of(calibrate.out, calibrate.ranks, choice.name)
+        kept = kept_measurements(calibrate.out, calibrate.ranks, choice.name)
     return CalibrateRun(
         boxing=choice,
         runtime=runtime,

@@ -185,8 +185,8 @@ def launches(
         for one, other in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
     plans = make_plans(cluster.num_devices, (none, operators, boxing), size)
-    # Of each plan: what its step takes beside rest_s, = launch_s * l + boxing_launch_s * b, and the
-    # counts l and b of starts that follow one another. Even `apart` boxes: its ranks commit.
+    # Of each plan: what its step takes besides rest_s, = launch_s * l + boxing_launch_s * b, and
+    # the counts l and b of starts that follow one another. Even `apart` boxes: its ranks commit.
     known = {}
     for name, took_s in step_s.items():
         rest_s, operators_s, boxing_s = (simulate(one).step_s for one in plans[name])

@@ -14,7 +14,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
-from sbp_launch.calibrate.kept import differing_part
+from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.times import OPERATORS, OperatorTimes

@@ -77,7 +77,7 @@ class DirectFile(FileIO):
         self._put()
 
     def _put(self) -> None:
-        """Write what is gathered, or let go of it: behind an error nothing is written twice."""
+        """Write what is gathered, or let go of it: after an error nothing is written twice."""
         left = memoryview(self._pages)[: self._gathered_bytes]
         self._gathered_bytes = 0
         while left:
@@ -86,7 +86,7 @@ class DirectFile(FileIO):
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                # This is no whole blocks, as at the end or behind a short write; or the file
+                # This is no whole blocks, as at the end or after a short write; or the file
                 # system says only now that it has no such writes.
                 self._turn(is_direct=False)
 
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def fresh_path(path: Path) -> Path:
-    """Return a path beside another that nobody could have foreseen; it is to be made, not opened.
+    """Return a path next to another that nobody could have foreseen; it is to be made, not opened.
 
     What had a name that is known beforehand would be written to, and a link to a file followed.
     """
@@ -119,7 +119,7 @@ def fresh_path(path: Path) -> Path:
 
 @contextmanager
 def writing_aside(path: Path) -> Iterator[BufferedWriter]:
-    """Open a file beside `path`, which takes its place at the end of the block.
+    """Open a file next to `path`, which takes its place at the end of the block.
 
     Its folder is made if it is not there.
 

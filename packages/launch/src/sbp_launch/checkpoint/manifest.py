@@ -73,7 +73,7 @@ class SavedPiece:
     Args:
         file: Its name in the folder of the checkpoint.
         offset: Of its first byte in the file.
-        bounds: Where it lies in the tensor: (start, stop) of each dim.
+        bounds: Where it is in the tensor: (start, stop) of each dim.
         xxh3_128: Of its bytes: rows one after the other, little-endian.
     """
 
@@ -131,11 +131,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file: its header, and behind it pieces without a gap.
+    """A file: its header, and after it pieces without a gap.
 
     Args:
         size_bytes: Of the whole file.
-        header_bytes: Of what stands before the first piece.
+        header_bytes: Of what is before the first piece.
         xxh3_128: Of the header.
     """
 
@@ -272,16 +272,16 @@ def read_manifest(storage: CheckpointStorage, name: str) -> CheckpointManifest:
     manifest = parse_manifest(data, place)
     if step_of(name) not in (None, manifest.metadata.step):
         raise DamagedError(
-            f"the checkpoint {name} is that of step {manifest.metadata.step}",
+            f"the checkpoint {name} is of step {manifest.metadata.step}",
             where=place,
             accepted=f"the name {step_name(manifest.metadata.step)}",
-            todo="name it so again, or take another one",
+            todo="restore its name, or take another checkpoint",
         )
     return manifest
 
 
 def _check_together(manifest: CheckpointManifest, where: str, *, is_whole: bool) -> None:
-    """Check that pieces make up the tensors, and the files behind their headers.
+    """Check that pieces make up the tensors, and the files after their headers.
 
     Raises:
         DamagedError: they do not.
@@ -321,7 +321,7 @@ def _check_together(manifest: CheckpointManifest, where: str, *, is_whole: bool)
             f"files.{file_name}: its pieces do not make up its bytes {file.header_bytes} to "
             f"{file.size_bytes}",
             where=where,
-            accepted="pieces one behind the other, from the header to the end",
+            accepted="pieces one after the other, from the header to the end",
         )
 
 

@@ -32,7 +32,7 @@ class FsspecConfig:
     Args:
         url: Of the folder that has the checkpoints of the run, such as `s3://bucket/run`; `{run}`
             in it stands for the name of the run folder.
-        options: What the file system takes beside it, such as `anon` of `s3`.
+        options: Further options of the file system, such as `anon` of `s3`.
     """
 
     url: str
@@ -80,7 +80,7 @@ class FsspecStorage:
             found = fsspec.core.url_to_fs(self.url, **(options or {}))
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigError(
-                f"nothing that is installed here reaches {url!r}: {error}",
+                f"no installed package reaches {url!r}: {error}",
                 accepted="an address of s3://, gs://, az://, memory:// and so on, as fsspec has it",
             ) from error
         self.files: Any = found[0]

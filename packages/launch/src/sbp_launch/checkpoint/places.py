@@ -1,4 +1,4 @@
-"""Where users say that checkpoints are, by their steps, and what lies at a path.
+"""Where users say that checkpoints are, by their steps, and what is at a path.
 
 That is a checkpoint, a run with some, or weights in a format of others. `look` says it, and where
 the tensors lie, without torch; `open_tensors` reads them.
@@ -136,14 +136,14 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTensors:
-    """What lies at a place.
+    """What is at a place.
 
     Args:
         format: `sbp`, `safetensors`, `hf` or `dcp`.
         place: Of the file or the folder of one set of tensors: its path, or an address.
         storage: That a checkpoint is in; None for other formats.
         name: Of a checkpoint in it.
-        others: The names of the older checkpoints beside it, if a folder with several was asked
+        others: The names of the older checkpoints next to it, if a folder with several was asked
             for; the newest is taken.
     """
 
@@ -155,10 +155,10 @@ class FoundTensors:
 
 
 def look(place: str | Path) -> FoundTensors:
-    """Return what lies at a path or an address; of a folder of checkpoints the newest one.
+    """Return what is at a path or an address; of a folder of checkpoints the newest one.
 
     Raises:
-        ConfigError: nothing that is known lies there.
+        ConfigError: nothing that is known is there.
     """
 
     def newest(place: str | Path) -> FoundTensors:

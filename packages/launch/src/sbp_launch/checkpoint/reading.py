@@ -190,5 +190,5 @@ def none_is_whole(storage: CheckpointStorage, count: int) -> ConfigError:
         f"none of the {count} checkpoints is whole",
         where=storage.place(),
         accepted="a checkpoint that verifies",
-        todo="begin anew, in another folder",
+        todo="start again, in another folder",
     )

@@ -61,7 +61,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class StoredTensors(LazyTensors):
-    """Tensors that lie in pieces, of which a part is put together."""
+    """Tensors that are in pieces, of which a part is put together."""
 
     #: By name; each has `shape`, `dtype` by its name, and `pieces` with their `bounds`.
     stored: Mapping[str, Any]
@@ -137,7 +137,7 @@ def dtype_name(like: Tensor) -> str:
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """Return the elements of a tensor in rows: its own memory if they lie so on the CPU."""
+    """Return the elements of a tensor in rows: its own memory if they are so on the CPU."""
     # To the CPU first: a copy on the device would need memory there.
     flat = value.detach().cpu().contiguous().reshape(-1)
     # A single element counts as contiguous whatever its stride is; its bytes want stride 1.

@@ -72,7 +72,7 @@ class Slice(Protocol):
 
     @property
     def bounds(self) -> Bounds:
-        """Where it lies in the state: (start, stop) of each dim."""
+        """Where it is in the state: (start, stop) of each dim."""
 
 
 class LazySlice(Slice, Protocol):
@@ -201,7 +201,7 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
 
 
 def _write_piece(file: BinaryIO, name: str, offset: int, piece: LazySlice) -> list[SavedPiece]:
-    """Append a piece to the file of a name; return its blocks: where each lies in the state."""
+    """Append a piece to the file of a name; return its blocks: where each is in the state."""
     value, blocks = piece.value, []
     shape = tuple(stop - start for start, stop in piece.bounds)
     dtype = getattr(torch, piece.dtype)

@@ -84,7 +84,7 @@ class LocalBatch:
     Args:
         values: For `Session.step(batch_is="local")`.
         begin: Where the batch begins, in all processes.
-        end: The cursor behind it, with which a run goes on after this step.
+        end: The cursor after it, with which a run goes on after this step.
     """
 
     values: dict[str, Tensor]
@@ -139,7 +139,7 @@ class BatchLoader:
         with self._state:
             self._state.wait_for(lambda: self._loaded)
             first = self._loaded[0]
-            if isinstance(first, SbpError):  # stays there: nothing comes behind it
+            if isinstance(first, SbpError):  # stays there: nothing comes after it
                 raise first
             self._loaded.popleft()
             self._state.notify_all()

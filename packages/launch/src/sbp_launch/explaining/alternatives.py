@@ -198,7 +198,7 @@ _MOST_MOVES, _MOST_NAMES = 6, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ExplainRequest:
     """What is needed to answer: the plan, and how to plan again.
 
     Args:
@@ -213,7 +213,7 @@ class Asked:
 
 
 def explain_lines(
-    question: Question, asked: Asked, progress: Callable[[str], None] = lambda what: None
+    question: Question, asked: ExplainRequest, progress: Callable[[str], None] = lambda what: None
 ) -> Iterator[str]:
     """Yield the lines of the answer.
 
@@ -235,8 +235,8 @@ def explain_lines(
     yield from _beside(found, asked)
 
 
-def _beside(found: Alternative, asked: Asked) -> Iterator[str]:
-    """Yield one alternative beside the plan."""
+def _beside(found: Alternative, asked: ExplainRequest) -> Iterator[str]:
+    """Yield one alternative next to the plan."""
     planned, before = asked.planned, figures_of(asked.planned)
     if found.planned is None or found.figures is None:
         assert found.refused is not None, "what was not made was refused"
@@ -292,7 +292,7 @@ def _all_ways(
     pattern: str,
     tensors: MatchedTensors,
     now: Sequence[NdSbp],
-    asked: Asked,
+    asked: ExplainRequest,
     progress: Callable[[str], None],
 ) -> Iterator[str]:
     """Yield a table of all ways to cut some tensors, what is fastest first."""

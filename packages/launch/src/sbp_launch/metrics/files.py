@@ -60,7 +60,7 @@ class TensorboardConfig:
         if self.jsonl is not None:
             _check_file(self.jsonl, "jsonl")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Check that TensorBoard is there, before anything is planned.
 
         Raises:

@@ -98,7 +98,7 @@ def parallelize(
 
     Args:
         model: As one device would run it. While the step runs, and after it, its tensors read as
-            what was trained; what is written to them between steps is taken over. They may lie on
+            what was trained; what is written to them between steps is taken over. They may be on
             the device `meta`; a `DeferredModel` makes each rank its own part only.
         loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
         batch: An example of what one step takes: only shapes and dtypes matter.
@@ -148,7 +148,7 @@ def parallelize(
     machine = choices.chosen("cluster", cluster, **own)
     chosen_planner = choices.chosen("planner", planner)
     chosen_runtime = choices.chosen("runtime", runtime)
-    choices.check_beside()
+    choices.check_combination()
 
     profile = machine if isinstance(machine, Cluster) else machine(shape.size)
     config = compile_config(compile)

@@ -12,6 +12,7 @@ from torch import nn
 from sbp_core.collection import collection_paused
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.planning import Planner
+from sbp_core.plugins import warn_renamed
 from sbp_launch.parallel.arguments import (
     in_arguments,
     sample_dims,
@@ -49,7 +50,7 @@ class ParallelStep(TrainingStep):
     @in_arguments()
     @one_at_a_time()
     @collection_paused()
-    def beside(
+    def add_step(
         self,
         loss: Callable[[nn.Module, Any], Any],
         batch: Any,
@@ -101,7 +102,7 @@ class ParallelStep(TrainingStep):
         if self._is_over:
             raise RunError(
                 "this parallel step is over",
-                todo="call step.beside inside of its `with` block, or before",
+                todo="call step.add_step inside of its `with` block, or before",
             )
         choice = replace(self._choice, pins=pins or {}, chooses_micro_batches=False)
         if planner is not None:
@@ -121,4 +122,11 @@ class ParallelStep(TrainingStep):
             samples=samples,
         )
         padding = make_padding(pad_to, batch, self.world, samples)
-        return self._put_beside(program, batch, padding, choice, replace(engine, settings=settings))
+        return self._add_program(
+            program, batch, padding, choice, replace(engine, settings=settings)
+        )
+
+    def beside(self, *args: Any, **settings: Any) -> ProgramStep:
+        """Call `add_step`, by its former name."""
+        warn_renamed("step.beside", "step.add_step")
+        return self.add_step(*args, **settings)

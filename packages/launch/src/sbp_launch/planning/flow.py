@@ -19,7 +19,7 @@ from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
+from sbp_core.compile import CompileOptions, LoweredItems, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError
 from sbp_core.graph import LogicalGraph, rename_outputs, rename_uses
 from sbp_core.memory import (
@@ -80,7 +80,7 @@ class Planned:
         return "memory" in vars(self)
 
     @cached_property
-    def lowered(self) -> Lowered:
+    def lowered(self) -> LoweredItems:
         """The ops with their boxing, before small tensors are merged to travel together."""
         return lower(self.graph, self.strategy)
 
@@ -116,7 +116,7 @@ class PlanSettings:
         micro_batches: Parts of one step.
         loss: What the loss of several micro-batches is.
         micro_batches_per_update: How many, if `loss` says that a step has several updates.
-        update: What happens once a step beside the optimizer.
+        update: What happens once a step besides the optimizer.
     """
 
     mesh: Placement

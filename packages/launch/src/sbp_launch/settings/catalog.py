@@ -9,7 +9,7 @@ file has a first comment, and one for each setting:
     lr: 0.001  # learning rate                the comment of `lr`, which may go on
       # in lines that are indented further
 
-A comment may also stand above its setting.
+A comment may also be above its setting.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def comments(text: str) -> dict[str, str]:
 
 
 def _comment(lines: list[str], name: yaml.Node, value: yaml.Node, first: int) -> str:
-    """Return the comment behind or above a setting.
+    """Return the comment after or above a setting.
 
     Args:
         lines: The file.
         name: Its name.
         value: Its value.
-        first: Number of the first line behind the file's own comment.
+        first: Number of the first line after the file's own comment.
     """
     is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
     end = name.end_mark if is_block else value.end_mark
@@ -98,20 +98,20 @@ def _is_comment(line: str, indent: int) -> bool:
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
-    """Refuses a name that stands twice in a mapping."""
+    """Refuses a name that occurs twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         """Return a mapping.
 
         Raises:
-            MarkedYAMLError: a name stands twice.
+            MarkedYAMLError: a name occurs twice.
         """
         seen: dict[object, int] = {}
         for name, _ in node.value:
             if name.value in seen:
                 first = seen[name.value]
                 raise yaml.MarkedYAMLError(
-                    problem=f"{name.value!r} stands twice, the first time in line {first}",
+                    problem=f"{name.value!r} occurs twice, the first time in line {first}",
                     problem_mark=name.start_mark,
                 )
             seen[name.value] = name.start_mark.line + 1
@@ -152,10 +152,10 @@ def refuse_expansion(text: str, file: str) -> None:
         return  # `refuse_faults` says what is wrong
     if num_values(root) > MOST_VALUES:
         raise ConfigError(
-            "the references of the option file stand for a value almost without end",
+            "the references of the option file expand to a value of extreme size",
             where=file,
             accepted=f"at most {MOST_VALUES:,} values",
-            todo="write out what is meant",
+            todo="write the values without references",
         )
 
 
@@ -181,7 +181,7 @@ def refuse_faults(text: str, file: str) -> None:
             f"the option file is no YAML: {what}",
             where=f"{file}, line {line}{f': {shown.strip()}' if shown.strip() else ''}",
             accepted="name: value, one a line; nested settings indented by spaces",
-            todo="correct that line, or what stands before it",
+            todo="correct that line, or the text before it",
         ) from error
     except ConfigError:
         raise
@@ -326,7 +326,7 @@ def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Cat
             raise ConfigError(
                 f"--config-dir {config_dir!r} is {'no folder' if path.exists() else 'not there'}",
                 where="the command line",
-                accepted="a folder with options of yours, as GROUP/NAME.yaml",
+                accepted="a folder with options of yours: GROUP/NAME.yaml",
             )
         folders.append(ConfigFolder(path=f"file://{path}", distribution=OWN_FOLDER))
     return Catalog(registry=registry, folders=tuple(folders))

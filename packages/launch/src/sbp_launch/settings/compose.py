@@ -290,7 +290,7 @@ def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:
             names = value.filter([one for one in options if deep or "/" not in one])
             if not names:
                 raise ConfigError(
-                    f"{text} stands for no option of the group {group!r}",
+                    f"{text} matches no option of the group {group!r}",
                     where=f"the command line: {text}",
                     accepted=", ".join(options) or f"a group: {', '.join(catalog.groups())}",
                 )
@@ -324,7 +324,7 @@ def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             key = override.get_key_element()
             values = [f"{key}={value}" for value in override.sweep_string_iterator()]
             if not values:
-                what = f"{text} stands for no value"
+                what = f"{text} has no values"
                 raise ConfigError(what, where="the command line", accepted="one value or more")
             choices.append(values)
     return tuple(itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED))

@@ -86,9 +86,9 @@ class TrainerConfig:
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
         loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
-            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update behind
-            each, or behind every few.
-        micro_batches_per_update: With `loss=each_micro_batch`: behind so many there is an update,
+            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update after
+            each, or after every few.
+        micro_batches_per_update: With `loss=each_micro_batch`: after so many there is an update,
             by the mean of their losses; divides `micro_batches`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
@@ -116,7 +116,7 @@ class TrainerConfig:
         callbacks: What is called between steps: the name of each, or a mapping with `name` and its
             settings.
         schedule: How the learning rate goes.
-        update: Clipping, averages and scaling beside the optimizer.
+        update: Clipping, averages and scaling besides the optimizer.
     """
 
     FORMER_NAMES: ClassVar[Mapping[str, str]] = {"other_data": "allow_other_data"}
@@ -360,7 +360,7 @@ class Application(Generic[ConfigT]):
         groups: The config groups that it has; empty for all.
         may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
             for a command that leaves no run folder.
-        reads_folder_alone: Whether no process that was started beside it reads the run folder.
+        reads_folder_alone: Whether no process that was started next to it reads the run folder.
         sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
             told of in one table.
     """

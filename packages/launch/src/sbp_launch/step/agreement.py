@@ -133,7 +133,7 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     """See that all ranks have the same manifest. All of them call this at the same time.
 
     Args:
-        own: This rank's. Of a value with a NUL, what stands before it is compared, and what stands
+        own: This rank's. Of a value with a NUL, what is before it is compared, and what stands
             after it is shown.
         gather: See `gathering`.
 

@@ -25,8 +25,8 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
 from sbp_core.graph import LogicalGraph, Node, graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
-from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
+from sbp_launch.planning.shared_states import plan_form
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following, refusal
 from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
@@ -34,7 +34,7 @@ from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.training import Training
 from sbp_launch.step.unseen import UnseenChanges
 from sbp_torch.graph_capture import check_modes, flatten_batch, host_numbers, rebuild_batch
-from sbp_torch.guards import Changed
+from sbp_torch.guards import ChangedValue
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ class Forms:
         if not self._engine.runtime.has_forms:
             raise RunError(
                 f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
-                accepted="the form that was planned first; runtime='actor' has others",
+                accepted="the form that was planned first; runtime='actor' takes steps of "
+                "several forms",
             )
 
     def _start(self, planned: Planned) -> Session:
@@ -260,7 +261,7 @@ class Forms:
         except SbpError:  # it has become something else since, which cannot be captured
             return
 
-    def _find(self, batch: Any, changes: list[Changed]) -> StepForm:
+    def _find(self, batch: Any, changes: list[ChangedValue]) -> StepForm:
         shapes = self._shapes(batch)
         if not changes and shapes in self._known:
             return self._known[shapes]
@@ -318,7 +319,7 @@ class Forms:
         parts = self.first.parts.items()
         return not self._is_odd(shapes) and any(given[name] != part.shape for name, part in parts)
 
-    def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> StepForm:
+    def _of_program(self, batch: Any, shapes: Shapes, changes: list[ChangedValue]) -> StepForm:
         """Return the form that the program has now: one that is known, or a new one."""
         captured = self._numbers.captured(batch, changes)
         try:
@@ -330,7 +331,7 @@ class Forms:
         return self._of_captured(captured, batch, shapes, changes)
 
     def _of_captured(
-        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[Changed]
+        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[ChangedValue]
     ) -> StepForm:
         """Return the form of a captured step: one that is known, or a new one."""
         name, inputs = graph_hash(captured.original), captured.original.input_kinds
@@ -364,7 +365,7 @@ class Forms:
             self._met.add(shapes)
         return form
 
-    def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:
+    def _varies(self, shapes: Shapes, changes: list[ChangedValue]) -> str:
         """Return what makes another form, as far as that is known: size, program, or both."""
         told = []
         if not changes or (shapes not in self._met and self._is_other_shape(shapes)):

@@ -39,7 +39,7 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     missing = [name for name in training.states.names if name not in states]
     fresh: dict[str, Tensor] = {}
     if missing:
-        with training.apart():
+        with training.disconnected():
             fresh = training.states.fresh(missing, states.keys(), ahead)
     for tied in training.states.plan.ties.values():
         values = {float(fresh[name]) for name in tied if name in fresh}
@@ -89,7 +89,7 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
             raise error.replaced(
                 SbpLookupError,
                 todo=f"{error.todo}; if it is of another program, put that there first: "
-                "step.beside(loss, batch, optimizer)",
+                "step.add_step(loss, batch, optimizer)",
             )
 
 

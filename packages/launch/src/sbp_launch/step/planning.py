@@ -21,8 +21,8 @@ from typing import Any
 from sbp_core.errors import ConfigError
 from sbp_core.graph import InputKind, LogicalGraph, Node
 from sbp_core.strategy import Strategy
-from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings
+from sbp_launch.planning.shared_states import PlanAround, plan_form
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.program import OneDeviceProgram

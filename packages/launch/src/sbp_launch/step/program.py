@@ -31,7 +31,7 @@ class OneDeviceProgram:
         optimizer: Over `model.parameters()`.
         update: What happens once a step, besides the optimizer.
         deferred: What makes the states of a deferred model.
-        samples: Where samples lie in the batches that `loss` takes.
+        samples: Where samples are in the batches that `loss` takes.
 
     Raises:
         ConfigError: one of them is of another type.

@@ -211,11 +211,11 @@ class _Events:
         return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
 
     def _predicted(self) -> Iterator[Event]:
-        """Return lanes and slices of the simulated step, beside the steps that were traced."""
+        """Return lanes and slices of the simulated step, next to the traced steps."""
         linked: set[tuple[int, str]] = set()
         over_ns = 0
         for step, begin_ns in sorted(self.begins_ns.items()) or [(0, 0)]:
-            # One that is predicted to take longer than it did leaves no room beside the next.
+            # One that is predicted to take longer than it did leaves no room next to the next.
             if begin_ns >= over_ns:
                 over_ns = begin_ns + round(self.simulation.step_s * 1e9)
                 for rank, thread in self.lanes:

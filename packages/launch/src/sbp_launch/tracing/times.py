@@ -121,7 +121,7 @@ class RankTimes:
 
     @property
     def rest(self) -> int:
-        """What lies between firings."""
+        """What is between firings."""
         return self.steps - self.compute - self.boxing - self.waiting - self.turn
 
 
@@ -141,7 +141,7 @@ def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str
             times.waiting += took
         elif span.kind is SpanKind.TURN:
             times.turn += took
-            times.compute -= took  # it lies within a firing
+            times.compute -= took  # it is within a firing
         elif is_call or isinstance(plan.by_rank[span.rank].by_name[span.actor], BoxingActor):
             waited = late[span].until_ns - span.begin_ns if span in late else 0
             times.waiting += waited

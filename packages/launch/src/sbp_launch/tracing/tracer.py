@@ -231,7 +231,7 @@ class StepTracer:
             session.trace = None
 
     def finish(self, number: int) -> None:
-        """Write the trace behind the last step of it; all processes call this behind each step.
+        """Write the trace after the last step of it; all processes call this after each step.
 
         Raises:
             BoxingError: another rank did not come with its trace.

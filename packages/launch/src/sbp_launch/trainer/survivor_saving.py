@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint.saving import Processes
-from sbp_launch.checkpoint.survivors import MEET_S, pieces_left
+from sbp_launch.checkpoint.survivors import MEET_S, surviving_pieces
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import SAVING
-from sbp_launch.step.saved import with_those_left
+from sbp_launch.step.saved import save_among_survivors
 from sbp_launch.team import DEADLINE_S
 from sbp_launch.trainer.loop import TrainingLoop
 
@@ -38,7 +38,7 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     loop.count_done()
     # Before the others are told: what they begin to write must not be removed with it.
     under_way = loop.checkpoints.abandon()
-    pieces, is_saved = pieces_left(
+    pieces, is_saved = surviving_pieces(
         loop.planned.plan,
         loop.step.session,
         left,
@@ -57,7 +57,7 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     def write(pieces: Iterable[StatePiece], processes: Processes) -> None:
         loop.checkpoints.save_pieces(pieces, loop.saved_state(), loop.cursor, processes)
 
-    with_those_left(
+    save_among_survivors(
         loop.step.processes, left, storage, pieces, prepare, write, is_claimed=run.is_first
     )
     return loop.checkpoints.place(loop.state.step)

@@ -42,7 +42,7 @@ from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import stop_together
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.checkpoints import RunCheckpoints, claimed, run_storage
-from sbp_launch.trainer.figures import Measured, StepMeter
+from sbp_launch.trainer.figures import MeasuredUsage, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.planned import engine_of, plan_choice, whole_example, with_micro_batches
 from sbp_launch.trainer.resume import Resume
@@ -270,7 +270,7 @@ def train_states(
             raise
         with signals.saving():
             save_states(run, loop)
-        measured = Measured.of_all(team.gather(meter.measured.to_text()))
+        measured = MeasuredUsage.of_all(team.gather(meter.measured.to_text()))
         steps = counted(loop.state.step, "step")
         if team.highest(signals.pending_number):
             run.say([f"the states of all {steps} are saved"])

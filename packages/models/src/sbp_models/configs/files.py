@@ -43,7 +43,7 @@ class TokensConfig:
         path: A file, or a folder of which every file is taken: text, or `.jsonl`, of which each
             line is a document.
         tokenizer: A `tokenizer.json` of the library `tokenizers`.
-        end: Token that is put behind each document.
+        end: Token that is put after each document.
         field: What holds the text in a line of a `.jsonl` file.
         context: Tokens of one sample.
         cache: Folder for the tokens; if None, those of less than 16 MiB of files are kept in

@@ -23,7 +23,7 @@ class DlrmConfig:
             `nn.Embedding` and sums after.
         hidden: Width of a row.
         bottom: Widths of the hidden layers for the numbers; one to `hidden` follows.
-        top: Widths of the hidden layers behind the interaction; one to the logit follows.
+        top: Widths of the hidden layers after the interaction; one to the logit follows.
 
     Raises:
         ConfigError: a size is not positive, or there is no table.
@@ -43,6 +43,6 @@ class DlrmConfig:
         check_sizes("bottom", self.bottom, at_least=0)
         check_sizes("top", self.top, at_least=0)
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_clicks(others.get("data"), model="dlrm", num_dense=self.num_dense, rows=self.rows)

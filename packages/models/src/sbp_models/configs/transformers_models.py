@@ -49,8 +49,8 @@ class HfConfig:
             )
         check_positive(self, "context")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`.
 
         Sizes that `overrides` leave out are the library's, and not known here.
         """

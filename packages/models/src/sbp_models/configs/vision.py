@@ -42,8 +42,8 @@ class ResnetConfig:
         check_positive(self, "width", "channels", "num_classes")
         check_fractions(self, "label_smoothing")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"), model="resnet", channels=self.channels, num_classes=self.num_classes
         )
@@ -67,7 +67,7 @@ class VitConfig:
         mlp_ratio: How many times as wide the hidden layer of a block is.
         fused_qkv: One layer makes queries, keys and values, as in timm; otherwise three do, whose
             rows split by heads.
-        dropout: Probability with which a number is dropped behind a layer, in [0, 1).
+        dropout: Probability with which a number is dropped after a layer, in [0, 1).
         drop_path: Probability with which a sample skips the last block, in [0, 1); it grows
             linearly from 0 at the first.
         label_smoothing: Part of the target that is spread over all classes, in [0, 1).
@@ -97,8 +97,8 @@ class VitConfig:
         check_divides(self, "num_heads", "hidden")
         check_fractions(self, "dropout", "drop_path", "label_smoothing")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"),
             model="vit",

@@ -5,7 +5,7 @@
                few pairs left? ──yes──> integer program ──> proved, mostly
                      │ no, or not proved in time
                      v
-                  search: messages, neighbourhoods, pruning, the program beside them (`large`)
+                  search: messages, neighbourhoods, pruning, the program next to them (`large`)
 
 All find assignments for one record of the best, in terms of the problem as it was given.
 """
@@ -32,7 +32,7 @@ from sbp_planner.choice.reduced_graph import NothingAllowedError
 _FEW_PAIRS = 50_000
 
 #: Part of the time that reductions, and the first integer program, may take; seconds that it may at
-#: most: what is not proved by then is better searched beside it.
+#: most: what is not proved by then is better searched next to it.
 _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 _FIRST_S = 20.0

@@ -41,7 +41,7 @@ from sbp_core.planning import PlanRequest, forms_of, leaner_forms, smaller_varia
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import bound_from_below
-from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
+from sbp_planner.joint.search import BoundedAssignment, JointSearch, JointSettings, Values
 
 #: Of the time that is left, what one variant may take.
 _SHARE = 0.5
@@ -110,7 +110,7 @@ class _Best:
     entry: BoundedVariant
     search: JointSearch
     values: Values
-    free: Assigned
+    free: BoundedAssignment
     cost_s: float
 
 
@@ -174,7 +174,7 @@ class FamilySearch:
         self.ends_at = monotonic() + self.settings.time_limit_s
         asked = self.family.variant.num_micro_batches
         for count in dict.fromkeys((asked, *sorted(self.family.micro_batches))):
-            if self.is_late and self.seen:
+            if self.is_out_of_time and self.seen:
                 self.unseen.append(count)
                 continue
             forms = self._settled(self._forms(count))
@@ -182,11 +182,11 @@ class FamilySearch:
                 raise self.problems[0]  # a wrong setting is one of all variants
             short = [form for form in forms if form.may_gain_by_less]
             self.spared += [form for form in forms if not form.may_gain_by_less]
-            if self.is_late and self.has_leaner:
+            if self.is_out_of_time and self.has_leaner:
                 self.left_out += short
             else:
                 self._settled(self._leaner(short))
-        if self.best is None and self.is_late:
+        if self.best is None and self.is_out_of_time:
             self._try_the_leanest()
         if self.best is None:
             raise self._refusal()
@@ -198,7 +198,7 @@ class FamilySearch:
         return self.family.may_recompute or self.family.may_slice
 
     @property
-    def is_late(self) -> bool:
+    def is_out_of_time(self) -> bool:
         """Whether the time is up."""
         return monotonic() > self.ends_at
 

@@ -11,7 +11,7 @@ the machine's devices: stages may end anywhere, also inside a node. For one micr
     s   ring all-reduce: the largest, over the levels k, of 2 (q_k - 1) / q_k * P / B_k, where q_k
         components of one and the same component are in the range of the stage
     a   bytes across the cut     k   highest level at which the devices on either side differ
-    l   components of level k in the range before or behind the cut, whichever are fewer
+    l   components of level k in the range before or after the cut, whichever are fewer
     n   micro-batches in flight: all m with GPipe, as many as stages from here on with 1F1B
 
 and the step takes (m - 1) max + sum of these (`table` solves that exactly).
@@ -190,8 +190,8 @@ def transfer_s(
         levels: The machine, innermost first.
         ideals: The places.
         own: Devices of the stage before the cut.
-        after: Of the one behind it.
-        behind: All devices behind it.
+        after: Of the one after it.
+        behind: All devices after it.
     """
     cut = num_devices(levels) - behind
     sizes = [prod(level.components for level in levels[:k]) for k in range(len(levels))]

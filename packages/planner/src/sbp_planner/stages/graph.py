@@ -2,7 +2,7 @@
 
 A block is anything that stays whole: an operator of a profile, a layer, a module. Values are kept
 apart from blocks because a value with several consumers crosses a cut once, however many of its
-consumers lie beyond. Knows no devices and no cluster.
+consumers are beyond. Knows no devices and no cluster.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     over        chains of order ideals, replicas of each stage at each level
     such that   every device is used once, and memory of each stage <= the limit
 
-Level k joins n_k components of the level below. A segment, what lies between two ideals i < j, on m
+Level k joins n_k components of the level below. A segment, what is between two ideals i < j, on m
 of them in parallel, followed inside its component by s others:
 
     T_k(i, j, m, c) = max(A_{k-1}(i, j, ceil(c / m)), 2 (m-1)/m * (P_j - P_i) / B_k) / m
@@ -18,8 +18,8 @@ of them in parallel, followed inside its component by s others:
           component
 
 The released optimizer charges memory for the micro-batches in flight minus one. How many are in
-flight depends on what comes behind, also behind the component: that is what c carries down, and
-why the recurrence runs from the last stage to the first: the c devices behind m components are
+flight depends on what comes after it, also after the component: that is what c carries down, and
+why the recurrence runs from the last stage to the first: the c devices after m components are
 ceil(c / m) for each of them, and ceil(ceil(c / m) / r) = ceil(c / (m r)), so nothing is lost.
 Each c is a table of its own; there are few, as c is a multiple of components (4 x 4 devices: 0, 2,
 4, 8, 12). Without a limit there is one.
@@ -284,7 +284,7 @@ class _Search:
             2 * (0.0 if least_memory else 1.0) * ideals.crossing_bytes / level.bytes_per_s
             for level in self.levels
         ]
-        # Devices behind count only where memory does.
+        # Devices after count only where memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
 

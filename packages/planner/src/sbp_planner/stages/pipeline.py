@@ -15,7 +15,7 @@
                             s_k   2 (r_k - 1) / r_k * (parameters of its segment of level k) / B_k
     transfer at a boundary  2 a / (B_k min(r_k, r'_k)) / (r_{k+1} r_{k+2} ...)
                             a     bytes across it, each value once, however far it goes
-                            k     highest level at which the stages beside it differ in segment
+                            k     highest level at which the stages next to it differ in segment
     in flight               n = ceil(devices of this and all later stages / devices of this stage)
     memory of a device      versions(n) * parameters + n * activations
 
@@ -105,7 +105,7 @@ class StagePrice:
     Args:
         compute_s: Forward and backward of one micro-batch on one device.
         sync_s: Summing its gradients, for as many micro-batches as it has replicas.
-        boundary_bytes: What crosses to the stages behind it, in one direction.
+        boundary_bytes: What crosses to the stages after it, in one direction.
         transfer_s: That and its gradient, one micro-batch, on the links that share it.
         in_flight: Micro-batches that a device holds at most: begun, and not yet taken back.
         memory_bytes: Parameters, by versions, and activations in flight of a device.
@@ -265,7 +265,7 @@ def _check_blocks(graph: BlockGraph, stages: Sequence[Stage]) -> None:
 
 
 def _check_devices(levels: Sequence[MachineLevel], stages: Sequence[Stage]) -> None:
-    """Raise unless every level is filled, and segments are numbered as they lie in each other."""
+    """Raise unless every level is filled, and segments are numbered as they are in each other."""
     for k in range(len(levels)):
         # Within a segment of the level above, the segments of this level share its components.
         above = [stage.segment[k + 1 :] for stage in stages]

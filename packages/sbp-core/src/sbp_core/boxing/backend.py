@@ -330,6 +330,6 @@ class BoxingBackend(ABC):
         """Release everything; further calls raise `BoxingError`. Safe to call twice.
 
         Raises:
-            BoxingError: a rank of another process ended, or stands still, and had not closed its
+            BoxingError: a rank of another process ended, or hangs, and had not closed its
                 backend; no call of this one has said so. Everything is released.
         """

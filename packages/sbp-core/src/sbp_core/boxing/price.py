@@ -147,7 +147,7 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
 def rank_groups(
     groups: tuple[tuple[int, ...], ...], group_sizes: tuple[int, ...]
 ) -> tuple[RankGroup, ...]:
-    """Return how groups lie on a machine that do a collective at the same time.
+    """Return how groups that do a collective at the same time are placed on a machine.
 
     Tensors of all shapes ask for those of the same few groups.
 

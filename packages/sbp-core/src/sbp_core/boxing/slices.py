@@ -44,7 +44,7 @@ class TransferPiece:
     Args:
         sender, receiver: Ranks.
         term: The receiver puts all pieces of one term together, then reduces terms in order.
-        source: Where the piece lies in the sender's shard: (start, stop) of each dim.
+        source: Where the piece is in the sender's shard: (start, stop) of each dim.
         target: Where it goes in the receiver's shard.
         size_bytes: Bytes of the piece.
     """
@@ -85,7 +85,7 @@ def volume(bounds: Bounds) -> int:
 
 def intersection(one: Bounds, other: Bounds) -> Bounds:
     """Return the common slice; empty (start == stop in some dim) if there is none."""
-    # Where the slices lie apart, min(b, d) is before max(a, c): no slice may stop before it starts.
+    # Where the slices are apart, min(b, d) is before max(a, c): no slice may stop before it starts.
     return tuple(
         (max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)
     )
@@ -396,7 +396,7 @@ def is_realisable(step: BoxingStep) -> bool:
     """Say whether ranks find all they need inside their group of the step's mesh axis.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
-    split the same dim; then what a rank needs may lie outside its group. An all-gather on the outer
+    split the same dim; then what a rank needs may be outside its group. An all-gather on the outer
     axis of a 2 x 2 mesh, from (S(0), S(0)) to (B, S(0)), of 4 rows, is no step:
 
         ranks        0    1    2    3          groups on the outer axis: (0, 2) and (1, 3)

@@ -8,7 +8,7 @@
                                            so is the time that the transport takes of the threads
     register, channel                      edge with that quota, for each consumer
     register of carried states             edge with an initial token: the states themselves
-    register of rate `step` behind an      edge that takes a token of each micro-batch, all of them
+    register of rate `step` after an       edge that takes a token of each micro-batch, all of them
     actor that fires for each micro-batch  at once; the last of them is the filling
     order of a thread                      order of a processor
 
@@ -32,7 +32,7 @@ from itertools import pairwise
 
 from sbp_core.compile.actors import Actor, ActorId, Collective
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
-from sbp_core.compile.symmetry import Folded, fold
+from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.dataflow import (
     Dependency,
     FlowActor,
@@ -59,7 +59,7 @@ Orders = Mapping[str, Sequence[tuple[str, int]]]
 class ActorSpan:
     """The actors of a network that an actor of a plan is: as it begins, and when it is over.
 
-    `drag` is on its threads behind the begin, if the transport needs their core; else empty.
+    `drag` is on its threads after the begin, if the transport needs their core; else empty.
     """
 
     begin: str
@@ -92,7 +92,7 @@ class PlanNetwork:
         links: The edges of the links that each actor sends on.
     """
 
-    def __init__(self, folded: Folded) -> None:
+    def __init__(self, folded: FoldedPlan) -> None:
         self._plan, self._folded = folded.plan, folded
         #: For each edge with a quota the register or link that it is of, the quota there, and the
         #: tokens that a firing produces and consumes.

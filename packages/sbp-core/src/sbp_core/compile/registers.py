@@ -75,7 +75,7 @@ def _carrying(
             # at its end.
             quota = 1 + max(staleness, int(any(u.phase is Phase.OPTIMIZER for u in users)))
         else:
-            # The slowest reader may be so many micro-batches behind the forward phase: the backward
+            # The slowest reader may be so many micro-batches after the forward phase: the backward
             # phase reads the state as its own micro-batch's forward phase found it.
             late = [user.stage for user in users if user.phase is not Phase.FORWARD]
             lag = max((program.strategy.in_flight[stage] for stage in late), default=1)
@@ -133,9 +133,9 @@ def prefetch_registers(
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    Boxing that goes on beside compute would gather them all at once. So each gather, or what packs
-    for it, takes a token of the segment that is `prefetch + 1` before the first one that uses what
-    it makes.
+    Boxing that goes on in parallel with compute would gather them all at once. So each gather, or
+    what packs for it, takes a token of the segment that is `prefetch + 1` before the first one that
+    uses what it makes.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1

@@ -23,7 +23,7 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, copy_name, offload
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.program import LoweredProgram
@@ -52,7 +52,7 @@ class CompileOptions:
         prefetch: With either, how many segments ahead of its user a parameter may be
             gathered; 0 gathers it when the segment before its user is through.
         in_place_states: Let updates write over the states, in their memory, once the step is
-            committed (`commit`). Otherwise new values live beside the old ones to the end of the
+            committed (`commit`). Otherwise new values live next to the old ones to the end of the
             step, which takes more time and memory, and a failing update leaves the old ones.
         input_gradients_first: Compute the gradients that another stage waits for, and send them,
             before those of weights. The other stage begins earlier, as in a pipeline of half the
@@ -100,7 +100,7 @@ def boxing_thread(options: CompileOptions) -> str:
 
 
 def form_plan(
-    graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
+    graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
     # On one thread that waits an earlier begin overlaps nothing, but may free memory.

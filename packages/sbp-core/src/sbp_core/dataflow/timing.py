@@ -6,8 +6,8 @@ The times are kept up to date while waits change:
     firing        a    b    c    d    e
     a -> d, b -> e                               waits within the iteration
 
-    e -> b comes   b waits for e, which is placed behind it: what follows b up to the place of e
-                   goes behind what e follows from the place of b on. If b leads to e: a cycle.
+    e -> b comes   b waits for e, which is placed after it: what follows b up to the place of e
+                   goes after what e follows from the place of b on. If b leads to e: a cycle.
 
 A search for quotas or orders changes a few waits and asks for the end, thousands of times. So only
 firings between the two ends of a new wait are placed anew, and only those are timed anew whose
@@ -98,7 +98,7 @@ class EarliestStarts:
         self._after[on].append(waiting)
 
     def _place_behind(self, on: int, waiting: int) -> bool:
-        """Place firings so that one comes behind another; return whether that is possible."""
+        """Place firings so that one comes after another; return whether that is possible."""
         place = self._place
         if place[on] < place[waiting]:
             return True

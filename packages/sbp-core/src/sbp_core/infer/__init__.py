@@ -43,7 +43,7 @@ from sbp_core.infer.stages import (
     forward_blocks,
     moving_nodes,
 )
-from sbp_core.infer.tables import Costed, CostTables
+from sbp_core.infer.tables import CostedVariables, CostTables
 from sbp_core.infer.work import Decision, FixedDecisions, SharedTables, StepWork
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
     "ConversionGroup",
     "ConversionRequest",
     "CostTables",
-    "Costed",
+    "CostedVariables",
     "Decision",
     "EqualLayers",
     "Factor",

@@ -2,7 +2,7 @@
 
     blocks.0.mlp.up   blocks.1.mlp.up   blocks.2.mlp.up        one variable, that of `blocks.0`
 
-What stands inside a numbered block is alike if the names differ in the number of the block alone,
+What is inside a numbered block is alike if the names differ in the number of the block alone,
 and the calls, meshes and pins are the same. What does not, such as the calls of a module that all
 blocks share, is alike if it makes the same call, takes what is alike, and is taken by what is
 alike: colours are refined by those of neighbours until no more of them appear. Names of blocks do
@@ -28,7 +28,7 @@ from sbp_core.graph.ir import GraphInput, LogicalGraph
 from sbp_core.infer.pins import Pins
 from sbp_core.infer.work import StepWork
 
-#: The number of a block in a name: the first one behind a dot.
+#: The number of a block in a name: the first one after a dot.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -93,14 +93,14 @@ class ConversionGroup:
         """Return which targets each value of the source asks for itself: (values, targets)."""
         return _asked(self.own(), *self.costs.shape)
 
-    def asked_by_others(self) -> dict[int, NDArray[np.bool_]]:
+    def targets_by_variable(self) -> dict[int, NDArray[np.bool_]]:
         """Return which targets each value of each other variable asks for: (values, targets)."""
         return {
             variable: _asked(requests, len(requests[0].targets), self.costs.shape[1])
-            for variable, requests in self.others().items()
+            for variable, requests in self.requests_by_variable().items()
         }
 
-    def others(self) -> dict[int, list[ConversionRequest]]:
+    def requests_by_variable(self) -> dict[int, list[ConversionRequest]]:
         """Return the requests of each other variable."""
         found: dict[int, list[ConversionRequest]] = {}
         for request in self.requests:

@@ -50,7 +50,7 @@ def infer_nearby(
     Args:
         request: Graph, cluster, and pins of the user; its mesh does not count.
         strategy: A legal one for the graph, of any planner.
-        pins: What is asked for beside the user's pins, which override them.
+        pins: What is asked for besides the user's pins, which override them.
 
     Raises:
         ConfigError: a pin cannot be meant.

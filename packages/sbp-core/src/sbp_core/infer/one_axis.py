@@ -33,13 +33,13 @@ def infer_axis(
 ) -> Strategy:
     """Return a strategy whose entries of one mesh axis are inferred under other pins.
 
-    On the other axes every decision stays, unless no signature has it beside what is decided anew.
+    On the other axes every decision stays, unless no signature has it with the new decisions.
 
     Args:
         request: Graph, cluster, and pins of the user; its mesh does not count.
         strategy: A legal one for the graph, of any planner.
         axis: Name of the mesh axis.
-        pins: What is asked for beside the user's pins, which override them. On other axes they may
+        pins: What is asked for besides the user's pins, which override them. On other axes they may
             only say what the strategy does.
 
     Returns:

@@ -12,10 +12,10 @@ too, so wherever there is a plan, its time is asked for.
                                    + working set                                        [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
-* updates: new values that live beside the old ones until the step is done: those that the forward
+* updates: new values that live next to the old ones until the step is done: those that the forward
   phase makes, and with `in_place_states=False` all;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
-* gradients: what the backward phase makes for the optimizer, and accumulated values beside it;
+* gradients: what the backward phase makes for the optimizer, and accumulated values next to it;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
   what they view), q_i = `in_flight[i]` of them;
 * working set: the largest arguments and results of one op.
@@ -292,7 +292,7 @@ def _add_boxing(
     producer = graph.producers.get(value)
     is_state = producer is None and graph.input_kinds[value].kind.is_state
     # A gathered parameter is held while it is used, one at a time, so the largest counts; a boxed
-    # activation waits for the backward phase beside all others, so they add up. A local step of a
+    # activation waits for the backward phase next to all others, so they add up. A local step of a
     # state (`size_bytes` 0) gives a part of what is there.
     if (is_state or is_gathered_on_use(graph, value)) and step.size_bytes:
         stage.gathered_bytes = max(stage.gathered_bytes, size)

@@ -12,7 +12,7 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
                 as they are stored, loss and metrics as B. What the compiler lets travel in buckets
                 takes a share of one (`infer.companions`)
     copies      of a state in host memory: its bytes over the link to the host, once, as what is
-                fetched and what is stored go on beside each other
+                fetched and what is stored go on in parallel with each other
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 

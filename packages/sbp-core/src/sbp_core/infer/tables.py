@@ -41,7 +41,7 @@ _MAX_SET_TARGETS = 12
 Masks = NDArray[np.int64]
 
 
-class Costed(Protocol):
+class CostedVariables(Protocol):
     """Variables and what they cost, as `StepProblem` has them."""
 
     @property
@@ -85,7 +85,9 @@ class CostTables:
             targets.
     """
 
-    def __init__(self, problem: Costed, *, max_entries: float, in_pairs: bool = False) -> None:
+    def __init__(
+        self, problem: CostedVariables, *, max_entries: float, in_pairs: bool = False
+    ) -> None:
         self.max_entries = max_entries
         self.max_users = 1 if in_pairs else _MAX_DIRECT_USERS
         self.max_set_targets = 0 if in_pairs else _MAX_SET_TARGETS
@@ -105,7 +107,7 @@ class CostTables:
             self._add(group)
 
     def _add(self, group: ConversionGroup) -> None:
-        others = group.others()
+        others = group.requests_by_variable()
         entries = prod(self.sizes[v] for v in (group.source, *others))
         if len(others) <= self.max_users and entries <= self.max_entries:
             self.factors.append(Factor((group.source, *others), self._direct(group, others)))
@@ -180,7 +182,7 @@ class CostTables:
 
     def _add_made(self, group: ConversionGroup) -> None:
         """Put a variable for each target, made or not, between a value and its users."""
-        own, asked = group.own_targets(), group.asked_by_others()
+        own, asked = group.own_targets(), group.targets_by_variable()
         if own.any():
             paid = np.where(own, group.costs, 0.0).sum(axis=1)
             self.factors.append(Factor((group.source,), paid))

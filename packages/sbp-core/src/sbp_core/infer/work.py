@@ -67,7 +67,7 @@ class StepWork:
             for what the prices say.
         tables: Shared with other steps on the same cluster and with the same buckets, such as parts
             of one model.
-        offloaded: States that lie in the memory of the host.
+        offloaded: States that are in the memory of the host.
         whole: What the values of a step could travel with of which this one is a part; None if it
             is a whole one.
     """

@@ -2,9 +2,9 @@
 
 `lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
 take what it sent, `storages` replays the rank in that order, by a `ledger`. `reports` has what that
-comes to, by `memory_kinds`, and how it rises and falls over a step. How results lie in memory is
-known to the tensor library (`storage_view`); `prediction` puts all of it together, with what
-transports between processes hold besides, and `kept_plans` keeps that for plans that were
+comes to, by `memory_kinds`, and how it rises and falls over a step. How results are laid out in
+memory is known to the tensor library (`storage_view`); `prediction` puts all of it together, with
+what transports between processes hold besides, and `kept_plans` keeps that for plans that were
 considered. `bound` says without it what memory cannot exceed. `typed_values` are what
 `sbp_core.check` replays a plan on.
 """

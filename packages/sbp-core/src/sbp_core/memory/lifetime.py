@@ -9,7 +9,7 @@ tensors:
   each value after its last use.
 * What was sent is held until every receiver has it. A received part counts on the receiver alone,
   with the bytes that it shows, whether or not a transport shares memory.
-* Old states live to the end of the step, beside the new ones: a step that fails leaves them. New
+* Old states live to the end of the step, next to the new ones: a step that fails leaves them. New
   values that are copied over the old ones (`Actor.in_place`) die like any other value.
 
 Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
@@ -33,7 +33,7 @@ from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import ActorId, Compute, keys_in
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.symmetry import FoldedPlan, fold, shard_shapes
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order, ticks
@@ -58,7 +58,7 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
         layouts: Says how results lie.
 
     Raises:
-        PlanError: the orders come to a stand, or the layout of a result is not known.
+        PlanError: the orders deadlock, or the layout of a result is not known.
     """
     return of_each_rank(each_lifetimes(plan, layouts))
 
@@ -81,7 +81,7 @@ def each_lifetimes(
 
 
 def replayed(
-    plan: PhysicalPlan, layouts: CallLayouts, folded: Folded, marks: Mapping[int, Hashable]
+    plan: PhysicalPlan, layouts: CallLayouts, folded: FoldedPlan, marks: Mapping[int, Hashable]
 ) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
     """Yield lifetimes of one rank for all of a class whose marks are equal, and these ranks.
 
@@ -126,7 +126,7 @@ def replayed(
             yield max(found, key=peak_bytes), (rank, *others)
 
 
-def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Group]:
+def _refined(order: Iterable[Group], folded: FoldedPlan, finer: FoldedPlan) -> list[Group]:
     """Return an order in which a plan may fire whose classes are parts of those of another one.
 
     Ranks of a class fire in step, so that its parts do, one after the other.
@@ -160,10 +160,10 @@ def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
     return max((found, *more), key=peak_bytes)
 
 
-def _late_stores(folded: Folded) -> Mapping[int, Events]:
+def _late_stores(folded: FoldedPlan) -> Mapping[int, Events]:
     """Return the events of ranks that offload, with the copies to the host as slow as can be.
 
-    Whether the group before or the one behind is on the device during an update is a matter of
+    Whether the group before or the one after is on the device during an update is a matter of
     time: what needs more memory counts.
     """
     ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
@@ -181,7 +181,7 @@ def _late_stores(folded: Folded) -> Mapping[int, Events]:
     return {rank: events[rank] for rank in ranks}
 
 
-def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
+def _order(folded: FoldedPlan, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
     """Return the order in which ranks fire.
 
     Args:
@@ -194,7 +194,7 @@ def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -
     """
     order = firing_order(folded.plan, folded.stands_for, duration or ticks(folded.plan))
     if order is None:
-        raise PlanError("the firing orders come to a stand", todo="check the plan first")
+        raise PlanError("the firing orders deadlock", todo="check the plan first")
     return order
 
 
@@ -224,7 +224,7 @@ def _marks(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, Hashable]:
 
 
 def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
-    """Return what a rank's operators are given beside tensors, where layouts may depend on it.
+    """Return what a rank's operators are given besides tensors, where layouts may depend on it.
 
     Of one that is given nothing else, such as `arange`, the layouts themselves are known.
     """
@@ -239,7 +239,7 @@ def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
     )
 
 
-def _needs_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:
+def _needs_its_like(plan: PhysicalPlan, folded: FoldedPlan, rank: int) -> bool:
     """Whether a rank that is ahead of its like does not do what it does in step with them.
 
     One that sends them something holds it for longer. One of several threads goes on with another

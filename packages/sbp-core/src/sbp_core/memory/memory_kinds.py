@@ -93,7 +93,7 @@ def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, MemoryKind]:
 
 
 def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
-    """Return the keys that are parameters, cast or boxed, beside the parameters themselves.
+    """Return the keys that are parameters, cast or boxed, next to the parameters themselves.
 
     A parameter may come from another stage, so that this rank has no slot of it.
     """

@@ -134,7 +134,7 @@ def check_memory(
     needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
     if rank.host_peak > 0 and host_limit_bytes is None:
         raise PlanError(
-            f"{needs} for states that are offloaded, and its device has none beside its own",
+            f"{needs} for offloaded states, and its device has no host memory",
             accepted="a cluster whose devices have host_memory_bytes and host_link",
             todo="keep the states on the device (planner.offload=[]; 'host' in strategies), or "
             "give these two in the cluster file",

@@ -375,8 +375,8 @@ def simulate_schedule(
     ends = work.ends(orders, durations)
     if ends is None:
         raise SbpValueError(
-            f"schedule {schedule.name!r} stands still: its ranks wait for each other",
-            accepted="orders in which every action comes behind what it needs",
+            f"schedule {schedule.name!r} deadlocks: its ranks wait for each other",
+            accepted="orders in which every action comes after what it needs",
             todo="compare the orders of neighbouring ranks",
         )
     ranks = tuple(

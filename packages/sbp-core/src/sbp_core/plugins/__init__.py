@@ -11,13 +11,14 @@ from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
     CheckpointStorage,
-    ChecksOthers,
+    ChecksCombination,
     ClusterFactory,
     GraphPass,
     MetricSink,
     MetricSinkFactory,
     StagedFolder,
     StorageFactory,
+    combination_check,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
 from sbp_core.plugins.settings import (
@@ -36,7 +37,7 @@ __all__ = [
     "KINDS",
     "Callback",
     "CheckpointStorage",
-    "ChecksOthers",
+    "ChecksCombination",
     "ClusterFactory",
     "ConfigFolder",
     "EmptyConfig",
@@ -54,6 +55,7 @@ __all__ = [
     "TrainerState",
     "TrainingContext",
     "blame",
+    "combination_check",
     "describe_type",
     "discover",
     "former_fields",
@@ -68,6 +70,7 @@ __all__ = [
 __getattr__ = moved_names(
     __name__,
     {
+        "ChecksOthers": "sbp_core.plugins.ChecksCombination",
         "LaunchRequest": "sbp_core.processes.LaunchRequest",
         "Launcher": "sbp_core.processes.Launcher",
         "PlanRequest": "sbp_core.PlanRequest",

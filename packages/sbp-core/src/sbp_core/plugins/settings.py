@@ -36,7 +36,7 @@ def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigE
 
     Args:
         key: The whole key, such as `trainer.stepz`.
-        known: Names that are known beside it.
+        known: Known names.
         where: File of the setting.
     """
     prefix, _, name = key.rpartition(".")

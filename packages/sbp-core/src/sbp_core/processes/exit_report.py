@@ -20,7 +20,7 @@ from sbp_core.errors import RunError
 STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
 #: What ranks say of others, the surest first. A rank that did not arrive may itself have waited for
-#: one that stands still, so what stands still goes before who is missing. `.*` is greedy: where
+#: one that hangs, so a rank that hangs goes before who is missing. `.*` is greedy: where
 #: rank 2 reports what rank 1 reported, the last name in the line is that of the cause.
 _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
 #: The same of one that a signal has stopped, on the host of who says so.

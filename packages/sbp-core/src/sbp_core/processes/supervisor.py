@@ -63,7 +63,7 @@ class Line:
     text: str
 
     def __str__(self) -> str:
-        """The line behind `rank N | `; a launcher's, or that of several ranks, as it is."""
+        """The line after `rank N | `; a launcher's, or that of several ranks, as it is."""
         return self.text if len(self.spec.ranks) > 1 else f"{self.spec.name} | {self.text}"
 
 

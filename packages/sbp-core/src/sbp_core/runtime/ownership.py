@@ -49,7 +49,7 @@ class StateSlice:
     Args:
         name: Of the state, one of `Session.state_dict`.
         shape, dtype: Of the whole state.
-        bounds: Where the part lies in it: (start, stop) of each dim.
+        bounds: Where the part is in it: (start, stop) of each dim.
     """
 
     name: str
@@ -58,7 +58,7 @@ class StateSlice:
     bounds: Bounds
 
     def with_value(self, value: Tensor | Number) -> StatePiece:
-        """Return the piece that lies there."""
+        """Return the piece that is there."""
         return StatePiece(
             name=self.name, shape=self.shape, dtype=self.dtype, bounds=self.bounds, value=value
         )

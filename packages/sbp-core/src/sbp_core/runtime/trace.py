@@ -33,7 +33,7 @@ class SpanKind(StrEnum):
 
     A `FIRING` is one of an actor. `BLOCKED` is the time before a firing in which data or credits
     are missing. `TURN` is a part of a firing: waiting until another rank of the process has
-    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies behind it.
+    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies after it.
     """
 
     FIRING = "firing"

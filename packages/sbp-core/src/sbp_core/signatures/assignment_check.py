@@ -122,7 +122,7 @@ def _refusal(
 
 
 def _complaint(call: OpCall, signature: Signature, axis: int, nearest: Signature1d) -> str:
-    """Say which argument stands in the way of the nearest legal signature."""
+    """Say which argument is in the way of the nearest legal signature."""
     for index, (sbp, legal) in enumerate(zip(signature.inputs, nearest.inputs, strict=True)):
         entry = sbp[axis]
         if entry != legal:
@@ -201,7 +201,5 @@ def _boxing(
         f"({sbp.replace(axis, new)})"
         for sbp, new in zip(signature.outputs, nearest.outputs, strict=True)
     )
-    parts.append(
-        f"it then gives {made}" if parts else f"let it give {made}, and box that behind it"
-    )
+    parts.append(f"it then gives {made}" if parts else f"let it give {made}, and box that after it")
     return "; ".join(parts)

@@ -92,7 +92,7 @@ class Explanation:
         yield f"\nlegal on a mesh axis of size {self.axis_size}:"
         yield from self._table(self.rows(), "because")
         if self.behind:
-            yield "\nlegal on an axis behind others:"
+            yield "\nlegal on an axis after others:"
             yield from self._table(
                 [
                     (part.inputs, part.outputs, f"{part.origin}, once {_prerequisite(part)}")

@@ -7,7 +7,7 @@
     b 1 => b c                   `1` is a dim of one element that is broadcast
 
 Left of the arrow stand the tensor arguments in argument order, right of it the outputs; `()` is a
-tensor without dims. Marks behind a label: `!` may not be split, `+` has to leave every shard at
+tensor without dims. Marks after a label: `!` may not be split, `+` has to leave every shard at
 least one element. A label that an output lacks is summed away there, unless a clause says
 otherwise. Clauses follow, each after `;`:
 

@@ -76,7 +76,7 @@ class RuleRegistry:
         )
 
     def is_view(self, op: str) -> bool:
-        """Whether results of an operator may lie in the memory of its arguments.
+        """Whether results of an operator may be in the memory of its arguments.
 
         Args:
             op: Operator and overload, `aten.view.default`; the overload does not matter.

@@ -67,5 +67,5 @@ def _accumulate(call: OpCall) -> Notation:
 
 RULES: Mapping[str, Rule] = {ACCUMULATE: Rule(_accumulate), AFTER: Rule(_after, _only_first)}
 
-#: Those whose result lies in the memory of their argument.
+#: Those whose result is in the memory of their argument.
 VIEWS = frozenset({AFTER})

@@ -98,7 +98,7 @@ class FiringNetwork:
         plan: With firing orders that `sbp_core.check` accepts.
 
     Raises:
-        PlanError: the plan stands still before the end of the step.
+        PlanError: the plan deadlocks before the end of the step.
     """
 
     def __init__(self, plan: PhysicalPlan) -> None:
@@ -115,7 +115,7 @@ class FiringNetwork:
         self._starts = EarliestStarts(expansion)
         if not self._starts.is_live:
             raise PlanError(
-                "the plan stands still before the end of the step",
+                "the plan deadlocks before the end of the step",
                 todo="ask sbp_core.check for the cycle",
             )
 
@@ -251,6 +251,6 @@ def simulate(plan: PhysicalPlan) -> Simulation:
         plan: With firing orders that `sbp_core.check` accepts.
 
     Raises:
-        PlanError: the plan stands still before the end of the step.
+        PlanError: the plan deadlocks before the end of the step.
     """
     return FiringNetwork(plan).simulate()

@@ -28,7 +28,7 @@ def call(
         op: The operator.
         inputs: Shapes of these tensors by name; without names they are x0, x1, ...
         outputs: Shapes of what it makes.
-        rest: The arguments behind the tensors.
+        rest: The arguments after the tensors.
         dtype: Of all tensors. A call that reads none says it, as factories do.
         tags: Of the operator.
     """

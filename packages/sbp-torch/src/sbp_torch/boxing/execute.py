@@ -2,7 +2,7 @@
 
 Everything is a pure function: inputs are never changed, and results may share memory with inputs
 and with each other (a broadcast copy is the same tensor on every rank). What a receiver gets comes
-in pieces, and pieces in terms: those of one term are placed beside each other, terms are reduced.
+in pieces, and pieces in terms: those of one term are placed next to each other, terms are reduced.
 From two partials, each split by rows on two ranks, to B:
 
     term 0    rows 0-3 of rank 0         placed: the result so far
@@ -161,7 +161,7 @@ def received(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return what one rank has behind a `TRANSFER`.
+    """Return what one rank has after a `TRANSFER`.
 
     Args:
         step: The transfer.
@@ -330,7 +330,7 @@ def shard(
     Args:
         tensor: Any shape and dtype.
         placement: The mesh of ranks.
-        sbp: How the tensor lies on it.
+        sbp: How the tensor is placed on it.
         ranks: Whose parts to make; those of all ranks if None.
 
     Returns:
@@ -372,7 +372,7 @@ def assemble(
     Args:
         shards: By rank, of the local shapes that `sbp` gives.
         placement: The mesh of ranks.
-        sbp: How the tensor lies on it.
+        sbp: How the tensor is placed on it.
         shape: Of the logical tensor.
         check: Also compare the copies that `B` axes hold.
 

@@ -65,7 +65,7 @@ class _Job:
         self._dim = 0
 
     def blocks(self) -> list[_Block]:
-        """Cut the job: along its first dim, whose parts lie together, unless that is too short."""
+        """Cut the job: along its first dim, whose parts are together, unless that is too short."""
         if not self._out.numel():
             return []
         num_blocks = -(-self._out.nbytes // _BLOCK_BYTES)

@@ -23,7 +23,7 @@ class DeferredModel:
     """A model without data and the way to make its states.
 
     Args:
-        model: Its tensors lie on the `meta` device; `capture` takes it as it is. To call it, take
+        model: Its tensors are on the `meta` device; `capture` takes it as it is. To call it, take
             `whole_model()` instead, and load what was trained into that.
         seed: Of PyTorch's default generator before the constructor ran.
         build: The constructor.

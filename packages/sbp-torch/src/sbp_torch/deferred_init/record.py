@@ -1,6 +1,6 @@
 """Run a constructor without memory, and write down what it does.
 
-Its tensors have no data: they lie on the `meta` device, but say `cpu` to whoever asks, as modules
+Its tensors have no data: they are on the `meta` device, but say `cpu` to whoever asks, as modules
 skip their initialisation where they find `meta`. What asks for values (`.item()`, `.tolist()`, an
 `if` on a tensor) gets the real ones: the entries on which they depend are run, and freed again.
 Tensors from outside of PyTorch or of a file keep the memory they have.

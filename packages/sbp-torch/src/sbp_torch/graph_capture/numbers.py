@@ -3,7 +3,7 @@
     before: loss = kl * beta               beta is 0.1 in a variable, an attribute or an entry
     after:  loss = mul(kl, %number.beta)   and a step is told what is there now
 
-While the forward is traced, a symbolic number of PyTorch stands in the place; arithmetic on it
+While the forward is traced, a symbolic number of PyTorch takes its place; arithmetic on it
 becomes `host.*` nodes. A program that looks at its value cannot be traced so. One that does
 something else for a symbolic number than for a float is found by `check_numbers`, which puts values
 into the graph and compares it with graphs that were captured with these values.

@@ -138,7 +138,7 @@ class TraceableStep:
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
         #: The side effects of the forward, known after the first call; the attributes of all
-        #: modules then; and the real tensors that stand in those for the tensors of the trace.
+        #: modules then; and the real tensors that are in those for the tensors of the trace.
         self.side_effects: list[Change] = []
         self.attributes_after: AttributeSnapshot | None = None
         self.side_effect_constants: list[Tensor] = []
@@ -340,5 +340,6 @@ class TraceableStep:
                     f"{now} after the loss, and was {not now} before",
                     accepted="parameters that are frozen and unfrozen between steps",
                     todo=f"call requires_grad_({now}) in the loop, before the step; an optimizer "
-                    "changes its own parameters only, so that a loss need not freeze others",
+                    "changes its own parameters only, so that a loss need not freeze other "
+                    "parameters",
                 )

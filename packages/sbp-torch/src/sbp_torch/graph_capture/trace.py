@@ -207,7 +207,7 @@ def _check_states(
     for name in step.differentiable:
         if set(placeholders[name].users) - {result}:
             raise CaptureError(
-                f"the forward puts a tensor in the place of {name!r} that still has its graph: the "
+                f"the forward assigns a tensor that still has its graph to {name!r}: the "
                 "next step would differentiate through this one",
                 accepted="buffers that are assigned detached tensors",
                 todo="assign x.detach(), or compute it under torch.no_grad()",
@@ -226,7 +226,7 @@ def _check_states(
         found = own.get(storage_key(tensor))
         if found is not None:
             raise CaptureError(
-                f"the program holds the state {found!r} otherwise than through its module: the "
+                f"the program holds the state {found!r} outside of its module: the "
                 "graph would read its first value for ever, and pass no gradient to it",
                 accepted="states that are read as attributes of their modules in each step",
                 todo="in the loss, take it from the model that is given: model.parameters(), "

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sbp_torch.guards.held import ANEW, NOTHING, Changed, is_same, short
 from sbp_torch.guards.reads import Reads
+from sbp_torch.guards.recorded_values import ANEW, NOTHING, ChangedValue, is_same, short
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
@@ -76,16 +76,16 @@ class OptimizerGuard:
                     return False
         return True
 
-    def changes(self) -> list[Changed]:
+    def changes(self) -> list[ChangedValue]:
         """Return what is not as it was and may matter to the step."""
-        found: list[Changed] = []
+        found: list[ChangedValue] = []
         number = 0
         for one, read, kept in zip(self._parts, self._read, self._kept, strict=True):
             if len(one.param_groups) != len(kept):
                 what = f"the optimizer has {len(one.param_groups)} parameter groups, and had "
                 what += f"{len(kept)} when the step was captured"
                 todo = f"give it all groups before parallelize, with lr=0 until then; or {ANEW}"
-                found.append(Changed(what=what, todo=todo))
+                found.append(ChangedValue(what=what, todo=todo))
                 continue
             for group, before in zip(one.param_groups, kept, strict=True):
                 found += self._of_group(number, group, before, read)
@@ -94,7 +94,7 @@ class OptimizerGuard:
 
     def _of_group(
         self, number: int, group: dict[str, Any], before: dict[str, Any], read: set[str]
-    ) -> Iterator[Changed]:
+    ) -> Iterator[ChangedValue]:
         now, was = (
             [self._names.get(id(one), "a parameter of no model") for one in of["params"]]
             for of in (group, before)
@@ -105,7 +105,7 @@ class OptimizerGuard:
             parts = [f"{', '.join(map(repr, new))} in it that it had not"] * bool(new)
             parts += [f"no {', '.join(map(repr, gone))}, which it had"] * bool(gone)
             told = " and ".join(parts) or "them in another order"
-            yield Changed(
+            yield ChangedValue(
                 what=f"parameter group {number} has {told} when the step was captured",
                 where="the optimizer",
             )
@@ -115,7 +115,7 @@ class OptimizerGuard:
                 continue
             names = [one for one, (setting, _) in SETTINGS.items() if setting == key]
             told = ", ".join(map(repr, names))
-            yield Changed(
+            yield ChangedValue(
                 what=f"{key} of parameter group {number} is {short(pair[0])}, and was "
                 f"{short(pair[1])} when the step was captured",
                 where="the optimizer",

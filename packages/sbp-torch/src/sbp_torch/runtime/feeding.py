@@ -24,7 +24,7 @@ from sbp_torch.runtime.store import check_tensor
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
 
-#: Where something lies in a tensor: a slice of each dim.
+#: Where something is in a tensor: a slice of each dim.
 _Index = tuple[slice, ...]
 
 #: How a batch that is nested gets the names of the plan.

@@ -47,7 +47,7 @@ def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
 def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
     """Return by rank and thread how many of its firings come before any that overwrites a state.
 
-    Equal numbers of all firings where nothing is overwritten, as new states are put in force behind
+    Equal numbers of all firings where nothing is overwritten, as new states are put in force after
     them; and where a rank may overwrite a state before all of them know the loss, as then no step
     can be undone.
     """

@@ -1,7 +1,7 @@
 """States that updates overwrite, and what is said when a step failed in between.
 
 A step that fails before its commit (`sbp_core.compile.commit`) leaves all states as they were. One
-that fails behind it leaves states of two steps, on that rank or between ranks. The rank says so in
+that fails after it leaves states of two steps, on that rank or between ranks. The rank says so in
 the words of its failure, by which the processes of other ranks know it, too.
 """
 

@@ -73,7 +73,7 @@ class StateLayout:
 
     @cached_property
     def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
-        """What the local ranks own: rank, slot of the state, and where its part lies in it."""
+        """What the local ranks own: rank, slot of the state, and where its part is in it."""
         return self.owned_among()
 
     def owned_among(

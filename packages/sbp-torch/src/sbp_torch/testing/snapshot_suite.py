@@ -98,7 +98,7 @@ class SnapshotCases(RuntimeSuitePart):
                     assert found == [(s.name, s.shape, s.dtype, s.bounds) for s in slices]
 
     def test_a_released_snapshot_is_not_read(self) -> None:
-        """RunError; the next one has its own values, whatever memory it lies in."""
+        """RunError; the next one has its own values, whatever memory it is in."""
         name = "sharded states"
         with self.start(name) as session:
             for batch in CASES[name].step.batches:
@@ -114,7 +114,7 @@ class SnapshotCases(RuntimeSuitePart):
             session.step(batch, CASES[name].step.scalars)
 
     def test_a_snapshot_outlives_a_step_that_fails(self) -> None:
-        """Before the commit, and behind it, where states of two steps are left."""
+        """Before the commit, and after it, where states of two steps are left."""
         name = "data and tensor parallel"
         plan, _ = plan_with(compile_case(name), 3, refuse_large())
         step = CASES[name].step
@@ -147,7 +147,7 @@ class SnapshotCases(RuntimeSuitePart):
             run_steps(session, CASES[name].step)
 
     def test_a_snapshot_outlives_its_session(self) -> None:
-        """One from before the end, and one that is taken behind it; no thread is left."""
+        """One from before the end, and one that is taken after it; no thread is left."""
         before = set(threading.enumerate())
         name = "sharded states"
         with self._taken(name) as (session, states):
@@ -175,7 +175,7 @@ class SnapshotCases(RuntimeSuitePart):
     def _taken(
         self, name: str, plan: PhysicalPlan | None = None
     ) -> Iterator[tuple[Session, dict[str, Tensor]]]:
-        """Take a snapshot behind the first step; compare it with the states of then at the end."""
+        """Take a snapshot after the first step; compare it with the states of then at the end."""
         with self.start(name, plan=plan) as session:
             session.step(CASES[name].step.batches[0], CASES[name].step.scalars)
             states, snapshot = session.state_dict(), session.snapshot()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Formats that can be written.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
-_WITHIN = "would lie in what it is made of, or the other way round"
+_WITHIN = "would be in what it is made of, or the other way round"
 _NOT_THERE = {
     "accepted": "what is not there yet; of Hugging Face's layout, a folder without weights",
     "todo": "name another one, or pass --overwrite",
@@ -37,7 +37,7 @@ _NOT_THERE = {
 
 
 def convert(options: Namespace) -> int:
-    """Write what lies at one path to another, in another format. Returns the exit code."""
+    """Write what is at one path to another, in another format. Returns the exit code."""
     renames = parse_renames(options.rename)
     to = _format_of(options)
     shard_bytes = parse_bytes(options.max_shard_size)
@@ -192,7 +192,7 @@ def _checkpoint(
 
 
 def _check_apart(target: Path, found: FoundTensors) -> None:
-    """Check that what is written lies apart from what it is made of.
+    """Check that what is written is apart from what it is made of.
 
     Raises:
         ConfigError: it does not.

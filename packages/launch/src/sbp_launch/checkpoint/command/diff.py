@@ -95,7 +95,7 @@ class TensorDifferences:
 
 
 def diff(options: Namespace) -> int:
-    """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
+    """Compare what is at two paths. Returns the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
     # Here and not above: what only looks takes no torch.
     from sbp_launch.checkpoint.tensors import Chosen, size_bytes

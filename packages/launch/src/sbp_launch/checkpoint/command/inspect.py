@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def inspect(options: Namespace) -> int:
-    """Print what lies at a path. Returns the exit code."""
+    """Print what is at a path. Returns the exit code."""
     found = look(options.path)
     manifest = manifest_of(found) if found.format == FORMAT else None
     index = manifest_index(manifest, found) if manifest else index_of(found)
@@ -55,7 +55,7 @@ def inspect(options: Namespace) -> int:
         )
     else:
         groups = list(_groups(index))
-        keys = len({one.keys for one in groups if one.keys}) > 1  # else they stand in the totals
+        keys = len({one.keys for one in groups if one.keys}) > 1  # else they are in the totals
         heads = ("tensor", "count", "shape", "dtype", "size", *(["optimizer states"] * keys))
         show_table(console, heads, (group.cells(keys) for group in groups), ("count", "size"))
     console.print()
@@ -109,7 +109,7 @@ def _show_head(
     if index.notes:
         lines.append(f"notes: {_words(index.notes)}")
     if found.others:
-        lines.append(f"older ones beside it: {', '.join(found.others)}")
+        lines.append(f"older ones next to it: {', '.join(found.others)}")
     say(console, lines)
     console.print()
 

@@ -165,7 +165,7 @@ def write_distributed_checkpoint(folder: Path, tensors: LazyTensors) -> None:
     """
     if folder.is_dir() and any(folder.iterdir()) and not is_distributed_checkpoint(folder):
         raise ConfigError(
-            f"{folder} has other files than those of torch.distributed.checkpoint",
+            f"{folder} has files that are not of torch.distributed.checkpoint",
             accepted="a folder that is new, empty, or holds such a checkpoint",
             todo="name another folder",
         )

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbp_planner.choice.compact import Beside, Compact, Mask, Messages, first_least, ragged
+from sbp_planner.choice.compact import Compact, EdgeColumns, Mask, Messages, first_least, ragged
 from sbp_planner.choice.problem import Floats, Ints
 
 #: Sweeps without a better bound after which the prices go back to the best, and move less.
@@ -53,7 +53,7 @@ _PATIENCE = 8
 #: What a strategy may cost more to count for a third as much, as a part of the bound a node.
 _SOFTNESS = 0.01
 
-#: Seconds that a step costs beside its arcs, and that an arc costs, about: of numpy.
+#: Seconds that a step costs besides its arcs, and that an arc costs, about: of numpy.
 _STEP_S = 150e-6
 _ARC_S = 20e-9
 
@@ -143,7 +143,7 @@ class NodeLevel(NamedTuple):
     nodes: Ints
     columns: Ints
     first: Ints
-    ahead: Beside
+    ahead: EdgeColumns
 
 
 class Schedule(NamedTuple):
@@ -215,7 +215,7 @@ def schedule(compact: Compact) -> Schedule:
                 nodes=nodes,
                 columns=ragged(compact.first[nodes], sizes[nodes]),
                 first=np.cumsum(sizes[nodes]) - sizes[nodes],
-                ahead=compact.beside(edges, ~swapped[edges]),
+                ahead=compact.edge_columns(edges, ~swapped[edges]),
             )
 
     return Schedule(

@@ -8,7 +8,7 @@
 
 What is pruned is in no assignment that costs at most c. If the best of the program that is left
 costs at most c, it is the best of all; if not, all cost more than c, which is a bound. So c
-may lie below the best cost known: the farther, the smaller the program. The largest c with a
+may be below the best cost known: the farther, the smaller the program. The largest c with a
 program of a size that was solved in time before is taken; each one solved raises the bound or finds
 something better, so that the next is nearer to the best cost, where it is the proof. After one that
 was not solved in time, the second process has neighbourhoods to solve for a while.
@@ -207,7 +207,7 @@ class LargeSearch:
             self._pass_messages(min(until, now + seconds))
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             now, seconds = time.monotonic(), 2 * seconds
-        # What rose at early prices would stand in the way of better ones.
+        # What rose at early prices would be in the way of better ones.
         self.whole.penalty = np.zeros_like(self.whole.penalty)
 
     def _search_near(self, until: float) -> None:

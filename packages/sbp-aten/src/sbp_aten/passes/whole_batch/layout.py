@@ -2,12 +2,12 @@
 
 Micro-batches are the ranks of one more mesh axis, in time. So what ranks may compute apart,
 micro-batches may, and a value of the whole batch is made of parts as a tensor of that axis is made
-of shards. One more freedom: nobody has to send these parts, so that samples need not lie next to
+of shards. One more freedom: nobody has to send these parts, so that samples need not be next to
 each other.
 
     layout             SBP     the whole batch of two micro-batches
     `Samples(0)`       S(0)    aaaabbbb: the samples of one, and then those of the other
-    `Samples(0, 2)`            aabbaabb: two views of every sample, one view behind the other
+    `Samples(0, 2)`            aabbaabb: two views of every sample, one view after the other
     `Total("sum")`     P       the sum of both
     `SAME`             B       what either has
     `SamplePiece(1, 0, 2)`     the second of two pieces of the first micro-batch: see `pieces`
@@ -86,7 +86,7 @@ def sbp_of(layout: Layout) -> Sbp:
 
 
 def layout_of(sbp: Sbp, blocks: int) -> Layout:
-    """Return the layout of what an operator makes of samples that lie in so many blocks."""
+    """Return the layout of what an operator makes of samples that are in so many blocks."""
     if isinstance(sbp, Split):
         return Samples(sbp.dim, blocks)
     return Total(sbp.reduction) if isinstance(sbp, Partial) else SAME

@@ -186,7 +186,7 @@ def completed(parts: MicroBatch, node: Node, terms: Sequence[LinearTerm]) -> lis
 
 
 def _bounds(graph: LogicalGraph, node: Node, extent: int) -> tuple[int, int]:
-    """Return the first index that `select` or `slice` takes, and the one behind the last."""
+    """Return the first index that `select` or `slice` takes, and the one after the last."""
     if node.kind == "select":
         index = node.args[2] % extent
         return index, index + 1

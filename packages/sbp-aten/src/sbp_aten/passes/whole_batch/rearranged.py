@@ -1,6 +1,6 @@
 """Calls on parts of samples that no signature says, as ranks would have to send something.
 
-reshape       samples keep their order, whatever dim they lie along afterwards
+reshape       samples keep their order, whatever dim they are along afterwards
 cat, slice    blocks of all samples are put together, or taken apart again
 index         by the number of each sample, which in a part is its own number
 bags          of equally many places a sample

@@ -78,7 +78,7 @@ def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGrap
 
     Args:
         graph: A step on the whole batch, whose mean losses are ratios (pass `sum_losses`). The
-            samples of a batch input lie along its dim 0; one without dims is the same for all.
+            samples of a batch input are along its dim 0; one without dims is the same for all.
         num_micro_batches: Parts of equal size.
 
     Raises:

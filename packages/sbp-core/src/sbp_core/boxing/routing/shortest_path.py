@@ -4,7 +4,7 @@ Paths are compared by bytes, then memory, then effort. Bytes and effort add up a
 is the largest of its steps, so no single pass can have all three (a path may be ahead only until a
 later step needs more memory anyway). Three passes, each over what the one before left:
 
-    bytes    distance of every state from the source and to the target; keep the steps that lie on
+    bytes    distance of every state from the source and to the target; keep the steps that are on
              a shortest path, which are few
     memory   the smallest bound under which the kept steps still lead to the target
     effort   the shortest path of the kept steps within that bound; then the first in order
@@ -63,7 +63,7 @@ def shortest_path(
         fewest_between: Whether paths of equally many bytes are compared by those of the step from
             one placement to the other first.
     """
-    # A step from u to v lies on a shortest path if and only if
+    # A step from u to v is on a shortest path if and only if
     #
     #     from_source[u] + length(u, v) + to_target[v] == total
     #
@@ -128,12 +128,12 @@ def _relax(best: Ints, lengths: Ints, most: int, target: int | None = None) -> N
 
 
 class _TiedSteps:
-    """The steps that lie on shortest paths, and the choice among those.
+    """The steps that are on shortest paths, and the choice among those.
 
     Args:
         tables: All single steps.
         states: Numbers of the states on the way, ascending.
-        length: What a step between each two of them moves if it lies on a shortest path.
+        length: What a step between each two of them moves if it is on a shortest path.
     """
 
     def __init__(self, tables: Tables, states: Ints, length: Ints) -> None:
@@ -147,7 +147,7 @@ class _TiedSteps:
 
     def keep_fewest_between(self) -> None:
         """Of the steps from one placement to the other, leave those that move least."""
-        # A route crosses once, and each of the steps lies on a shortest path: the least crossing
+        # A route crosses once, and each of the steps is on a shortest path: the least crossing
         # of any is that of a whole path.
         there = np.array([self._tables.crosses(0, int(state)) for state in self._states])
         crossing = ~there[:, None] & there[None, :]

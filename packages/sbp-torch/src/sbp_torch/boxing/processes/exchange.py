@@ -7,7 +7,7 @@ transport.
 A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
 works on the shard itself, until it is waited for, by its caller or the caller's stream. To begin
 one is to pack and to hand over; to unpack and to reduce here is left for the end. What is received
-lands where it has to be, if it lies there in one piece of memory; what is added to that needs a
+lands where it has to be, if it is there in one piece of memory; what is added to that needs a
 place of its own first. Of a `receive` in two terms, each from two ranks:
 
     result      | term 0 of rank 0 | term 0 of rank 1 |     received here
@@ -151,7 +151,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
     is counted here, as it is posted, and a collective by the subclass, which has a `TrafficCounter`
-    for each group beside the calls of its library, and gives it to `_count`.
+    for each group besides the calls of its library, and gives it to `_count`.
 
     A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
     step's dtype. Three of them begin something, and return what waits for it. Either raises

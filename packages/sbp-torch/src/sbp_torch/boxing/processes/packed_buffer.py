@@ -66,7 +66,7 @@ class PackedBuffers:
     """The memory of one collective on one rank: what it sends and what it receives, flat.
 
     Chunk i of each is what goes to, or comes from, the i-th rank of the group. What is sent is the
-    shard itself, and what is received is the memory of the result, wherever pieces lie in order
+    shard itself, and what is received is the memory of the result, wherever pieces are in order
     there. The rank's own chunk is empty in both if it can be kept out, which spares a copy; else it
     is in both, and the transport has to copy it like any other.
 
@@ -97,7 +97,7 @@ class PackedBuffers:
         whole: bool = False,
     ) -> None:
         self._step, self._manifest, self._shard = step, manifest, shard
-        # The own chunk is left out of both buffers where the others then still lie together:
+        # The own chunk is left out of both buffers where the others then still are together:
         #
         #     shard of rank 0    | own  | to 1 | to 2 |     sent: the last two chunks, a view
         #     shard of rank 1    | to 0 | own  | to 2 |     the own chunk stays in both

@@ -73,7 +73,7 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
             f"what listens at {place} has taken the connection, and has not answered within "
             f"{limit_s:g} s",
             where=f"rank {rank} of {size}",
-            todo="check that the address is that of rank 0, and that no other program has the port",
+            todo="check that this is the address of rank 0, and that no other program has the port",
         ) from None
 
 
@@ -93,7 +93,7 @@ def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
         raise BoxingError(
             f"no rendezvous at {_where(url)}: {str(error).partition(chr(10))[0]}",
             where=f"rank {rank} of {size}",
-            todo="check that every process was started, that the address is that of rank 0 and can "
+            todo="check that every process was started, that this is the address of rank 0 and can "
             "be reached, and that no other program has the port",
         ) from None
 
@@ -188,7 +188,7 @@ def _bound(addresses: Sequence[tuple[Any, ...]]) -> socket.socket | None:
                 return None  # by this process, which `rendezvous` knows, or it says so
     # Such as the address of a service, which leads here from elsewhere.
     _LOG.warning(
-        "the store listens on all interfaces, as %s is no address of this machine",
+        "the store listens on all interfaces, because %s is no address of this machine",
         addresses[0][-1][0],
     )
     return None

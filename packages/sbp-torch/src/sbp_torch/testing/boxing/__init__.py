@@ -45,7 +45,7 @@ What `run_ranks` can rely on, and must do:
 * `program` catches the `BoxingError`s that a test expects. If it raises, `run_ranks` raises too.
 * A program may leave a rank out of a step (that is one of the tests): the rank still returns, later
   than the others. Do not put a barrier of your own transport between the ranks after `program`.
-* Every call stands alone; processes may stay alive between calls, backends may not.
+* Calls are independent; processes may stay alive between calls, backends may not.
 
 The package: `conversion_cases` (what is converted), `families` (which cases there are), `values`
 (their tensors, by the definition alone), `convert` (what ranks run, and how it is judged),

@@ -207,7 +207,7 @@ def steps(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
 
 @lru_cache
 def merged_axes(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
-    """Every collective on several mesh axes at once, whatever lies on the others; each."""
+    """Every collective on several mesh axes at once, whatever is on the others; each."""
     return tuple(
         case
         for shape in _meshes(num_ranks)
@@ -247,7 +247,7 @@ def _collectives(
     dtypes: Sequence[str],
     spread: Callable[..., Iterator[BoxingCase]],
 ) -> Iterator[BoxingCase]:
-    """Yield every collective on every choice of `count` axes, whatever lies on the others."""
+    """Yield every collective on every choice of `count` axes, whatever is on the others."""
     others: tuple[Sbp, ...] = (*all_entries(2), P("max"))
     for axes in combinations(range(mesh.num_axes), count):
         if prod(mesh.mesh_shape[axis] for axis in axes) == 1:

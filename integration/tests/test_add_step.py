@@ -77,7 +77,7 @@ class Twins:
 
     def start(self, **layout):
         step = parallelize(self.models[0], loss_d, batch(0), self.d[0], **layout)
-        return step, step.beside(loss_g, noise(0), self.g[0])
+        return step, step.add_step(loss_g, noise(0), self.g[0])
 
     def step(self, step, loss, given, optimizers):
         found = float(step(given))
@@ -140,7 +140,7 @@ def test_heads_of_one_body_may_be_trained_beside_each_other_in_a_pipeline():
     (model, *optimizers), (eager, *eager_optimizers) = make(), make()
     layout = {"mesh": {"pipe": 2}, "planner": "manual/pipeline", "micro_batches": 2}
     with parallelize(model, loss("first"), example, optimizers[0], **layout) as step:
-        steps = step, step.beside(loss("second"), example, optimizers[1])
+        steps = step, step.add_step(loss("second"), example, optimizers[1])
         for _ in range(2):
             for head, one, optimizer in zip(
                 ("first", "second"), steps, eager_optimizers, strict=True
@@ -178,7 +178,7 @@ def test_a_program_may_come_later_and_evaluate(tmp_path):
 
     with step:
         twins.step(step, loss_d, batch(0), twins.d)
-        step_g = step.beside(loss_g, noise(0), twins.g[0])
+        step_g = step.add_step(loss_g, noise(0), twins.g[0])
         twins.rounds(step, step_g, 2, first=1)
         step.save(tmp_path)
         twins.models[1].eval()
@@ -211,7 +211,7 @@ def test_two_losses_may_have_one_optimizer():
         return model.generator(batch["noise"]).square().mean()
 
     with parallelize(twins.models[0], loss_d, batch(0), optimizers[0], mesh=2) as step:
-        second = step.beside(pull, noise(0))
+        second = step.add_step(pull, noise(0))
         for index in range(3):
             twins.step(step, loss_d, batch(index), optimizers)
             twins.step(second, pull, noise(index), optimizers)
@@ -245,13 +245,13 @@ def test_what_does_not_go_together_is_refused_by_name():
     model = twins.models[0]
 
     with pytest.raises(ConfigError, match=r"a state(.|\n)*exp_avg(.|\n)*optimizer\.state\.clear"):
-        step.beside(loss_g, noise(0), torch.optim.Adam(model.parameters()))
+        step.add_step(loss_g, noise(0), torch.optim.Adam(model.parameters()))
     with pytest.raises(ConfigError, match="micro_batches=0"):
-        step.beside(loss_g, noise(0), twins.g[0], micro_batches=0)
+        step.add_step(loss_g, noise(0), twins.g[0], micro_batches=0)
     with step:
         pass
     with pytest.raises(RunError, match="over"):
-        step.beside(loss_g, noise(0))
+        step.add_step(loss_g, noise(0))
 
 
 def test_an_optimizer_is_started_anew_by_clearing_its_state():
@@ -283,7 +283,7 @@ def test_programs_fit_their_memory_together():
 
     step = parallelize(model, losses[0], given, first, mesh=2, cluster=cluster)
     with pytest.raises(ConfigError, match=r"memory(.|\n)*memory_bytes"):
-        step.beside(losses[1], given, second)
+        step.add_step(losses[1], given, second)
 
 
 def test_pins_of_another_program_hold_or_are_refused():
@@ -291,12 +291,12 @@ def test_pins_of_another_program_hold_or_are_refused():
     step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
     pins = {"generator.0.weight.exp_avg": "S(0)"}
 
-    step_g = step.beside(loss_g, noise(0), twins.g[0], pins=pins)
+    step_g = step.add_step(loss_g, noise(0), twins.g[0], pins=pins)
     assert str(step_g.strategy.storage["generator.0.weight.exp_avg"].sbp) == "S(0)"
     with pytest.raises(ConfigError, match="generatr"):
-        step.beside(loss_g, noise(0), twins.g[0], pins={"generatr.*": "S(0)"})
+        step.add_step(loss_g, noise(0), twins.g[0], pins={"generatr.*": "S(0)"})
     with pytest.raises(PlanError, match=r"stored as \(B\), and would be as \(S\(0\)\)"):
-        step.beside(loss_g, noise(0), twins.g[0], pins={"generator.3.weight": "S(0)"})
+        step.add_step(loss_g, noise(0), twins.g[0], pins={"generator.3.weight": "S(0)"})
     with step:
         twins.rounds(step, step_g, 2)
         twins.assert_equal()
@@ -319,8 +319,8 @@ def test_two_optimizers_over_one_parameter_are_refused_also_if_it_is_frozen():
     both = torch.optim.Adam([*model.generator.parameters(), *model.discriminator[0].parameters()])
 
     with pytest.raises(ConfigError, match=r"two optimizers have a state 'discriminator\.0"):
-        step.beside(loss_g, noise(0), both)
-    step_g = step.beside(loss_g, noise(0), twins.g[0])
+        step.add_step(loss_g, noise(0), both)
+    step_g = step.add_step(loss_g, noise(0), twins.g[0])
     with step:
         step(batch(0))
         step_g(noise(0))
@@ -335,8 +335,8 @@ def test_a_program_that_could_not_begin_is_forgotten():
 
     with step:
         with pytest.raises(CaptureError, match="no loss today"):
-            step.beside(lambda model, given: _no_loss(), noise(0), twins.g[0])
-        step_g = step.beside(loss_g, noise(0), twins.g[0])
+            step.add_step(lambda model, given: _no_loss(), noise(0), twins.g[0])
+        step_g = step.add_step(loss_g, noise(0), twins.g[0])
         twins.rounds(step, step_g, 2)
         twins.assert_equal()
 
@@ -356,9 +356,9 @@ def test_a_program_of_which_one_size_fails_is_forgotten():
     given = {"x": torch.ones(8, 6, 6, dtype=torch.float64)}
     with parallelize(model, first, given, optimizers[0], mesh=2, compile={"prove": False}) as step:
         with pytest.raises(CaptureError, match="no loss today"):
-            step.beside(second, given, optimizers[1], pad_to=pad_to)
+            step.add_step(second, given, optimizers[1], pad_to=pad_to)
         again = torch.optim.Adam(model["b"].parameters())
-        other = step.beside(second, given, again)
+        other = step.add_step(second, given, again)
         other(given)
         step(given)
         assert set(step.state_dict()) >= {"a.bias.exp_avg", "b.bias.exp_avg"}
@@ -378,7 +378,7 @@ def test_given_states_and_weights_are_those_of_all_programs(tmp_path):
 
     model, d, g = twins.models[0], twins.d[0], twins.g[0]
     step = parallelize(model, loss_d, batch(0), d, mesh=4, planner="manual/zero", states=states)
-    step_g = step.beside(loss_g, noise(0), g)
+    step_g = step.add_step(loss_g, noise(0), g)
     with step:
         twins.rounds(step, step_g, 2, first=2)
         twins.assert_equal()
@@ -409,10 +409,10 @@ def test_checkpoints_of_fewer_and_of_more_programs_say_so(tmp_path):
     with step:
         step(batch(0))
         step.save(tmp_path / "one")
-        with pytest.raises(SbpLookupError, match=r"no state is called 'generator(.|\n)*beside"):
+        with pytest.raises(SbpLookupError, match=r"no state is called 'generator(.|\n)*add_step"):
             step.load(tmp_path / "two")
-        step_g = step.beside(loss_g, noise(0), twins.g[0])
-        with pytest.raises(ConfigError, match=r"optimizer of program 2(.|\n)*before step\.beside"):
+        step_g = step.add_step(loss_g, noise(0), twins.g[0])
+        with pytest.raises(ConfigError, match=r"optimizer of program 2(.|\n)*step\.add_step"):
             step.load(tmp_path / "one")
         step.load(tmp_path / "two")
         step_g(noise(3))
@@ -427,7 +427,7 @@ def test_a_mode_that_one_loss_sets_and_another_reads_is_refused_by_name():
         return loss_g(model, given)
 
     with pytest.raises(CaptureError, match=r"puts module 'discriminator' into eval mode"):
-        step.beside(loss, noise(0), twins.g[0])
+        step.add_step(loss, noise(0), twins.g[0])
 
 
 def test_steps_that_are_compared_are_of_one_program():
@@ -435,6 +435,17 @@ def test_steps_that_are_compared_are_of_one_program():
     step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2, compare_steps=2)
 
     with pytest.raises(ConfigError, match="compare_steps"):
+        step.add_step(loss_g, noise(0), twins.g[0])
+
+
+def test_beside_is_the_former_name_of_add_step():
+    twins = Twins()
+    step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2, compare_steps=2)
+
+    with (
+        pytest.warns(FutureWarning, match=r"step\.beside has a new name: step\.add_step"),
+        pytest.raises(ConfigError, match="compare_steps"),
+    ):
         step.beside(loss_g, noise(0), twins.g[0])
 
 
@@ -442,7 +453,7 @@ def test_gradients_are_clipped_of_what_the_optimizer_trains():
     twins = Twins(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     model, twin = twins.models
     step = parallelize(model, loss_d, batch(0), twins.d[0], mesh=2, update={"clip_norm": 0.05})
-    step_g = step.beside(loss_g, noise(0), twins.g[0], update={"clip_norm": 0.05})
+    step_g = step.add_step(loss_g, noise(0), twins.g[0], update={"clip_norm": 0.05})
 
     with step:
         for index in range(3):
@@ -464,7 +475,7 @@ def test_a_loss_of_another_optimizer_is_refused_by_name():
     step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
 
     with pytest.raises(ConfigError, match="no gradient to a parameter of the optimizer"):
-        step.beside(loss_d, batch(0), twins.g[0])
+        step.add_step(loss_d, batch(0), twins.g[0])
 
 
 def test_a_step_that_is_over_says_so():

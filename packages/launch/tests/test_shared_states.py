@@ -9,7 +9,6 @@ from torch import nn
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import discover
-from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import (
     PlanSettings,
     capture_forward,
@@ -17,6 +16,7 @@ from sbp_launch.planning.flow import (
     compiled,
     evaluating,
 )
+from sbp_launch.planning.shared_states import plan_on_states
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_states_that_an_evaluation_does_not_read_stay_on_their_stage() -> None:
     with evaluating(model):
         forward = capture_forward(model, mean_square, batch, settings, "evaluate")
 
-    found = plan_beside(train, forward, settings)
+    found = plan_on_states(train, forward, settings)
 
     assert train.strategy.storage["1.1.num_batches_tracked"].stage == 1
     shared = found.strategy.storage.keys() & train.strategy.storage.keys()

@@ -10,7 +10,7 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.processes.launchers import free_port
-from sbp_launch.launching.meeting import Told, meet
+from sbp_launch.launching.rendezvous import RunOrder, connect
 from sbp_launch.world import World
 
 
@@ -21,23 +21,23 @@ def world(rank: int) -> World:
 def test_rank_0_tells_of_one_run_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    heard: list[Told] = []
+    heard: list[RunOrder] = []
     told = [
-        Told(folder=Path("/runs/1")),
-        Told(folder=Path("/runs/2"), of_sweep=True),
-        Told(code=2),
+        RunOrder(folder=Path("/runs/1")),
+        RunOrder(folder=Path("/runs/2"), of_sweep=True),
+        RunOrder(code=2),
     ]
 
     def follow() -> None:
-        meeting = meet(world(1))
+        meeting = connect(world(1))
         while not heard or heard[-1].folder is not None:
             heard.append(meeting.receive())
 
     other = threading.Thread(target=follow)
     other.start()
-    meeting = meet(world(0))
+    meeting = connect(world(0))
     for one in told:
-        meeting.tell(one)
+        meeting.broadcast(one)
     other.join(60)
 
     assert heard == told
@@ -51,7 +51,7 @@ def test_rank_0_leaves_last_as_it_may_hold_what_the_others_meet_by(
     left: list[int] = []
 
     def follow() -> None:
-        meeting = meet(world(1))
+        meeting = connect(world(1))
         time.sleep(0.3)  # slower than rank 0, which has nothing else to do
         meeting.receive()
         left.append(1)
@@ -59,8 +59,8 @@ def test_rank_0_leaves_last_as_it_may_hold_what_the_others_meet_by(
 
     other = threading.Thread(target=follow)
     other.start()
-    meeting = meet(world(0))
-    meeting.tell(Told())
+    meeting = connect(world(0))
+    meeting.broadcast(RunOrder())
     meeting.leave(0)
     left.append(0)
     other.join(60)
@@ -75,4 +75,4 @@ def test_processes_that_nobody_told_where_to_meet_say_what_is_missing(
     monkeypatch.delenv("MASTER_PORT", raising=False)
 
     with pytest.raises(ConfigError, match="MASTER_PORT='' does not say where the processes meet"):
-        meet(world(0))
+        connect(world(0))

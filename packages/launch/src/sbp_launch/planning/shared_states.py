@@ -1,4 +1,4 @@
-"""Plans beside that of a training step, around the states that it has.
+"""Plans next to that of a training step, around the states that it has.
 
 Those of its other forms, of other programs over its states, and of evaluations.
 """
@@ -115,7 +115,7 @@ def _new_states(graph: LogicalGraph, known: Strategy) -> list[str]:
     ]
 
 
-def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
+def plan_on_states(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
     """Plan forward and loss with every state, batch entry and module where training has them.
 
     Args:

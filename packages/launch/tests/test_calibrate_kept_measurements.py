@@ -14,7 +14,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover
 from sbp_launch.calibrate.calibration_config import CalibrateRun, check_calibrate
-from sbp_launch.calibrate.kept import KeptMeasurements
+from sbp_launch.calibrate.kept_measurements import KeptMeasurements
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import ComposedConfig
 

@@ -39,7 +39,7 @@ _LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RunOrder:
     """What rank 0 tells the others.
 
     Args:
@@ -53,14 +53,14 @@ class Told:
     of_sweep: bool = False
 
 
-class Meeting(ABC):
+class Rendezvous(ABC):
     """What the processes of a run say to each other before there is a run."""
 
-    def tell(self, told: Told) -> None:
+    def broadcast(self, told: RunOrder) -> None:
         """Tell all other ranks, as rank 0, what comes next."""
         self._send(json.dumps(asdict(told), default=str))
 
-    def receive(self) -> Told:
+    def receive(self) -> RunOrder:
         """Return what rank 0 told.
 
         Raises:
@@ -68,7 +68,7 @@ class Meeting(ABC):
         """
         told = json.loads(self._receive())
         folder = told.pop("folder")
-        return Told(folder=None if folder is None else Path(folder), **told)
+        return RunOrder(folder=None if folder is None else Path(folder), **told)
 
     @abstractmethod
     def leave(self, code: int) -> None:
@@ -87,7 +87,7 @@ class Meeting(ABC):
         """Return the next text of rank 0."""
 
 
-def meet(world: World) -> Meeting:
+def connect(world: World) -> Rendezvous:
     """Connect this process to the others; all call this.
 
     Raises:
@@ -97,7 +97,7 @@ def meet(world: World) -> Meeting:
     return _MpiMeeting(world) if world.launcher == MPIEXEC else _StoreMeeting(world)
 
 
-class _MpiMeeting(Meeting):
+class _MpiMeeting(Rendezvous):
     """Over `MPI.COMM_WORLD`, which also settles where torch.distributed meets."""
 
     def __init__(self, world: World) -> None:
@@ -105,10 +105,10 @@ class _MpiMeeting(Meeting):
             self._mpi: Any = importlib.import_module("mpi4py.MPI")
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                f"mpiexec has started {world.size} processes, and they have no MPI to meet by: "
+                f"mpiexec has started {world.size} processes, and they have no MPI to connect by: "
                 f"{error}",
                 where=f"rank {world.rank}",
-                todo='pip install "sbp-boxing-nccl[mpi]", and the MPI library whose mpiexec it is',
+                todo='pip install "sbp-boxing-nccl[mpi]", and the MPI library of this mpiexec',
             ) from error
         self._comm = self._mpi.COMM_WORLD
         if self._comm.Get_size() != world.size:
@@ -120,7 +120,7 @@ class _MpiMeeting(Meeting):
             )
 
     def leave(self, code: int) -> None:
-        """See `Meeting.leave`: MPI waits at the end of a process for all others."""
+        """See `Rendezvous.leave`: MPI waits at the end of a process for all others."""
         if not code:
             return
         request, end = self._comm.Ibarrier(), time.monotonic() + _LEAVE_S
@@ -137,7 +137,7 @@ class _MpiMeeting(Meeting):
         return text
 
 
-class _StoreMeeting(Meeting):
+class _StoreMeeting(Rendezvous):
     """Over a store of torch.distributed: torchrun's own, or one that rank 0 has."""
 
     def __init__(self, world: World) -> None:
@@ -156,7 +156,7 @@ class _StoreMeeting(Meeting):
         self._told, self._siblings = 0, Siblings(world.rank)
 
     def leave(self, code: int) -> None:
-        """See `Meeting.leave`: the store may be in rank 0, which goes last.
+        """See `Rendezvous.leave`: the store may be in rank 0, which goes last.
 
         Not after a failure, in which the others may be busy: most launchers end them.
         """

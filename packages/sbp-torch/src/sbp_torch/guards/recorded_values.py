@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sbp_torch.graph_capture.fx_conversion import MAX_CONSTANT
 from sbp_torch.graph_capture.numbers import NumberPlace
-from sbp_torch.graph_capture.side_effects import Missing, content_of, items_of, shortened
+from sbp_torch.graph_capture.side_effects import MissingAttribute, content_of, items_of, shortened
 from sbp_torch.guards.connected import OWNER, Connected, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -40,7 +40,7 @@ ANEW = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class ChangedValue:
     """What is not as it was when the step was captured.
 
     Args:
@@ -74,7 +74,7 @@ _HOLDS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 )
 
 #: Stands for what is not there.
-NOTHING: Any = Missing("not there")
+NOTHING: Any = MissingAttribute("not there")
 
 
 def held_in(value: Any) -> Any:
@@ -147,10 +147,10 @@ def short(value: object) -> str:
     return shortened(value)
 
 
-def mode_change(label: str, is_training: bool) -> Changed:
+def mode_change(label: str, is_training: bool) -> ChangedValue:
     """Return that a module is in another mode than when the step was captured."""
     mode = {True: "train", False: "eval"}
-    return Changed(
+    return ChangedValue(
         what=f"{label} is in {mode[is_training]} mode, and was in {mode[not is_training]} mode "
         "when the step was captured",
         todo=f"call {label}.{mode[not is_training]}() before the step; step.evaluate(batch) "
@@ -158,7 +158,7 @@ def mode_change(label: str, is_training: bool) -> Changed:
     )
 
 
-def registered_change(label: str, kind: str, before: object, after: object) -> Changed:
+def registered_change(label: str, kind: str, before: object, after: object) -> ChangedValue:
     """Return that a module has another parameter, buffer or part: `kind` says which."""
     what = f"{label} is another {kind} than when the step was captured"
     if before is NOTHING:
@@ -166,7 +166,7 @@ def registered_change(label: str, kind: str, before: object, after: object) -> C
     elif after is NOTHING or after is None:
         what = f"the {kind} {label} was removed"
     both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
-    return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))
+    return ChangedValue(what=what, is_structure=not (kind == "buffer" and both_tensors))
 
 
 #: What `surroundings` returns.
@@ -223,7 +223,7 @@ class HeldTensor:
 
 
 def is_identical(live: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
-    """Whether the same objects lie in two mappings, in the same order."""
+    """Whether the same objects are in two mappings, in the same order."""
     return len(live) == len(kept) and all(map(operator.is_, live.values(), kept.values()))
 
 
@@ -283,7 +283,7 @@ class Numbers:
 
     def __init__(self, places: Collection[NumberPlace]) -> None:
         self._by_place = {place.at: place for place in places}
-        #: Among what lies in mappings and lists: where such a number is.
+        #: Among what is in mappings and lists: where such a number is.
         self._among: list[tuple[int, NumberPlace]] = []
 
     def __contains__(self, at: tuple[int, Hashable]) -> bool:
@@ -294,7 +294,7 @@ class Numbers:
         return at in self._by_place and is_float(value)
 
     def find_among(self, held: Iterable[tuple[int, Collection[Hashable]]]) -> None:
-        """Note where numbers are among what lies in mappings and lists.
+        """Note where numbers are among what is in mappings and lists.
 
         Args:
             held: Of each: its id in places, and its keys.

@@ -38,7 +38,7 @@ class KeptMeasurements:
     operators: tuple[MeasuredOperator, ...] = ()
 
 
-def kept_of(out: str, ranks: int, boxing: str) -> KeptMeasurements:
+def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
     """Return what stays in a file that a calibration of a backend writes to.
 
     Args:
