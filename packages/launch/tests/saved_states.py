@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sbp_core.boxing import bounds_of, volume
 from sbp_core.placement import Placement
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint.local import LocalStorage
@@ -60,7 +60,7 @@ def pieces_of(
 
 
 def save(
-    storage: Storage,
+    storage: CheckpointStorage,
     name: str,
     pieces: Mapping[int, list[StatePiece]],
     metadata: Metadata | None = None,

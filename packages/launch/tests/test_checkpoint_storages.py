@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins.kinds import Storage, StorageFactory
+from sbp_core.plugins.kinds import CheckpointStorage, StorageFactory
 from sbp_core.testing.storage import StorageConformance
 from sbp_launch.checkpoint import local
 from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
@@ -99,14 +99,14 @@ def test_objects_that_are_removed_are_no_checkpoint_before_they_go(
     assert storage.names() == []
 
 
-def commit(storage: Storage, name: str, data: bytes) -> None:
+def commit(storage: CheckpointStorage, name: str, data: bytes) -> None:
     staged = storage.stage(name)
     with staged.create("a.bin") as file:
         file.write(data)
     staged.commit("manifest.json", b"{}", ["a.bin"])
 
 
-def read(storage: Storage, name: str) -> bytes:
+def read(storage: CheckpointStorage, name: str) -> bytes:
     with storage.open(name, "a.bin") as file:
         return file.read()
 

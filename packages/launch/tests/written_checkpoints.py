@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint import LocalStorage, Metadata, commit, write_part
 from sbp_launch.checkpoint.command.app import main
@@ -36,7 +36,10 @@ def write(
 
 
 def write_to(
-    storage: Storage, step: int, values: dict[str, Tensor] | None = None, trainer: Any = None
+    storage: CheckpointStorage,
+    step: int,
+    values: dict[str, Tensor] | None = None,
+    trainer: Any = None,
 ) -> str:
     """Write a checkpoint of two ranks into a storage, and return where it is."""
     staged = storage.stage(f"step-{step:08d}")

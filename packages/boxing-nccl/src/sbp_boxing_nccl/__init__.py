@@ -1,8 +1,6 @@
 """sbp boxing over MPI (`mpi`), and over NCCL (`nccl`): two backends, whose settings are `configs`.
 
 What all backends of several processes share is in `sbp_core.processes`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

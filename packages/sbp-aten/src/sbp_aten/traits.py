@@ -1,7 +1,4 @@
-"""What passes ask about ATen's operators beside their rules: copies, casts, factories, extremes.
-
-Stability: internal.
-"""
+"""What passes ask about ATen's operators beside their rules: copies, casts, factories, extremes."""
 
 from __future__ import annotations
 

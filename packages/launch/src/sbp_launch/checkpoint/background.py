@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 
 from sbp_core.errors import RunError, SbpError
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.saving import Processes
@@ -43,7 +43,7 @@ class BackgroundSave:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: CheckpointStorage,
         name: str,
         metadata: Metadata,
         snapshot: Snapshot,

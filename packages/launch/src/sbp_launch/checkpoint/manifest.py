@@ -36,7 +36,7 @@ from xxhash import xxh3_128_hexdigest
 
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.serialize import Document, parse, shown
 from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
 from sbp_launch.checkpoint.local import MANIFEST_FILE
@@ -253,7 +253,7 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     return manifest
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
+def read_manifest(storage: CheckpointStorage, name: str) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:

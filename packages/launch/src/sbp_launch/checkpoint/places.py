@@ -14,7 +14,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError, nearest
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.serialize import shown
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
@@ -45,7 +45,7 @@ AUTO = "auto"
 FOLDER = "checkpoints"
 
 
-def newest_first(storage: Storage) -> list[str]:
+def newest_first(storage: CheckpointStorage) -> list[str]:
     """Return the checkpoints of a storage, those of the last steps first; none without a place.
 
     Raises:
@@ -61,7 +61,7 @@ def newest_first(storage: Storage) -> list[str]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
+def find_checkpoints(place: str | Path) -> tuple[CheckpointStorage, list[str]]:
     """Return the checkpoints that a path or address means, the newest first, and their storage.
 
     Args:
@@ -149,7 +149,7 @@ class Found:
 
     format: str
     place: str
-    storage: Storage | None = None
+    storage: CheckpointStorage | None = None
     name: str = ""
     others: tuple[str, ...] = ()
 
@@ -219,12 +219,12 @@ def look(place: str | Path) -> Found:
     )
 
 
-def found_in(storage: Storage, name: str) -> Found:
+def found_in(storage: CheckpointStorage, name: str) -> Found:
     """Return a checkpoint of a storage."""
     return Found(format=FORMAT, place=storage.place(name), storage=storage, name=name)
 
 
-def checkpoints_of(place: str | Path) -> Storage | None:
+def checkpoints_of(place: str | Path) -> CheckpointStorage | None:
     """Return the checkpoints of a run, or of a folder or an address of them; None without any."""
     is_one = "://" not in str(place) and (Path(place) / MANIFEST_FILE).is_file()
     if is_one:
@@ -302,7 +302,7 @@ def _pickled(path: Path) -> ConfigError:
     )
 
 
-def place_of_checkpoint(target: str, step: int | None) -> tuple[Storage, str, int]:
+def place_of_checkpoint(target: str, step: int | None) -> tuple[CheckpointStorage, str, int]:
     """Return storage, name and step of a checkpoint that is to be written.
 
     Args:
@@ -322,7 +322,7 @@ def place_of_checkpoint(target: str, step: int | None) -> tuple[Storage, str, in
     is_url = "://" in target
     folder = (parent or ("" if is_url else ".")) if named is not None else target
     if is_url:
-        storage: Storage = FsspecStorage(folder)
+        storage: CheckpointStorage = FsspecStorage(folder)
     else:
         path = user_path(folder)
         is_run = named is None and path.name != FOLDER

@@ -22,7 +22,7 @@ from xxhash import xxh3_128_hexdigest
 
 from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.manifest import (
     ANOTHER,
@@ -52,7 +52,7 @@ class Checkpoint(StoredTensors):
         DamagedError: its manifest, or a file, is missing, damaged, or of another size.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: CheckpointStorage, name: str) -> None:
         self._storage, self.name = storage, name
         self._open: dict[str, BinaryIO] = {}
         self._buffer = bytearray()
@@ -184,7 +184,7 @@ class Checkpoint(StoredTensors):
         )
 
 
-def none_is_whole(storage: Storage, count: int) -> ConfigError:
+def none_is_whole(storage: CheckpointStorage, count: int) -> ConfigError:
     """Return the error to raise where all of `count` checkpoints are damaged."""
     return ConfigError(
         f"none of the {count} checkpoints is whole",

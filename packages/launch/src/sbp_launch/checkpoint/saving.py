@@ -21,7 +21,7 @@ from torch import Tensor
 from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import ITEMSIZE
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
@@ -88,7 +88,7 @@ class Processes:
 
 
 def save(
-    storage: Storage,
+    storage: CheckpointStorage,
     name: str,
     metadata: Metadata,
     pieces: Iterable[Piece],
@@ -123,7 +123,7 @@ def save(
         raise
 
 
-def prune(storage: Storage, keep: int, kept: Collection[str] = ()) -> None:
+def prune(storage: CheckpointStorage, keep: int, kept: Collection[str] = ()) -> None:
     """Remove all checkpoints of steps but the newest; one that cannot be removed is left.
 
     Args:
@@ -135,7 +135,7 @@ def prune(storage: Storage, keep: int, kept: Collection[str] = ()) -> None:
         remove(storage, [name for name in newest_first(storage)[keep:] if name not in kept])
 
 
-def remove(storage: Storage, names: Iterable[str]) -> None:
+def remove(storage: CheckpointStorage, names: Iterable[str]) -> None:
     """Remove checkpoints; one that cannot be removed is left, and a warning says so."""
     for name in names:
         try:
@@ -144,7 +144,7 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
             logger.warning("%s is not removed: %s", storage.place(name), error.strerror or error)
 
 
-def open_together(storage: Storage, name: str, processes: Processes) -> Checkpoint:
+def open_together(storage: CheckpointStorage, name: str, processes: Processes) -> Checkpoint:
     """Open a checkpoint in every process; all of them call this.
 
     Raises:
@@ -294,7 +294,9 @@ class _Part:
         return self.tensors.part(self.name, self.bounds)
 
 
-def write_checkpoint(storage: Storage, name: str, tensors: Tensors, metadata: Metadata) -> None:
+def write_checkpoint(
+    storage: CheckpointStorage, name: str, tensors: Tensors, metadata: Metadata
+) -> None:
     """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
 
     Args:

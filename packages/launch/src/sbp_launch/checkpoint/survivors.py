@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, words_of
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Session, StatePiece, lost_states
 
 #: Seconds that ranks wait for others of which they do not know whether they are left: one that
@@ -91,7 +91,7 @@ def pieces_left(
 
 
 @contextmanager
-def claimed_from_the_lost(storage: Storage) -> Iterator[None]:
+def claimed_from_the_lost(storage: CheckpointStorage) -> Iterator[None]:
     """Keep other runs from writing to the storage, as rank 0 did, which has ended.
 
     The lock of a process that is killed goes with the last of its threads, a moment after it is

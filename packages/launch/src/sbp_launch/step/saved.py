@@ -11,7 +11,7 @@ from pathlib import Path
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Session, StatePiece
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
@@ -206,7 +206,7 @@ class StepSaves:
 def with_those_left(
     processes: Processes,
     left: SurvivingRanks,
-    storage: Storage,
+    storage: CheckpointStorage,
     pieces: Iterable[StatePiece],
     prepare: Callable[[Processes], None],
     write: Callable[[Iterable[StatePiece], Processes], None],
@@ -247,7 +247,7 @@ def with_those_left(
 
 
 @contextmanager
-def _claimed(storage: Storage, elsewhere: str) -> Iterator[None]:
+def _claimed(storage: CheckpointStorage, elsewhere: str) -> Iterator[None]:
     """Keep others from writing to a storage.
 
     Raises:
@@ -291,7 +291,7 @@ def load_step(
         ConfigError: there is none, it does not fit, or was saved with another seed.
         DamagedError: the only one is damaged.
     """
-    found: list[tuple[Storage, list[str]]] = []
+    found: list[tuple[CheckpointStorage, list[str]]] = []
     processes.agree(
         lambda: found.append(find_checkpoints(path)), "no checkpoint can be loaded", str(path)
     )

@@ -41,7 +41,7 @@ from sbp_core.compile import (
 )
 from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import Held, Span, SpanKind
-from sbp_core.simulate import Simulation, simulate
+from sbp_core.simulation import Simulation, simulate
 from sbp_launch.planning.moves import updated_module
 from sbp_launch.tracing.times import END_OF, Late, late_ranks
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sbp_core.errors import BoxingError, SbpError
 from sbp_core.graph import graph_hash
-from sbp_core.plugins import Storage, TrainerState
+from sbp_core.plugins import CheckpointStorage, TrainerState
 from sbp_core.runtime import Session, StatePiece
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 _NOT_FINITE = "not-finite"
 
 
-def run_storage(run: Run) -> Storage:
+def run_storage(run: Run) -> CheckpointStorage:
     """Return where a run keeps its checkpoints; nothing is made there yet."""
-    storage: Storage = run.make("storage")(run.folder)
+    storage: CheckpointStorage = run.make("storage")(run.folder)
     return storage
 
 
-def claimed(run: Run, storage: Storage) -> AbstractContextManager[None]:
+def claimed(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
     """Keep other runs from writing to the storage inside the block; the first process does."""
     return storage.claim() if run.is_first else nullcontext()
 
@@ -59,7 +59,7 @@ class RunCheckpoints:
         self,
         run: Run,
         planned: Planned,
-        storage: Storage,
+        storage: CheckpointStorage,
         processes: Processes,
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -257,6 +257,6 @@ class RunCheckpoints:
             return {name: checkpoint[name] for name in checkpoint if name in names}
 
 
-def place_of(run: Run, storage: Storage, name: str) -> str:
+def place_of(run: Run, storage: CheckpointStorage, name: str) -> str:
     """Return where a checkpoint is: relative to the run folder, if it is there."""
     return storage.place(name).removeprefix(f"{run.folder}/")

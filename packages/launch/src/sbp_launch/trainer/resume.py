@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from sbp_core.errors import ConfigError, SbpValueError, words_of
-from sbp_core.plugins import Storage, TrainerState
+from sbp_core.plugins import CheckpointStorage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import load
 from sbp_launch.checkpoint.local import MANIFEST_FILE
@@ -40,7 +40,7 @@ class Resume:
         ConfigError: none of them has a whole manifest, or another seed than the run.
     """
 
-    def __init__(self, run: Run, storage: Storage, names: list[str]) -> None:
+    def __init__(self, run: Run, storage: CheckpointStorage, names: list[str]) -> None:
         self._run, self._storage, self._names = run, storage, list(names)
         self._num_given = len(names)
         #: What was said of the checkpoint that was passed over last.
@@ -50,7 +50,7 @@ class Resume:
         self.states = self._next()
 
     @classmethod
-    def of(cls, run: Run, storage: Storage) -> Resume | None:
+    def of(cls, run: Run, storage: CheckpointStorage) -> Resume | None:
         """Return where a run goes on as `trainer.resume` says; None if it begins.
 
         Raises:

@@ -17,7 +17,7 @@ from torch import nn
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError, words_of
-from sbp_core.plugins import PluginRegistry, Storage, TrainerState
+from sbp_core.plugins import CheckpointStorage, PluginRegistry, TrainerState
 from sbp_core.runtime import Session, StepResult
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
@@ -222,7 +222,7 @@ def train_states(
     made: MeasuredStep,
     signals: StopSignals,
     status: StatusSignal,
-    storage: Storage,
+    storage: CheckpointStorage,
     begin: Resume | StartingWeights | None,
 ) -> TrainingLoop:
     """Make or load the states, train, save and evaluate them; say what was measured and predicted.

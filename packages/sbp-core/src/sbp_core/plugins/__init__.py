@@ -3,13 +3,9 @@
 A plugin module says `from sbp_core.plugins import Factory, hookimpl` and states `SBP_API_VERSION`;
 an app says `discover().make(kind, name, settings)`. What an object of each kind must do is in
 `plugins.kinds`, and for those that speak PyTorch in `sbp_torch.kinds`.
-
-Stability: stable.
 """
 
-import importlib
-import warnings
-
+from sbp_core.exports import moved_names
 from sbp_core.plugins.callbacks import (
     Callback,
     TrainerControl,
@@ -19,13 +15,13 @@ from sbp_core.plugins.callbacks import (
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
+    CheckpointStorage,
     ChecksOthers,
     ClusterFactory,
     GraphPass,
     MetricSink,
     MetricSinkFactory,
     StagedFolder,
-    Storage,
     StorageFactory,
 )
 from sbp_core.plugins.registry import (
@@ -48,6 +44,7 @@ __all__ = [
     "INSTEAD",
     "KINDS",
     "Callback",
+    "CheckpointStorage",
     "ChecksOthers",
     "ClusterFactory",
     "ConfigFolder",
@@ -61,7 +58,6 @@ __all__ = [
     "PluginSource",
     "Problem",
     "StagedFolder",
-    "Storage",
     "StorageFactory",
     "TrainerControl",
     "TrainerState",
@@ -76,20 +72,13 @@ __all__ = [
 ]
 
 
-#: Names that were offered here, and the rooms that offer them now.
-_MOVED = {
-    "LaunchRequest": "sbp_core.processes",
-    "Launcher": "sbp_core.processes",
-    "PlanRequest": "sbp_core.planning",
-    "Planner": "sbp_core.planning",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Loaded by its name, as it is above this room.
-    home = _MOVED[name]
-    said = f"sbp_core.plugins.{name} is {home}.{name} now"
-    warnings.warn(said, DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(home), name)
+__getattr__ = moved_names(
+    __name__,
+    {
+        "LaunchRequest": "sbp_core.processes.LaunchRequest",
+        "Launcher": "sbp_core.processes.Launcher",
+        "PlanRequest": "sbp_core.PlanRequest",
+        "Planner": "sbp_core.planning.Planner",
+        "Storage": "sbp_core.plugins.CheckpointStorage",
+    },
+)

@@ -124,7 +124,7 @@ class StagedFolder(Protocol):
         ...
 
 
-class Storage(Protocol):
+class CheckpointStorage(Protocol):
     """Kind `storage`: a place of folders of files, in which checkpoints are kept.
 
     Names of folders and files are of letters, digits, `-`, `_` and `.`, and begin with none of `.`.
@@ -185,7 +185,7 @@ class Storage(Protocol):
 class StorageFactory(Protocol):
     """Makes the storage of one run."""
 
-    def __call__(self, run_folder: Path) -> Storage:
+    def __call__(self, run_folder: Path) -> CheckpointStorage:
         """Return the storage of the run in a folder; nothing is made there yet."""
         ...
 

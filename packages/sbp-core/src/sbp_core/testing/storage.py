@@ -5,8 +5,6 @@
             return build(MyConfig(url="memory://runs"))
 
 The tests take pytest's fixture `tmp_path`, a new run folder for each.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins.kinds import Storage, StorageFactory
+from sbp_core.plugins.kinds import CheckpointStorage, StorageFactory
 
 __all__ = ["StorageConformance"]
 
@@ -197,11 +195,11 @@ class StorageConformance(ABC):
         assert len(set(names)) == 3
         assert names[2].endswith("a.bin")
 
-    def _storage(self, run_folder: Path) -> Storage:
+    def _storage(self, run_folder: Path) -> CheckpointStorage:
         return self.make_factory()(run_folder)
 
 
-def _write(storage: Storage, name: str, files: Mapping[str, bytes]) -> None:
+def _write(storage: CheckpointStorage, name: str, files: Mapping[str, bytes]) -> None:
     staged = storage.stage(name)
     for file_name, data in files.items():
         with staged.create(file_name) as file:
@@ -209,7 +207,7 @@ def _write(storage: Storage, name: str, files: Mapping[str, bytes]) -> None:
     staged.commit(_LAST, b"{}", list(files))
 
 
-def _check(storage: Storage, name: str, files: Mapping[str, bytes]) -> None:
+def _check(storage: CheckpointStorage, name: str, files: Mapping[str, bytes]) -> None:
     wanted = {**files, _LAST: b"{}"}
     sizes = {file_name: len(data) for file_name, data in wanted.items()}
     assert dict(storage.sizes(name)) == sizes

@@ -1,7 +1,4 @@
-"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`).
-
-Stability: provisional.
-"""
+"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`)."""
 
 from __future__ import annotations
 

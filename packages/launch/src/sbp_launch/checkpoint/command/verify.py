@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sbp_core.errors import ConfigError, RunError
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
@@ -156,7 +156,7 @@ def prune(options: Namespace) -> int:
     return 0
 
 
-def chosen(storage: Storage, keep: int) -> tuple[list[str], list[str], list[str]]:
+def chosen(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
     """Return the newest whole checkpoints, the damaged ones among them, and all older ones.
 
     Args:
@@ -173,7 +173,7 @@ def chosen(storage: Storage, keep: int) -> tuple[list[str], list[str], list[str]
     return kept, damaged, names
 
 
-def best_of(storage: Storage, newest: str) -> str:
+def best_of(storage: CheckpointStorage, newest: str) -> str:
     """Return the name of the checkpoint with the lowest held-out loss; empty if none is known.
 
     Args:
