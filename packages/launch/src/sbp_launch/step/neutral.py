@@ -211,7 +211,7 @@ def _check(found: list[OutputDifference], short: int, size: int) -> None:
             f"padding changes {subject}",
             where="the argument pad_to",
             accepted="padding that changes neither loss nor gradients",
-            todo=f"{_CAUSES}; prove=False pads all the same",
+            todo=f"{_CAUSES}; compile.prove=false pads all the same",
         )
 
 
