@@ -58,7 +58,7 @@ class Compiled:
 
 @dataclass(slots=True, kw_only=True)
 class Compilation:
-    """Compiles the strategies of one request; what is learned of layouts is shared by all.
+    """Compiles the strategies of one request; they share what is known of memory layouts.
 
     Args:
         request: What is planned.
