@@ -152,7 +152,9 @@ def test_padding_that_is_not_neutral_is_refused_with_the_usual_causes(make, loss
     states = copy.deepcopy(model.state_dict())
     pad_to = {**PAD_TO, "values": {**PAD_TO["values"], **values}}
 
-    with pytest.raises(ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*'prove': False"):
+    with pytest.raises(
+        ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*'prove': False"
+    ):
         start(model, loss=loss, pad_to=pad_to)
 
     assert model.training and all(module.training for module in model.modules())

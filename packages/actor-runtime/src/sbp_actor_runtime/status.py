@@ -57,7 +57,7 @@ def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]
         lines.append(f"  under way: {', '.join(dict.fromkeys(under_way))}")
     actors = {post.actor.name: post.actor for post, _ in worker.order}
     now_s = time.monotonic()
-    boxed = list(worker.boxed.items())  # in one go, as the thread may add to it meanwhile
+    boxed = list(worker.boxed.items())  # in one go, because the thread may add to it meanwhile
     if boxed:
         boxed.sort(key=lambda one: one[1].began_s, reverse=True)
         lines.append("  last boxing:")

@@ -1,4 +1,4 @@
-"""sbp boxing over MPI (`mpi`), and over NCCL (`nccl`): two backends, whose settings are `configs`.
+"""Boxing over MPI (`mpi`) and over NCCL (`nccl`): two backends, with their settings in `configs`.
 
 What all backends of several processes share is in `sbp_core.processes`.
 """

@@ -1,4 +1,4 @@
-"""Where this process stands among those of a run: what its launcher wrote into the environment.
+"""The place of this process in a run, from the variables that its launcher set.
 
 The only module that reads a launcher's variables. Asked in this order, as a launcher may itself
 have been started by one that is below it:

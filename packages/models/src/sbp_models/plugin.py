@@ -100,12 +100,12 @@ def sbp_datasets() -> Mapping[str, Factory]:
         "images": Factory(
             build="sbp_models.images:build",
             config=ImagesConfig,
-            summary="made-up striped images, whose direction and colour tell the class",
+            summary="synthetic images of stripes; their direction and colour tell the class",
         ),
         "clicks": Factory(
             build="sbp_models.clicks:build",
             config=ClicksConfig,
-            summary="made-up clicks: numbers, categorical features, and a rule to learn",
+            summary="synthetic clicks: numbers, categorical features, and a rule to learn",
         ),
         "tokens": Factory(
             build="sbp_models.token_text:build",

@@ -327,7 +327,8 @@ def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
                 f"{file} cannot be read: {error.strerror}",
                 accepted="a file that this user may read",
             ) from error
-        # Not resolved, as that looks at each folder on the way: slow where there are many files.
+        # Not resolved, because that looks at each folder on the way: slow where there are many
+        # files.
         found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
     return found
 

@@ -130,7 +130,8 @@ class SegmentSearch:
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)
         self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
-        #: Whether only what is near the choice axis by axis is looked at, as there is very much.
+        #: Whether only what is near the choice axis by axis is looked at, because there is very
+        #: much.
         self.is_limited = self.problem.num_prices > self.max_prices
         if self.is_limited:
             kept = near(self.problem, repeated(self.problem))

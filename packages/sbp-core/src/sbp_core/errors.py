@@ -143,7 +143,7 @@ class BoxingError(SbpError, RuntimeError):
 
 
 class PluginError(SbpError, RuntimeError):
-    """Code of a plugin that failed, or returned what it may not."""
+    """Code of a plugin that failed or returned a wrong value."""
 
 
 class RunError(SbpError, RuntimeError):

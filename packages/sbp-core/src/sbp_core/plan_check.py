@@ -105,7 +105,7 @@ class CheckReport:
 
 
 def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
-    """Prove a plan live and bounded, and that its operators can be called on what they are given.
+    """Prove that a plan is live and bounded, and that its operators accept their arguments.
 
     Args:
         plan: With firing orders.

@@ -35,7 +35,7 @@ __all__ = [
     "split_bounds",
 ]
 
-#: The reductions that a partial value may stand for.
+#: The reductions of partial values.
 REDUCTIONS = ("sum", "max", "min")
 
 

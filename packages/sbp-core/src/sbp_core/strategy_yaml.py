@@ -179,7 +179,7 @@ def load(path: Path, graph: LogicalGraph | None = None) -> Strategy:
 
 
 def load_with_lines(path: Path, graph: LogicalGraph | None = None) -> tuple[Strategy, Lines]:
-    """Read a file; return also in which lines its decisions stand: `("nodes", "head.mm")`.
+    """Read a file; also return the line of each decision: `("nodes", "head.mm")`.
 
     Raises:
         SbpValueError, SbpLookupError: see `from_yaml`; the file and the line are named.

@@ -161,7 +161,7 @@ def reparametrized(
 
     Args:
         module: Gets its own ones back at the end.
-        tensors: By name; at the end what the module held then, as it may have assigned others.
+        tensors: By name; at the end what the module held then, because it may have assigned others.
     """
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
 

@@ -107,7 +107,7 @@ class NcclConnections(Connections):
             receiver: Rank that it goes to.
             values: Shape (elements,), contiguous, on the device; nobody else uses them.
         """
-        # One queue a receiver, as messages to one must not wait for another that is far behind.
+        # A queue for each receiver, so that a slow receiver does not delay messages to others.
         queue = self._send_queues.get(receiver)
         if queue is None:
             queue = self._send_queues[receiver] = SendQueue(receiver, self._mail_room)
@@ -188,7 +188,7 @@ class NcclConnections(Connections):
         return done
 
     def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
-        # Connected without the lock, as that may take long. If everything broke meanwhile,
+        # Connected without the lock, because that may take long. If everything broke meanwhile,
         # `_let_go` has not seen this channel: it is aborted here.
         channel = self._bootstrap.connect(call, name, ranks)
         with self._lock:

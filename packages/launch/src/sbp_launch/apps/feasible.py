@@ -241,8 +241,8 @@ def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
         also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
         others = "others" if search.attempts else "other settings"
         yield (
-            f"{others} were not tried, as each takes long; {' and '.join(searching)} {look} for a "
-            f"plan that fits{also}"
+            f"{others} were not tried, because each takes long; {' and '.join(searching)} {look} "
+            f"for a plan that fits{also}"
         )
 
 

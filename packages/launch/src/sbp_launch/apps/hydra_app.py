@@ -196,7 +196,7 @@ def _take_folder(
 ) -> tuple[FolderBefore, list[str]]:
     """Make the folder of a run or a sweep; return what it was, and the override that names it.
 
-    A folder that is named for the time is made anew, as others may start in the same second.
+    A folder that is named for the time is made anew, because others may start in the same second.
 
     Args:
         config: Composed, with Hydra's own node.

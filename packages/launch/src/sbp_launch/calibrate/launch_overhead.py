@@ -51,7 +51,7 @@ _WIDTH, _TOKENS, _SAMPLES = 64, 16, 2
 _WARM_UP_STEPS = 3
 
 #: Of the model of large matrices: their width and number, samples of a rank, and steps. They are
-#: few, as each takes a transport some milliseconds.
+#: few, because each takes a transport some milliseconds.
 _LARGE_WIDTH, _LARGE_LAYERS, _LARGE_SAMPLES, _LARGE_STEPS = 1024, 3, 32, 24
 
 #: Seconds that a call may wait for others.

@@ -163,7 +163,7 @@ class BackgroundSaves:
         self._under_way = save
 
     def go_on(self) -> str:
-        """Go on with what is under way, as no process is busy.
+        """Go on with what is under way, because no process is busy.
 
         Returns:
             The name of what is there now; empty if it is not yet, or if nothing was under way.

@@ -156,7 +156,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """Where a run was, and what it was.
+    """The position of a run, and its description.
 
     Args:
         step: Updates done, >= 0.

@@ -46,7 +46,7 @@ FOLDER = "checkpoints"
 
 
 def newest_first(storage: CheckpointStorage) -> list[str]:
-    """Return the checkpoints of a storage, those of the last steps first; none without a place.
+    """Return the checkpoints of a storage, the newest first; none without a place.
 
     Raises:
         ConfigError: they cannot be listed.

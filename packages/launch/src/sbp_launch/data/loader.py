@@ -103,7 +103,8 @@ class BatchLoader:
         part: What the ranks of this process hold of it.
         ahead: Batches to load ahead; 0 loads each when it is asked for.
         num_batches: Batches that will be asked for; None if that is not known.
-        pinned: Whether batches are put into page-locked memory, as their way to a GPU begins there.
+        pinned: Whether batches are put into page-locked memory, because their way to a GPU begins
+            there.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ import numpy.typing as npt
 from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpValueError
 
-#: Rounds of the network: beyond the four that Luby and Rackoff need, as the digits may be small.
+#: Rounds of the network: beyond the four that Luby and Rackoff need, because the digits may be
+#: small.
 ROUNDS = 8
 
 #: The increment of SplitMix64: 2^64 divided by the golden ratio, made odd.

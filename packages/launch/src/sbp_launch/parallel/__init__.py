@@ -176,7 +176,7 @@ def parallelize(
     def make_backend() -> BoxingBackend:
         return backend_of(world, boxing, choices, settings.mesh)
 
-    make_backend()  # before anything takes long, as it may be refused
+    make_backend()  # before anything takes long, because it may be refused
     engine = Engine(
         settings=settings,
         runtime=chosen_runtime,

@@ -1,4 +1,4 @@
-"""From a one-device step to a checked plan, and what is said of a plan to people.
+"""From a one-device step to a checked plan, and reports of plans for people.
 
 `flow` is the way: capture, passes, planner, compiler, check, memory. Of a plan, `rows` has a row
 for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`,

@@ -106,7 +106,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """How steps are planned: training steps, and the evaluation of what they train.
+    """Settings of the planning of training steps, and of evaluations.
 
     Args:
         mesh: All ranks, with named axes.

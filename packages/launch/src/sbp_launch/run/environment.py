@@ -1,6 +1,6 @@
 """What a run ran with and on: versions, machine, variables, and the state of the code, as a record.
 
-Only variables that are listed here are recorded, as others may hold secrets.
+Only variables that are listed here are recorded, because others may hold secrets.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ _HEAD = "# The settings of this run, as they were composed; every rank reads the
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
-    """Writes what is in two places twice, as readers take no references."""
+    """Writes what is in two places twice, because readers take no references."""
 
     def ignore_aliases(self, data: object) -> bool:
         """See `yaml.Dumper`."""

@@ -4,9 +4,9 @@
     lengths          1 2 3 4     5 6 7 8                 9 ... 16          17: refused
     forms            one         one                     one
 
-The largest size is planned first, as it needs the most memory, and the others around its states
-before the first step. That padding changes neither loss nor gradients is not taken for granted; see
-`neutral`.
+The largest size is planned first, because it needs the most memory, and the others around its
+states before the first step. That padding changes neither loss nor gradients is not taken for
+granted; see `neutral`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class ProgramStep:
         return session
 
     def _begin(self) -> None:
-        """Start the step, as there is a session that has the states."""
+        """Start the step, because there is a session that has the states."""
         self._forms.begin()
         self._padding.begin(self._training.team)
         self._forms.plan_ahead(self._padding.examples())

@@ -195,7 +195,7 @@ class ProgramStates:
         others = [one for one in self.programs if one.optimizer is not program.optimizer]
         for other in others:
             number = 1 + self.programs.index(other)
-            # Also of what is frozen, as it may be trained later.
+            # Also of what is frozen, because it may be trained later.
             both = _own_states(program) & _own_states(other)
             if both:
                 raise ConfigError(

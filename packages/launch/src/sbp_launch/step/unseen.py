@@ -1,7 +1,7 @@
 """What no guard sees is found by execution: now and then, a program is captured again.
 
 Python can read a number in more ways than anybody lists. So a program that is taken for the same
-one, as nothing that is compared has changed, is captured again now and then:
+one, because nothing that is compared has changed, is captured again now and then:
 
     seconds of training    0 ...... a ...... 2a ............... 4a ........................ the end
     captured again                  x        x                  x                           x

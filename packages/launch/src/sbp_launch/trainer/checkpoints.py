@@ -204,7 +204,7 @@ class RunCheckpoints:
         return self._saves.is_busy
 
     def go_on(self) -> None:
-        """Go on with the checkpoint that is under way, if there is one, as no process is busy.
+        """Go on with the checkpoint that is under way, if there is one, because no process is busy.
 
         Raises:
             RunError: it cannot be saved.

@@ -97,7 +97,7 @@ def train(
         console=console or make_console(),
         world=world or World(),
     )
-    check_devices(run)  # first, as it may be refused
+    check_devices(run)  # first, because it may be refused
     backend = make_backend(run)  # likewise
     check_traces(run)
     storage = run_storage(run)

@@ -283,7 +283,7 @@ def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
 
 
 def memory_rows(intervals: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return the few times at which the limit can bind, and where each interval lies among them.
+    """Return the few times at which the limit can bind, and the place of each interval among them.
 
     Memory is held in intervals, so only what lives together counts:
 

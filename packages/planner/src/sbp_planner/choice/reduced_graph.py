@@ -1,8 +1,8 @@
 """The graph that reductions shrink: nodes, edges and memory that change, and the way back.
 
-A node may hold memory over several spans, as it takes in the memory of nodes that follow it. Each
-step that takes a strategy or a node away is recorded, so that an assignment of what is left can be
-extended to all nodes.
+A node may hold memory over several spans, because it takes in the memory of nodes that follow it.
+Each step that takes a strategy or a node away is recorded, so that an assignment of what is left
+can be extended to all nodes.
 """
 
 from __future__ import annotations

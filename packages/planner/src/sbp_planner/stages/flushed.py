@@ -184,7 +184,7 @@ def _sync_factor(levels: Sequence[MachineLevel], own: int, behind: int) -> float
 def transfer_s(
     levels: Sequence[MachineLevel], ideals: Ideals, own: int, after: int, behind: int
 ) -> Floats:
-    """Return the seconds that what crosses each place takes for one micro-batch, float (S,).
+    """Return the seconds of the transfers at each place for one micro-batch, float (S,).
 
     Args:
         levels: The machine, innermost first.

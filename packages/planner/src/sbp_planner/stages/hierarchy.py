@@ -138,7 +138,7 @@ class HierarchyPlan:
 
 
 def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
-    """Return the pipeline whose slowest stage or transfer is fastest, or why there is none."""
+    """Return the pipeline with the fastest slowest stage or transfer, or the reason for none."""
     limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
     ideals = order_ideals(problem.graph, limit)
     few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None

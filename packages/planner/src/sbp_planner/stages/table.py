@@ -70,7 +70,7 @@ class TableStage:
 
 @dataclass(frozen=True, kw_only=True)
 class TableProblem:
-    """What is to be cut, and what it costs.
+    """The step to cut, and its costs.
 
     Args:
         num_places: S; a pipeline goes from place 0 to place S - 1.

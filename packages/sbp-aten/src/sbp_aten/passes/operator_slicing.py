@@ -195,7 +195,7 @@ class _Slicer:
         left, right, _ = _CONTRACTIONS[node.op]
         is_left = use.position == left
         # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
-        # factor (k j) its columns do. Counted from the back, as a batch may be in front.
+        # factor (k j) its columns do. Counted from the back, because a batch may be in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
         extents = {
             SliceAlong.OUTPUT: factor.shape[output],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """One process to start, and the ranks that it stands for.
+    """One process to start, and its ranks.
 
     Args:
         command: Program and arguments.
@@ -243,7 +243,7 @@ class Communicator(ABC):
 
 
 class SurvivingRanks(Protocol):
-    """The ranks whose processes are left when a backend has failed.
+    """The ranks whose processes still run after a backend has failed.
 
     See `sbp_core.processes.Survivors`.
     """

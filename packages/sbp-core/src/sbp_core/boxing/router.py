@@ -126,7 +126,7 @@ def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, C
 
 
 def clear_routes(*, meshes: bool = False) -> None:
-    """Forget all routes, and what is known of their meshes if asked to; for measuring."""
+    """Forget all cached routes, and optionally their meshes; for measurements."""
     _route.cache_clear()
     _solve.cache_clear()
     if meshes:

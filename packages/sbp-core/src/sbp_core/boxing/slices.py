@@ -385,7 +385,7 @@ def _sent_in_transfer(step: BoxingStep) -> Mapping[int, int]:
 
 
 def local_transition(step: BoxingStep, rank: int) -> tuple[Bounds, Bounds]:
-    """Return the slice that a rank has before and after a local step, as bounds in both shards."""
+    """Return a rank's slice before and after a local step, as bounds in both shards."""
     held = bounds_of(step.shape, *step.source)[rank]
     wanted = bounds_of(step.shape, *step.target)[rank]
     common = intersection(held, wanted)

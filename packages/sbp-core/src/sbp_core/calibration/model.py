@@ -53,7 +53,8 @@ class Calibration:
     in_steps: float = 1.0
     busy: float | None = None
     #: The structural model of groups within a node (False), and of those on several (True); made
-    #: when it is needed, as most plans only need the curves. None without samples of such groups.
+    #: when it is needed, because most plans only need the curves. None without samples of such
+    #: groups.
     _structures: dict[bool, TransportModel | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )

@@ -93,7 +93,7 @@ class Item:
 
 @dataclass(slots=True)
 class LoweredItems:
-    """All items in topological order, how every key lies, and which keys leave the graph.
+    """All items in topological order, the layout of every key, and the keys that leave the graph.
 
     A loss or metric leaves by several keys if there are several stages, so that every rank has it.
     """

@@ -90,7 +90,7 @@ class _Lowering:
 
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
-        # Boxed first, as their items must be before the node's. Host numbers among the inputs
+        # Boxed first, because their items must be before the node's. Host numbers among the inputs
         # keep their names, so the two kinds are merged in the order of the arguments.
         tensors = iter(
             self._box(value, assigned.stage, sbp, node.phase, node.rate, node.name)

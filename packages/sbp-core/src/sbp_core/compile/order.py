@@ -335,7 +335,7 @@ class Turns:
 
 
 def early_receives(part: RankPlan, thread: str) -> Mapping[int, tuple[int, ...]]:
-    """Return which receives are asked for before which firings of a thread, as places in its order.
+    """Return the receives that a thread requests before each firing, as places in its order.
 
     Transports move a message when its receiver has asked for it. So a thread asks for what it
     receives next as soon as it has what it received last, and computes while that is on its way:

@@ -150,7 +150,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PhysicalPlan:
-    """What all ranks do in a step, and what it was compiled from.
+    """The actors of all ranks for one step, and the strategy that they were compiled from.
 
     `ties` says for a host state, such as a step counter, which states of the model it stands for.
     """

@@ -44,7 +44,7 @@ _MOST_SIGNATURES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCall:
-    """A call of an operator on one rank, and what it executes.
+    """A call of an operator on one rank, and its local execution.
 
     Args:
         call: `sbp_core.cost.local_call`.

@@ -120,8 +120,8 @@ def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rat
     stages = {producer.stage, *(user.stage for user in users)}
     if crosses or len(stages) > 1:
         return max(program.strategy.in_flight[stage] for stage in stages)
-    # On one thread a second filling would gain nothing, as no two actors fire at once; but boxing
-    # goes on while its thread fires others.
+    # On one thread a second filling would gain nothing, because no two actors fire at once; but
+    # boxing goes on while its thread fires others.
     beside = producer.overlaps or any(
         user.thread != producer.thread or user.overlaps for user in users
     )

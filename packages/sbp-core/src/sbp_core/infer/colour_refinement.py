@@ -48,7 +48,7 @@ class EqualLayers:
 
 
 def equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
-    """Return what of a step is alike whatever is decided of it, as long as that is alike.
+    """Return the parts of a step that are equal whenever their decisions are equal.
 
     Args:
         work: The step.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearby:
-    """A strategy that keeps some pins, and what of it was decided anew.
+    """A strategy that satisfies some pins, and the modules that it changes.
 
     Args:
         strategy: Legal for the graph; its report is empty.

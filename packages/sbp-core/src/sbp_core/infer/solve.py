@@ -134,7 +134,7 @@ def strategy_of(
     report: Mapping[str, Any] | None = None,
     is_predicted: bool = True,
 ) -> Strategy:
-    """Return the strategy of what is decided on all axes; see `infer_strategy` for the arguments.
+    """Return the strategy of the decisions on all axes; see `infer_strategy` for the arguments.
 
     Its report is without what `predict_cost` returns unless `is_predicted`: a search that compiles
     many has no use for that.

@@ -42,7 +42,7 @@ Masks = NDArray[np.int64]
 
 
 class CostedVariables(Protocol):
-    """Variables and what they cost, as `StepProblem` has them."""
+    """Variables and their costs, such as those of a `StepProblem`."""
 
     @property
     def unary(self) -> Sequence[Table]:

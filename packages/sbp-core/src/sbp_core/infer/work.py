@@ -222,7 +222,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedDecisions:
-    """What is not decided anew: signatures of nodes, SBPs of stored inputs, on all axes."""
+    """Decisions that stay fixed: signatures of nodes and SBPs of stored inputs, on all axes."""
 
     nodes: Mapping[str, Signature] = field(default_factory=dict)
     storage: Mapping[str, NdSbp] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The memory of a plan: lifetimes, peaks, and what they are for.
+"""The memory of a plan: lifetimes, peaks, and purposes.
 
 `lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
 take what it sent, `storages` replays the rank in that order, by a `ledger`. `reports` has what that

@@ -26,7 +26,7 @@ from sbp_core.plugins.tensor_library import tensor_library
 
 
 def call_layouts() -> CallLayouts:
-    """Return what learns from the installed tensor library how the results of calls lie.
+    """Return the object that asks the installed tensor library for the memory layout of results.
 
     It remembers what it learned: whoever predicts several similar plans passes one to them all.
 

@@ -161,7 +161,7 @@ def check_memory(
 
 
 def peak_text(rank: RankMemory) -> str:
-    """Return where the peak of a rank is, and what is alive there, the largest part first.
+    """Return where the peak of a rank is, and the values alive there, the largest part first.
 
     Kinds that are little of the peak are summed up, as `other`.
     """

@@ -44,7 +44,7 @@ class StridedLayout:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A tensor in one of a rank's storages, which are numbered."""
+    """A tensor in one of the numbered storages of a rank."""
 
     layout: StridedLayout
     storage: int
@@ -82,7 +82,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
 
 
 def number_of(slot: StateSlot) -> Number:
-    """Return a number for a slot of one; which does not matter, as no layout depends on it."""
+    """Return a number for a slot of one; which does not matter, because no layout depends on it."""
     return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
 
 
@@ -130,7 +130,7 @@ def first_addend(part: str, total: str, how: float | str) -> Instruction:
 
 
 class CallLayouts(Protocol):
-    """Knows how the results of instructions lie, of any plan: `sbp_torch.memory.layout.Layouts`."""
+    """Knows the memory layout of the results of instructions: `sbp_torch.memory.layout.Layouts`."""
 
     def call(
         self,

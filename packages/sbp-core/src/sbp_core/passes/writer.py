@@ -9,7 +9,7 @@ from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorT
 
 
 class GraphWriter:
-    """Collects the nodes of a rewritten graph, and the types of what they make.
+    """Collects the nodes of a rewritten graph, and the types of their results.
 
     Args:
         graph: What is rewritten; its types are known.

@@ -416,7 +416,7 @@ def alternation_period(times: Sequence[StageTimes], transfer: Fraction) -> Fract
         times: Of each rank.
         transfer: The time between neighbouring ranks.
     """
-    # Here, as it needs NumPy: whoever only names a schedule need not wait for that.
+    # Here, because it needs NumPy: whoever only names a schedule need not wait for that.
     from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
 
     # The forward of rank r is node 2r, its backward 2r + 1.

@@ -86,7 +86,7 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
 
 
 def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]) -> Strategy:
-    """Return a strategy with these states offloaded and no others; its report says what that takes.
+    """Return a strategy that offloads exactly these states; its report has the cost.
 
     Args:
         request: What is planned.

@@ -34,7 +34,7 @@ class EmptyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
-    """How to make one plugin object, without importing what it needs before it is asked for.
+    """How to make one plugin object, importing its modules only when it is made.
 
     Args:
         build: `"package.module:callable"`; called with an instance of `config`.

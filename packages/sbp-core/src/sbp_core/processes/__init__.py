@@ -1,4 +1,4 @@
-"""The processes of a run: how they are started, what they know of each other, and how they end.
+"""The processes of a run: how they start, what they know of each other, and how they end.
 
 What starts them: `launchers` says how, in `LaunchSpec`s, `supervisor` does so and waits for them,
 `exit_report` says how they ended and which failed first, and `reaper` ends what is left, also if

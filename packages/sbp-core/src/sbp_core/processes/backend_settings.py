@@ -72,6 +72,6 @@ def rank_and_size(rank: int | None, world_size: int | None, *, todo: str) -> tup
 
 
 def local_rank(otherwise: int) -> int:
-    """Return the number of this process on its host, by LOCAL_RANK, or what it is otherwise."""
+    """Return the local rank of this process, from LOCAL_RANK or a default."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else otherwise

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 #: where one of them is stopped by a signal, until it has failed by that.
 CLOSE_TIMEOUT_S, _STOPPED_TIMEOUT_S = 10.0, 20.0
 
-#: Seconds after which a rank that waits in a collective tells the others that it is there.
+#: Seconds after which a rank that waits in a collective announces itself to the other ranks.
 PATIENCE_S = 0.2
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was announced.
@@ -50,7 +50,7 @@ _ACKNOWLEDGE_S = 1.0
 
 
 class Connections(ABC):
-    """The connections of one process to all others; the first failure ends them all.
+    """The connections of one process to all other processes; the first failure ends them all.
 
     A subclass calls `rendezvous` when the others can be told of this rank.
 

@@ -151,7 +151,7 @@ def status_of(pid: int) -> tuple[str, int, int] | None:
 
 
 class Siblings:
-    """The ranks of this host, as far as they can be seen.
+    """The ranks on this host that this process can observe.
 
     Args:
         rank: Of this process.

@@ -83,7 +83,7 @@ def supervise(
     stops_gently: bool = False,
     asking: Collection[int] = (),
 ) -> ExitReport:
-    """Start processes, wait for all of them, and end what is left of them.
+    """Start processes, wait for all of them, and end those that still run.
 
     Each is the leader of a session, and so of a process group, of its own: what the terminal sends
     reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what

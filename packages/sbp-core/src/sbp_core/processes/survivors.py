@@ -23,7 +23,7 @@ _LEAVE_S = 1.0
 
 
 class Survivors:
-    """The processes that are left, as all of them know it.
+    """The surviving processes, which all of them have agreed on.
 
     Args:
         ranks: Of the survivors, ascending.

@@ -107,7 +107,7 @@ def batch_parts(plan: PhysicalPlan, ranks: Iterable[int]) -> dict[str, BatchPart
 
 
 def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]:
-    """Return the samples of each batch that some ranks hold, as a loader or sampler needs to know.
+    """Return the samples of each batch that some ranks hold, for a loader or sampler.
 
     Args:
         plan: Any.

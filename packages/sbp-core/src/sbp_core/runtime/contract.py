@@ -81,7 +81,7 @@ def unwatched(rank: int) -> AbstractContextManager[object]:
 
 
 class Snapshot(ABC):
-    """What the local ranks own of the states, as it was when `Session.snapshot` was called.
+    """The local ranks' parts of the states at the time of the call of `Session.snapshot`.
 
     Any thread may read it, also when the session has gone on, has failed or is closed. Use it as a
     context manager: `release` hands its memory to the next snapshot.

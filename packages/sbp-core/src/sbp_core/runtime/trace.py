@@ -88,7 +88,7 @@ class TensorMeter(Protocol):
 
 
 class Trace:
-    """Spans and bytes held, as a runtime notes them; several threads may.
+    """Spans and bytes held, recorded by a runtime; several threads may record.
 
     A session whose `trace` is set notes each firing and each wait when it is over.
 

@@ -143,7 +143,7 @@ def explain(
 
 
 def explain_call(call: OpCall, axis_size: int, *, rules: RuleRegistry | None = None) -> Explanation:
-    """Return what is legal for a call along one mesh axis, and why.
+    """Explain the legal signatures of a call along one mesh axis.
 
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.

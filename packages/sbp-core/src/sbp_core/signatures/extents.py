@@ -20,7 +20,7 @@ from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 
 
 def check_shapes(call: OpCall, *, rules: RuleRegistry | None = None) -> None:
-    """See that the shapes of a call are those of what its operator means.
+    """Check that the shapes of a call agree with the meaning of its operator.
 
     Kernels that compute gradients take it for granted; some write beyond memory where it is not so.
 

@@ -54,7 +54,7 @@ _TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
 class Effect(StrEnum):
-    """How outputs depend on some arguments while the others are fixed: linear, increasing, ..."""
+    """How outputs depend on an argument with the others fixed: linear, increasing, ..."""
 
     LINEAR = "linear"
     INCREASING = "increasing"
@@ -108,12 +108,12 @@ def decreasing(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependen
 
 
 def maxima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
-    """Return the statement that maxima of these arguments together give those of outputs."""
+    """Return the statement that maxima of these arguments give the maxima of outputs."""
     return Dependence(effect=Effect.MAX, inputs=inputs, outputs=outputs)
 
 
 def minima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
-    """Return the statement that minima of these arguments together give those of outputs."""
+    """Return the statement that minima of these arguments give the minima of outputs."""
     return Dependence(effect=Effect.MIN, inputs=inputs, outputs=outputs)
 
 

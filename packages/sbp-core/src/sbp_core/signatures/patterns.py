@@ -184,7 +184,7 @@ def batch_notation(
 
 
 def run_as_is(call: OpCall) -> LocalCall:
-    """Localise a call whose arguments are the same on every shard: run it as it is."""
+    """Localise a call with equal arguments on every shard: run it unchanged."""
     return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
 
 

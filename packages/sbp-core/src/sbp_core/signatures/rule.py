@@ -23,7 +23,7 @@ Bounds = tuple[Range, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """One operator call of one rank; `Ref`s stand for its shards and for what earlier calls made.
+    """One operator call of one rank; `Ref`s are its shards or results of earlier calls.
 
     Args:
         op: `aten.mm.default`.
@@ -94,7 +94,7 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-#: Returns what one rank runs for a call; a single call stands for a program of one call.
+#: Returns what one rank runs for a call; a single call means a program of one call.
 Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 

@@ -238,7 +238,7 @@ def written_outside(op: OpOverload, where: str) -> CaptureError:
 
 
 def check_modes() -> None:
-    """See that PyTorch is in no mode in which a step is not what it says.
+    """Check that PyTorch is in no mode that would change the captured step.
 
     Raises:
         CaptureError: it is.

@@ -130,7 +130,7 @@ def host_numbers(nodes: Iterable[Node], values: Mapping[str, float]) -> dict[str
 
 
 def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
-    """Return a graph without those of some inputs that nothing uses or replaces."""
+    """Return a graph without the named inputs that nothing uses or replaces."""
     inside = graph.input_kinds.keys() & set(names)
     unused = {name for name in inside if not graph.users[name] and name not in graph.new_states}
     inputs = tuple(entry for entry in graph.inputs if entry.name not in unused)

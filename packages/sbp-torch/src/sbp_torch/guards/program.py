@@ -80,7 +80,7 @@ _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
 
 
 class Guard:
-    """What a program consists of at one moment, compared with what it is later.
+    """A program at one moment, to compare with the same program later.
 
     Args:
         model: The one-device program.

@@ -48,7 +48,7 @@ ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
 
 
 class ConnectedStates:
-    """Connects the tensors of a model, and the states of its optimizer, to those of a step.
+    """Connects the tensors of a model and the states of its optimizer to the states of a step.
 
     Args:
         model: The one-device program. Tensors of classes that have a `__torch_function__` of their

@@ -288,7 +288,7 @@ def _described(
 
 
 def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> Number:
-    """Compute a host number; any will do, as no layout depends on it.
+    """Compute a host number; any will do, because no layout depends on it.
 
     Raises:
         PlanError: the operator takes no such arguments.

@@ -56,7 +56,7 @@ def step_failure(
 
 
 def step_interrupted(rank: int, step: int, error: BaseException, is_partial: bool) -> RunError:
-    """Return what is said of a step that was interrupted from outside, such as by Ctrl-C.
+    """Return the error for a step that was interrupted from outside, such as by Ctrl-C.
 
     Args:
         rank: The first rank of the process.

@@ -24,7 +24,7 @@ def store_of(
     *,
     keeps: bool = False,
 ) -> StateStore:
-    """Return the states of a new session: cut from whole ones, or those of another session.
+    """Return the states of a new session: cut from whole states, or shared with another session.
 
     Args:
         plan: Of the new session.

@@ -48,7 +48,7 @@ def _references(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], w
 
 
 class LoadingCases(RuntimeSuitePart):
-    """What `load_state_dict` replaces, what it holds meanwhile, and what is left if it fails."""
+    """Cases of `load_state_dict`: replaced states, memory while loading, and failures."""
 
     def _begin(self, name: str) -> Session:
         """Start a case, and take its first step."""

@@ -5,8 +5,8 @@ shapes and dtypes are known before.
 
 A checkpoint that `torch.distributed.checkpoint.load` reads is written by PyTorch's own writer. It
 is given tensors without values, and asks for a chunk of one when it is its turn. Each chunk gets a
-file, as PyTorch keeps all that goes to a file until it is written: so writing takes the memory of a
-chunk.
+file, because PyTorch keeps all that goes to a file until it is written: so writing takes the memory
+of a chunk.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 States are numbered: those of the source placement, then those of the target placement if it is
 another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
 kept; what they hold depends on the meshes, the tensor's extents and the entries that axes may have,
-not on source and target. Of two placements a table is made of four parts, as no route goes back:
+not on source and target. Of two placements a table is made of four parts, because no route goes
+back:
 
                        to source states              to target states
     from source states   collectives, transfers        transfers that cross over

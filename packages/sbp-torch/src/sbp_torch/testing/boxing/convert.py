@@ -88,7 +88,7 @@ def run_trials(
     deadline_s: float,
     device: str = "cpu",
 ) -> list[TrialResult]:
-    """Convert every case in order, as one rank: the program that the suite gives to `run_ranks`.
+    """Convert every case in order, on one rank: the program that the suite gives to `run_ranks`.
 
     Ends early if a step raises: nothing can be said of a backend that is broken.
     """
@@ -209,7 +209,7 @@ def run_route(
 def find_problems(
     trials: Sequence[BoxingTrial], answers: Sequence[Sequence[TrialResult]]
 ) -> list[str]:
-    """Return what is wrong, each with its case.
+    """Return the problems, each with its case.
 
     Args:
         trials: What was run.

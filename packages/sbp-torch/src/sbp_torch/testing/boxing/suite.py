@@ -64,7 +64,7 @@ class CaseCount:
 
 
 def use_communicator(rank: int, backend: BoxingBackend, *, program: Program) -> Any:
-    """Run a program as a job: for suites whose `run_ranks` is made of their `run_backends`."""
+    """Run a program as a job, for suites that implement `run_ranks` by `run_backends`."""
     return program(rank, backend.communicator(rank))
 
 
