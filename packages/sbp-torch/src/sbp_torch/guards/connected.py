@@ -265,8 +265,8 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
         f"the gradient of {name!r} is asked for, and gradients live inside a step only",
         where=caller,
         accepted="what the step does with them: update={'clip_norm': ...}",
-        todo="clip with update={'clip_norm': ...}, whose metric 'grad_norm' is the norm; return other "
-        "figures as metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
+        todo="clip with update={'clip_norm': ...}, whose metric 'grad_norm' is the norm; other "
+        "figures are metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
     )
 
 
