@@ -67,7 +67,7 @@ def test_time_that_ranks_cut_is_warned_about_once_and_the_numbers_are_right(kind
     path = "inner.self_attn" if kind == "nn.MultiheadAttention" else "inner"
     assert told.startswith(f"{kind} {path!r} goes through dim 0 of the batch as time (")
     assert "ranks cut" in told
-    assert told.endswith("say along which dim samples lie, such as batch_dim=1")
+    assert told.endswith("give the dim of the samples, such as batch_dim=1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
