@@ -92,7 +92,7 @@ def test_micro_batches_that_would_cut_a_recurrent_state_are_refused(loss_is):
         parallelize(model, loss_of, BATCH, optimizer, micro_batches=2, loss_is=loss_is)
 
     assert "nn.LSTM 'inner' goes through dim 0 of the batch as time" in refused.value.what
-    assert refused.value.todo.startswith("say along which dim samples lie, such as batch_dim=1")
+    assert refused.value.todo.startswith("give the dim of the samples, such as batch_dim=1")
     given = {"micro_batches": 2, "batch_dim": 1}
     if loss_is != "each_micro_batch":  # which trains otherwise
         assert_trained_as_plain(model, optimizer, BATCH, **SPLIT, **given)
