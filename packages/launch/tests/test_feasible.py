@@ -159,8 +159,9 @@ def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named
 
     assert search.attempts == [] and search.is_cut_short
     assert list(feasible_lines(search)) == [
-        "other settings were not tried, as each takes long; planner=ilp and planner=auto look for "
-        "a plan that fits, and with trainer.micro_batches=auto for how many of them it takes"
+        "other settings were not tried, because each takes long; planner=ilp and planner=auto "
+        "look for a plan that fits, and with trainer.micro_batches=auto for how many of them it "
+        "takes"
     ]
 
 

@@ -225,14 +225,14 @@ _CHANGES = {
     "a tensor in a list, in place": (_listed_in_place, "add_ changes a tensor", "register_buffer"),
     "data": (_by_data, "assigns to run.data", "run.copy_"),
     "one tensor under two names": (_made_one, "'run' the same tensor as 'other'", "clone"),
-    "a buffer with a graph": (_with_graph, "'run' that still has its graph", "detach"),
+    "a buffer with a graph": (_with_graph, "that still has its graph to 'run'", "detach"),
     "a buffer of another shape": (
         _wider,
-        r"of shape (4,) in the place of the buffer 'run'",
+        r"of shape (4,) to the buffer 'run'",
         "shape",
     ),
     "a new buffer": (_registered, "registers or removes the buffer 'new'", "__init__"),
-    "a new parameter": (_own_parameter, "the place of the parameter 'layer.bias'", "copy_"),
+    "a new parameter": (_own_parameter, "replaces the parameter 'layer.bias'", "copy_"),
 }
 
 

@@ -329,7 +329,7 @@ def test_an_update_waits_for_room_and_says_so(
     assert_pieces(found, states)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the update behind step 4 waits until its checkpoint is written further: copies of states "
+        "the update after step 4 waits until its checkpoint is written further: copies of states "
         f"may take {max(sizes.values())} B (trainer.checkpoint.copy_bytes)"
     )
 

@@ -55,6 +55,7 @@ OF_ADDED_STEPS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "add_step",
+            "beside",
             "close",
             "copy_to",
             "finish_saving",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Formats that can be written.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
-_WITHIN = "would be in what it is made of, or the other way round"
+_WITHIN = "would be inside of its source, or its source inside of it"
 _NOT_THERE = {
     "accepted": "what is not there yet; of Hugging Face's layout, a folder without weights",
     "todo": "name another one, or pass --overwrite",
