@@ -50,7 +50,7 @@ def run_forked(
     """
     import torch._dynamo  # noqa: F401 # what capture imports, too
 
-    import sbp_torch.capture  # noqa: F401
+    import sbp_torch.graph_capture  # noqa: F401
 
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
         with warnings.catch_warnings():

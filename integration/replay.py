@@ -138,7 +138,8 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
         if not figures.exists():
             return {"refused": told.getvalue().partition("sbp-plan: ")[2].splitlines()[:1]}
         found, decided = (json.loads(file.read_text("utf-8")) for file in (figures, out))
-    decided.pop("report", None)
+    for name in ("report", "planner"):  # texts and a name, which do not change what is computed
+        decided.pop(name, None)
     ranks = found["memory"]["ranks"] or {}
     return {
         "graph": found["graph_hash"],

@@ -24,9 +24,9 @@ sys.path.append(str(Path(__file__).parent.parent / "packages" / "sbp-torch" / "t
 from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
+from sbp_core.plan_check import check
 from sbp_core.plugins import discover
 from sbp_launch.world import World
 from sbp_torch.runtime import ReferenceSession, run_graph

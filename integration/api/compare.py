@@ -1,14 +1,14 @@
 """What changed in the API of each package since its last release, and which version that asks for.
 
 A release of a package is a tag `NAME-vX.Y.Z`, such as `sbp-core-v0.1.0`. Changes are found by
-griffe, in the names that rooms offer; those of rooms that say `Stability: internal.` count for
-nothing. Versions are asked for as https://semver.org says:
+griffe, in the names that were public then (`public.toml`); internal ones count for nothing.
+Versions are asked for as https://semver.org says:
 
 | change | 0.Y.Z becomes | X.Y.Z becomes |
 |---|---|---|
-| something that a stable room offered is gone, or is called otherwise | 0.(Y+1).0 | (X+1).0.0 |
-| the same of a provisional room | 0.(Y+1).0 | X.(Y+1).0 |
-| something new is offered | 0.Y.(Z+1) | X.(Y+1).0 |
+| a stable name is gone, less than stable, or called otherwise | 0.(Y+1).0 | (X+1).0.0 |
+| a provisional name is gone, internal, or called otherwise | 0.(Y+1).0 | X.(Y+1).0 |
+| a name becomes public | 0.Y.(Z+1) | X.(Y+1).0 |
 | nothing of that | as it was | as it was |
 """
 
@@ -19,14 +19,15 @@ import re
 import subprocess
 import tarfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from api.rooms import Module, Packages
+from api.public import FILE, Public
+from api.rooms import Packages
 
 Version = tuple[int, int, int]
 
@@ -154,39 +155,62 @@ def next_version(released: Version, level: Level) -> Version:
 
 
 def _changes(old_root: Path, new_root: Path, package: str) -> Iterator[Change]:
-    """Yield the changes of what the rooms of a package offer."""
+    """Yield the changes of the public names of a package."""
     import griffe  # in the session `api` only
 
-    old, new = Packages.below(old_root), Packages.below(new_root)
+    old, new = _promises(old_root, package), _promises(new_root, package)
+    offered = Packages.below(new_root).rooms
     old_tree, new_tree = (_griffe(griffe, root, package) for root in (old_root, new_root))
-    for name, room in old.rooms.items():
-        if name.partition(".")[0] != package or room.stability == "internal":
+    for room, names in old.items():
+        if room not in offered:
+            yield Change(max(map(_breaking, names.values())), f"{room} is gone")
             continue
-        breaking = Level.MAJOR if room.stability == "stable" else Level.BREAKS_PROVISIONAL
-        if name not in new.rooms:
-            yield Change(breaking, f"{name} is gone")
+        for name, word in sorted(names.items()):
+            now = new.get(room, {}).get(name, "internal")
+            if name not in (offered[room].offers or ()):
+                yield Change(_breaking(word), f"{room} does not offer {name} any more")
+            elif (now != word and word == "stable") or now == "internal":
+                yield Change(_breaking(word), f"{room}.{name} is {now} now")
+        # An object is called by where it is defined, and public by what offers it.
+        homes = {_home(old_tree, room, name): word for name, word in names.items()}
+        for change in griffe.find_breaking_changes(_at(old_tree, room), _at(new_tree, room)):
+            path = change.obj.canonical_path
+            word = next((homes[one] for one in homes if f"{path}.".startswith(f"{one}.")), "")
+            is_told = change.kind is griffe.BreakageKind.OBJECT_REMOVED and path in homes
+            if word and not is_told:
+                yield Change(_breaking(word), _one_line(griffe, change))
+    for room, names in new.items():
+        for name in sorted({*names} - {*old.get(room, ())}):
+            yield Change(Level.MINOR, f"{room} offers {name}")
+
+
+def _breaking(word: str) -> Level:
+    """Return what a change asks for that breaks a name of a stability."""
+    return Level.MAJOR if word == "stable" else Level.BREAKS_PROVISIONAL
+
+
+def _promises(root: Path, package: str) -> dict[str, Mapping[str, str]]:
+    """Return the stability of each public name of a package, by room and name."""
+    public, rooms = Public.below(root), Packages.below(root).rooms
+    found: dict[str, Mapping[str, str]] = {}
+    for room, module in rooms.items():
+        if room.partition(".")[0] != package:
             continue
-        now = new.rooms[name].offers or ()
-        for gone in sorted({*(room.offers or ())} - {*now}):
-            yield Change(breaking, f"{name} does not offer {gone} any more")
-        for change in griffe.find_breaking_changes(_at(old_tree, name), _at(new_tree, name)):
-            # Names that are gone are told above, also where only the list was changed.
-            if change.kind is not griffe.BreakageKind.OBJECT_REMOVED:
-                yield Change(breaking, _one_line(griffe, change))
-    yield from _additions(old, new, package)
+        names = public.of_room(room)
+        if not (root / FILE).exists():  # until 0.1, the docstring of a room spoke for all its names
+            told = re.search(r"^Stability: (stable|provisional)\.$", module.docstring, re.MULTILINE)
+            names = dict.fromkeys(module.offers or () if told else (), told[1] if told else "")
+        if names:
+            found[room] = names
+    return found
 
 
-def _additions(old: Packages, new: Packages, package: str) -> Iterator[Change]:
-    for name, room in new.rooms.items():
-        if name.partition(".")[0] != package or room.stability == "internal":
-            continue
-        before = _offered(old.rooms.get(name))
-        for added in sorted({*(room.offers or ())} - before):
-            yield Change(Level.MINOR, f"{name} offers {added}")
-
-
-def _offered(room: Module | None) -> set[str]:
-    return {*(room.offers or ())} if room is not None else set()
+def _home(tree: Any, room: str, name: str) -> str:
+    """Return where a name that a room offers is defined; what it is called there, if unknown."""
+    try:
+        return str(_at(tree, room)[name].canonical_path)
+    except Exception:  # of griffe: not there, or an alias that leads nowhere
+        return f"{room}.{name}"
 
 
 def _griffe(griffe: Any, root: Path, package: str) -> Any:
@@ -220,8 +244,10 @@ def _last_release(root: Path, name: str) -> str:
 
 
 def _unpack(root: Path, revision: str, folder: Path) -> None:
-    """Write the packages as they were at a revision."""
-    command = ["git", "-C", str(root), "archive", revision, "packages"]
+    """Write the packages as they were at a revision, and what was public."""
+    paths = _git(root, "ls-tree", "-r", "--name-only", revision, "packages", str(FILE)).split("\n")
+    declared = [str(FILE)] if str(FILE) in paths else []
+    command = ["git", "-C", str(root), "archive", revision, "packages", *declared]
     packed = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         # Filters came with Python 3.11.4; what Git packed of this repository is harmless.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.rooms import STABILITIES, Packages, python_files
+from api.rooms import Packages, python_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,6 @@ def faults(packages: Packages) -> Iterator[Fault]:
         for offered in room.offers or ():
             if not _is_there(packages, name, offered):
                 yield Fault(path, 1, f"{name} offers {offered!r}, and has no such name")
-        if room.stability not in STABILITIES:
-            expected = ", ".join(f"'Stability: {word}.'" for word in STABILITIES)
-            yield Fault(path, 1, f"the docstring of {name} has no line {expected}")
     for path, package in _users(packages):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             for what in _wrong(packages, package, node):

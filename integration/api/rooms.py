@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-
-#: How far a room's names may be relied on; the last line of its docstring says which.
-STABILITIES = ("stable", "provisional", "internal")
-
-_STABILITY = re.compile(r"^Stability: (\w+)\.$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -53,12 +47,6 @@ class Module:
     def summary(self) -> str:
         """The first sentence of its docstring."""
         return first_line(self.docstring)
-
-    @property
-    def stability(self) -> str:
-        """What its docstring says of its names; empty if it says nothing."""
-        found = _STABILITY.search(self.docstring)
-        return found[1] if found else ""
 
     @cached_property
     def definitions(self) -> Mapping[str, ast.stmt]:

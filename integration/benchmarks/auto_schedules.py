@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from sbp_core.errors import ConfigError
-from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate_schedule
 
 Times = list[object]
 SIZES = [(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16)]
@@ -43,7 +43,7 @@ def named(p: int, m: int, times: Times, memory: int | None) -> Iterator[Simulate
             except ConfigError:
                 continue
             if name != "auto" and schedule.flushes:
-                yield simulate(schedule, times)
+                yield simulate_schedule(schedule, times)
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
                 began = time.perf_counter()
                 schedule = pipeline_schedule("auto", p, m, times=times, memory=memory)
                 longest = max(longest, time.perf_counter() - began)
-                found = simulate(schedule, times)
+                found = simulate_schedule(schedule, times)
                 gain = 1 - found.makespan / best.makespan
                 chunks = best.schedule.num_chunks
                 write(

@@ -23,14 +23,14 @@ import transformers
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, PhysicalPlan, bucket, form_plan, lower, order_firings
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import discover
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.programs import small_cluster
 from sbp_torch.update_options import UpdateOptions
 

@@ -49,8 +49,8 @@ def start(options: argparse.Namespace) -> None:
     from sbp_core.placement import Placement
     from sbp_core.planning import PlanRequest
     from sbp_core.plugins import discover
-    from sbp_torch.capture import capture
     from sbp_torch.deferred_init import deferred
+    from sbp_torch.graph_capture import capture
     from sbp_torch.runtime import StateStore
     from sbp_torch.testing.programs import small_cluster
 

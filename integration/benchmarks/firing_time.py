@@ -47,7 +47,7 @@ from sbp_core.plugins import discover
 from sbp_core.sbp import B, NdSbp
 from sbp_core.units import format_seconds
 from sbp_torch.boxing import LocalBackend
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime import Accumulation, overwrite
 from sbp_torch.segments import segment_function
 

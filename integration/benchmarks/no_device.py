@@ -151,8 +151,7 @@ def _peak_bytes() -> int:
 
 
 def _imports() -> None:
-    import sbp_torch.capture
-    import sbp_torch.deferred_init  # noqa: F401
+    pass
 
 
 def planned(name: str, case: Case, profiled: str) -> None:
@@ -169,17 +168,17 @@ def planned(name: str, case: Case, profiled: str) -> None:
     import torch
 
     from sbp_aten.passes import prepare_step
-    from sbp_core.check import check
     from sbp_core.collection import collection_paused
     from sbp_core.compile import CompileOptions, compile_plan
     from sbp_core.infer import infer_strategy
     from sbp_core.memory import memory_bound, predict_memory
     from sbp_core.placement import Placement
+    from sbp_core.plan_check import check
     from sbp_core.planning import PlanRequest
     from sbp_core.plugins import discover
-    from sbp_core.simulate import simulate
-    from sbp_torch.capture import capture
+    from sbp_core.simulation import simulate
     from sbp_torch.deferred_init import deferred
+    from sbp_torch.graph_capture import capture
     from sbp_torch.update_options import UpdateOptions
 
     registry = discover()

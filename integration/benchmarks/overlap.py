@@ -37,7 +37,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 
 RATIOS = (4, 2, 1)
 LATENCY_S = 2e-4

@@ -27,9 +27,9 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import Session, Trace, measured_operators
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 
 WARM_UP_STEPS = 3
 

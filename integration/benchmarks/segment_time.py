@@ -26,7 +26,7 @@ from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.units import format_seconds
 from sbp_torch.boxing import LocalBackend
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.programs import small_cluster
 
 BATCH, TIME = 4, 64

@@ -19,7 +19,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import discover
 from sbp_core.signatures import OpCall, call_key, derive, enumerate_signatures
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 BATCH_SIZE, CONTEXT = 4, 32
 AXIS_SIZES, MESH_SHAPE = (2, 4), (2, 4)

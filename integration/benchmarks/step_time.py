@@ -25,7 +25,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 
 BATCH_SIZE, LEARNING_RATE = 16, 3e-4
 WAYS = (

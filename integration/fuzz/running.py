@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import (
     PLAN,
@@ -35,12 +34,13 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import Ref, map_refs
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import discover
 from sbp_core.runtime import Number, Runtime, batch_slots, state_slots
 from sbp_core.testing import files
 from sbp_torch.boxing import LocalBackend
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 #: Elements of a state or batch tensor, at most: larger ones are right, and not run here.
 MOST_ELEMENTS = 1 << 20

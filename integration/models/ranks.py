@@ -21,7 +21,7 @@ from models.trial import Outcome, batches, cluster, make, storage_dtype, truth, 
 from sbp_core.plugins import discover
 from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 #: Seconds for all cells of one world.
 _TIMEOUT_S = 3600.0
@@ -89,8 +89,7 @@ def run_cell(cell: Cell, num_steps: int) -> Outcome:
         program.loss,
         given[0],
         optimizer,
-        mesh=layout.mesh,
-        axes=layout.axes,
+        mesh=dict(zip(layout.axes, layout.mesh, strict=True)),
         planner={
             "name": "manual",
             "pins": layout.pins(program),
@@ -98,9 +97,9 @@ def run_cell(cell: Cell, num_steps: int) -> Outcome:
         },
         cluster=cluster(prod(layout.mesh)),
         micro_batches=layout.micro_batches,
-        autocast="bfloat16" if dtype_name == "bfloat16" else "",
         update=UpdateOptions(),
         compile={
+            "autocast": "bfloat16" if dtype_name == "bfloat16" else "",
             "passes": {"recompute": {"modules": program.blocks if layout.recompute else ()}},
         },
     )

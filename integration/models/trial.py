@@ -15,7 +15,6 @@ from models.layouts import LAYOUTS, Layout
 from models.programs import BATCH, PROGRAMS, Program
 from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
@@ -23,11 +22,12 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
 from sbp_torch.boxing import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.memory import MemoryMeter
 
 LEARNING_RATE = 1e-3

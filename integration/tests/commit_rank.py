@@ -26,7 +26,7 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import Phase, Ref
 from sbp_core.plugins import discover
 from sbp_core.runtime import Session
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 
 #: The step in which rank 1 fails, from 0.
 BAD_STEP = 2

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture import counted_random
+from sbp_torch.graph_capture import counted_random
 
 Batch = dict[str, Tensor]
 

@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sbp_core.errors import SbpError
 from sbp_launch import parallelize
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 
 # Layers that are unfrozen one after the other.
 

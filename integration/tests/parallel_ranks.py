@@ -23,17 +23,17 @@ from programs import MODEL, batch, expected_shard, loss_of, make_optimizer, regi
 from sbp_core.errors import SbpError
 from sbp_core.runtime import local_samples
 from sbp_launch import parallelize
-from sbp_launch.parallelize import ParallelStep
+from sbp_launch.parallel import ParallelStep
 from sbp_launch.world import World
 from sbp_torch.deferred_init import deferred
 
 NUM_STEPS, BATCH_SIZE = 3, 8
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "sharded states": {"planner": "manual/zero", "clip_norm": 0.1},
-    "pipeline": {"planner": "manual/pipeline", "axes": "pipe", "micro_batches": 4},
+    "sharded states": {"planner": "manual/zero", "update": {"clip_norm": 0.1}},
+    "pipeline": {"planner": "manual/pipeline", "mesh": {"pipe": -1}, "micro_batches": 4},
     "own batches": {"planner": "manual/data_parallel", "micro_batches": 2, "batch_is": "local"},
-    "tensor parallel": {"planner": "manual/tensor_parallel", "axes": "tensor"},
+    "tensor parallel": {"planner": "manual/tensor_parallel", "mesh": {"tensor": -1}},
     "sharded optimizer": {"planner": "manual/zero1"},
 }
 
@@ -50,7 +50,7 @@ def make_model() -> nn.Module:
 
 
 def eager_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, index: int, clip_norm: float | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, index: int, clip_norm: float | None = None
 ) -> float:
     """Take a step of plain PyTorch on the whole batch; return its loss."""
     optimizer.zero_grad()
@@ -102,7 +102,7 @@ def trained(name: str) -> dict[str, Any]:
         for index in range(NUM_STEPS):
             given = batch(index, BATCH_SIZE)
             losses.append(step(own_part(step, given) if is_local else given).item())
-            wanted = eager_step(eager, eager_optimizer, index, layout.get("clip_norm"))
+            wanted = eager_step(eager, eager_optimizer, index, **layout.get("update", {}))
             worst = max(worst, abs(losses[-1] - wanted))
         worst = max(worst, deviation(step, eager, eager_optimizer))
         given = batch(100, 6)

@@ -7,21 +7,23 @@ import copy
 import torch
 from torch import nn
 
-from sbp_torch.capture import counted_random
+from sbp_launch import MicroBatches
+from sbp_torch.graph_capture import counted_random
 
 SIZE = 8
-_EACH = {"loss_is": "mean_of_micro_batches"}
 LAYOUTS = (
     {},
     {"mesh": 2, "planner": "manual/zero"},
     # Batch normalisation takes its statistics of a micro-batch, which is another loss.
-    {"mesh": (2, 2), "micro_batches": 2, "pins": {"0.weight": {"tensor": "S(0)"}}, **_EACH},
     {
-        "mesh": 2,
-        "axes": "pipe",
-        "micro_batches": 4,
+        "mesh": (2, 2),
+        "micro_batches": MicroBatches(2, loss="mean_of_micro_batches"),
+        "pins": {"0.weight": {"tensor": "S(0)"}},
+    },
+    {
+        "mesh": {"pipe": 2},
+        "micro_batches": MicroBatches(4, loss="mean_of_micro_batches"),
         "planner": {"name": "manual/pipeline"},
-        **_EACH,
     },
     {"mesh": 2, "planner": {"name": "osdp", "memory_bytes": 1e6}, "runtime": "reference"},
 )

@@ -21,7 +21,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.runtime import Session
 from sbp_torch.boxing import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 
 NUM_STEPS = 10
 LEARNING_RATE = 1e-3

@@ -138,7 +138,7 @@ def test_heads_of_one_body_may_be_trained_beside_each_other_in_a_pipeline():
 
     example = {"x": torch.randn(8, 6, dtype=torch.float64)}
     (model, *optimizers), (eager, *eager_optimizers) = make(), make()
-    layout = {"mesh": 2, "axes": "pipe", "planner": "manual/pipeline", "micro_batches": 2}
+    layout = {"mesh": {"pipe": 2}, "planner": "manual/pipeline", "micro_batches": 2}
     with parallelize(model, loss("first"), example, optimizers[0], **layout) as step:
         steps = step, step.add_step(loss("second"), example, optimizers[1])
         for _ in range(2):
@@ -354,7 +354,7 @@ def test_a_program_of_which_one_size_fails_is_forgotten():
         return model["b"](given["x"]).square().mean()
 
     given = {"x": torch.ones(8, 6, 6, dtype=torch.float64)}
-    with parallelize(model, first, given, optimizers[0], mesh=2, prove=False) as step:
+    with parallelize(model, first, given, optimizers[0], mesh=2, compile={"prove": False}) as step:
         with pytest.raises(CaptureError, match="no loss today"):
             step.add_step(second, given, optimizers[1], pad_to=pad_to)
         again = torch.optim.Adam(model["b"].parameters())
@@ -452,8 +452,8 @@ def test_beside_is_the_former_name_of_add_step():
 def test_gradients_are_clipped_of_what_the_optimizer_trains():
     twins = Twins(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     model, twin = twins.models
-    step = parallelize(model, loss_d, batch(0), twins.d[0], mesh=2, clip_norm=0.05)
-    step_g = step.add_step(loss_g, noise(0), twins.g[0], clip_norm=0.05)
+    step = parallelize(model, loss_d, batch(0), twins.d[0], mesh=2, update={"clip_norm": 0.05})
+    step_g = step.add_step(loss_g, noise(0), twins.g[0], update={"clip_norm": 0.05})
 
     with step:
         for index in range(3):

@@ -9,14 +9,13 @@ import pytest
 
 import api.__main__
 from api.compare import Level, compare, next_version
-from api.document import document
+from api.document import FOLDER, documents
 from api.imports import faults
-from api.rooms import Packages
+from api.public import FILE, LIMIT, Public, broken_promises, functions_called_like_modules
+from api.rooms import ROOT, Packages
+from api.users import copied_imports
 
-ROOM = '''"""Sums and products.
-
-Stability: stable.
-"""
+ROOM = '''"""Sums and products."""
 
 from mine.behind import add
 
@@ -35,6 +34,16 @@ def secret():
     """Return nothing."""
 '''
 
+#: Who reads what.
+PUBLIC = """
+[sums]
+title = "Add"
+about = "For those who add."
+
+[sums.stable]
+mine = ["add"]
+"""
+
 PROJECT = '[project]\nname = "mine"\nversion = "{version}"\n'
 
 
@@ -52,6 +61,7 @@ def repository(tmp_path: Path) -> Path:
     write(tmp_path, "packages/mine/src/mine/__init__.py", ROOM)
     write(tmp_path, "packages/mine/src/mine/behind.py", BEHIND)
     write(tmp_path, "packages/yours/src/yours/__init__.py", "from mine import add\n")
+    write(tmp_path, str(FILE), PUBLIC)
     return tmp_path
 
 
@@ -104,8 +114,6 @@ def test_a_package_may_look_behind_its_own_rooms(repository: Path) -> None:
     ("old", "new", "what"),
     [
         ('["add"]', '["add", "lost"]', "offers 'lost', and has no such name"),
-        ("Stability: stable.", "Stability: marble.", "no line 'Stability: stable.'"),
-        ("\nStability: stable.\n", "", "no line 'Stability: stable.'"),
     ],
 )
 def test_a_room_that_is_not_in_order_is_told(
@@ -152,7 +160,7 @@ def test_without_a_release_there_is_nothing_to_compare(repository: Path) -> None
         ("behind.py", "def add(a, b)", "def add(a, b, c)", (2, 0, 0), "Parameter was added"),
         ("behind.py", "def add(a, b)", "def add(a, b, c=0)", (1, 2, 3), ""),
         ("__init__.py", '["add"]', "[]", (2, 0, 0), "mine does not offer add any more"),
-        ("__init__.py", '["add"]', '["add", "behind"]', (1, 3, 0), "mine offers behind"),
+        ("__init__.py", '["add"]', '["add", "behind"]', (1, 2, 3), ""),
     ],
 )
 def test_a_change_asks_for_the_version_that_it_should(
@@ -183,16 +191,66 @@ def test_a_version_that_does_needs_its_heading_in_the_changelog(repository: Path
     assert with_heading.ok
 
 
-def test_what_breaks_a_provisional_room_asks_for_a_minor_version(repository: Path) -> None:
-    provisional = ROOM.replace("stable", "provisional")
-    write(repository, "packages/mine/src/mine/__init__.py", provisional)
+def test_what_breaks_a_provisional_name_asks_for_a_minor_version(repository: Path) -> None:
+    write(repository, str(FILE), PUBLIC.replace("stable", "provisional"))
     release(repository, "1.2.3")
-    write(repository, "packages/mine/src/mine/__init__.py", provisional.replace('["add"]', "[]"))
+    write(repository, "packages/mine/src/mine/__init__.py", ROOM.replace('["add"]', "[]"))
 
     (verdict,) = compare(repository)
 
     assert verdict.wanted == (1, 3, 0)
     assert "breaks mine does not offer add any more" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted", "what"),
+    [
+        ('stable]\nmine = ["add"]', "stable]", (2, 0, 0), "breaks mine.add is internal now"),
+        ("stable]", "provisional]", (2, 0, 0), "breaks mine.add is provisional now"),
+        ('["add"]', '["add", "secret"]', (1, 3, 0), "new    mine offers secret"),
+    ],
+)
+def test_a_promise_that_is_given_or_taken_back_is_a_change(
+    repository: Path, old: str, new: str, wanted: tuple[int, int, int], what: str
+) -> None:
+    room = ROOM.replace("import add", "import add, secret").replace('["add"]', '["add", "secret"]')
+    write(repository, "packages/mine/src/mine/__init__.py", room)
+    release(repository, "1.2.3")
+    write(repository, str(FILE), PUBLIC.replace(old, new))
+
+    (verdict,) = compare(repository)
+
+    assert verdict.wanted == wanted
+    assert what in str(verdict)
+
+
+def test_a_method_of_a_public_class_counts_and_other_names_of_its_module_do_not(
+    repository: Path,
+) -> None:
+    path = repository / "packages/mine/src/mine/behind.py"
+    path.write_text(BEHIND + "\n\nclass add:\n    def of(self, a):\n        return a\n", "utf-8")
+    release(repository, "1.2.3")
+    path.write_text(path.read_text("utf-8").replace("of(self, a)", "of(self)"), "utf-8")
+
+    (verdict,) = compare(repository)
+
+    assert verdict.wanted == (2, 0, 0)
+
+
+def test_a_release_from_before_the_declaration_goes_by_its_docstrings(repository: Path) -> None:
+    told = ROOM.replace('products."""', 'products.\n\nStability: stable.\n"""')
+    write(repository, "packages/mine/src/mine/__init__.py", told)
+    (repository / FILE).unlink()
+    release(repository, "1.2.3")
+    write(repository, "packages/mine/src/mine/__init__.py", ROOM)
+    write(repository, str(FILE), PUBLIC)
+
+    (same,) = compare(repository)
+    write(repository, str(FILE), "")
+    (without,) = compare(repository)
+
+    assert same.changes == ()
+    assert without.wanted == (2, 0, 0)
 
 
 def test_a_copy_without_tags_of_releases_is_refused_and_not_taken_for_unchanged(
@@ -210,11 +268,10 @@ def test_a_copy_without_tags_of_releases_is_refused_and_not_taken_for_unchanged(
     assert api.__main__.main(["compare"]) == 0
 
 
-def test_internal_rooms_may_change(repository: Path) -> None:
-    internal = ROOM.replace("stable", "internal")
-    write(repository, "packages/mine/src/mine/__init__.py", internal)
+def test_internal_names_may_change(repository: Path) -> None:
+    write(repository, str(FILE), "")
     release(repository, "1.2.3")
-    write(repository, "packages/mine/src/mine/__init__.py", internal.replace('["add"]', "[]"))
+    write(repository, "packages/mine/src/mine/__init__.py", ROOM.replace('["add"]', "[]"))
 
     (verdict,) = compare(repository)
 
@@ -222,10 +279,7 @@ def test_internal_rooms_may_change(repository: Path) -> None:
     assert verdict.changes == ()
 
 
-PLANNER = '''"""What planners are, and how they are tested.
-
-Stability: stable.
-"""
+PLANNER = '''"""What planners are, and how they are tested."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -280,6 +334,19 @@ class HookSpecs:
 '''
 
 
+#: The names of planners, for a reader of their own.
+PLANNERS = """
+[planners]
+title = "Plan"
+about = "For those who plan."
+kinds = ["planner"]
+also = ["mine.add"]
+
+[planners.provisional]
+"mine.planner" = ["Planner", "PlannerConformance"]
+"""
+
+
 @pytest.fixture
 def with_hooks(repository: Path) -> Path:
     """The same repository, with a hook for planners."""
@@ -287,20 +354,45 @@ def with_hooks(repository: Path) -> Path:
     for folder in ("sbp_core", "sbp_core/plugins"):
         write(repository, f"packages/core/src/{folder}/__init__.py", "")
     write(repository, "packages/mine/src/mine/planner.py", PLANNER)
+    write(repository, str(FILE), PUBLIC + PLANNERS)
     return repository
 
 
-def test_the_page_has_a_line_a_name(with_hooks: Path) -> None:
-    lines = document(Packages.below(with_hooks)).splitlines()
+def pages(root: Path) -> dict[str, str]:
+    made = documents(Packages.below(root), Public.below(root))
+    return {path.name: text for path, text in made.items() if path.parent == FOLDER}
 
-    assert "Sums and products. *stable*" in lines
-    assert "- `add(a, b)`: Return the sum." in lines
+
+def test_there_is_a_page_for_each_reader_and_one_for_all_other_names(with_hooks: Path) -> None:
+    made = pages(with_hooks)
+
+    assert [*made] == ["README.md", "sums.md", "planners.md", "internal.md"]
+    assert "| [Plan](planners.md) | 2 |" in made["README.md"]
+    assert "- `mine.planner`" not in made["internal.md"]
+
+
+def test_what_no_reader_is_promised_is_on_the_page_of_internal_names(with_hooks: Path) -> None:
+    room = ROOM.replace("import add", "import add, secret").replace('["add"]', '["add", "secret"]')
+    write(with_hooks, "packages/mine/src/mine/__init__.py", room)
+
+    assert "- `mine`: `secret`" in pages(with_hooks)["internal.md"].splitlines()
+
+
+def test_a_page_has_a_line_a_name(with_hooks: Path) -> None:
+    lines = pages(with_hooks)["sums.md"].splitlines()
+
+    assert "Sums and products." in lines
+    assert "- `add(a, b)`: Return the sum. *stable*" in lines
+
+
+def test_a_page_leads_to_names_of_other_readers(with_hooks: Path) -> None:
+    assert "- `mine.add`: [Add](sums.md)" in pages(with_hooks)["planners.md"].splitlines()
 
 
 def test_the_page_says_what_a_plugin_author_writes_and_which_suite_tests_it(
     with_hooks: Path,
 ) -> None:
-    lines = document(Packages.below(with_hooks)).splitlines()
+    lines = pages(with_hooks)["planners.md"].splitlines()
 
     assert (
         "| planner | `mine_planners` | Planners: `mine.planner.Planner`. "
@@ -311,7 +403,7 @@ def test_the_page_says_what_a_plugin_author_writes_and_which_suite_tests_it(
 def test_the_page_has_the_methods_of_what_a_plugin_supplies_and_of_what_they_return(
     with_hooks: Path,
 ) -> None:
-    page = document(Packages.below(with_hooks))
+    page = pages(with_hooks)["planners.md"]
 
     assert page.partition("```text\n# kind planner\n")[2].partition("\n\n")[0].splitlines() == [
         "class Planner(Protocol):",
@@ -332,4 +424,169 @@ def test_a_hook_that_names_what_no_room_offers_is_refused(with_hooks: Path, name
     )
 
     with pytest.raises(LookupError, match=f"mine.behind.{name}, which no room offers"):
-        document(Packages.below(with_hooks))
+        pages(with_hooks)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ('["add"]', '["add", "lost"]', "mine.lost is listed, and no module offers it"),
+        ('mine = ["add"]', '"mine.behind" = ["add"]', "mine.behind.add is listed, and no module"),
+        ('["add"]', '["add", "add"]', "mine.add is listed 2 times"),
+        ('["mine.add"]', '["mine.secret"]', "mine.secret is no public name, and planners.also"),
+        (
+            '["Planner", ',
+            "[",
+            "mine.planner.Planner is no public name, and a plugin of kind planner",
+        ),
+        (', "PlannerConformance"]', "]", "PlannerConformance is no public name, and a plugin of"),
+    ],
+)
+def test_a_declaration_that_does_not_hold_is_told(
+    with_hooks: Path, old: str, new: str, what: str
+) -> None:
+    packages = Packages.below(with_hooks)
+    assert list(broken_promises(packages, Public.below(with_hooks))) == []
+
+    write(with_hooks, str(FILE), (PUBLIC + PLANNERS).replace(old, new))
+
+    assert what in " ".join(broken_promises(packages, Public.below(with_hooks)))
+
+
+def test_two_public_names_that_are_alike_are_told(with_hooks: Path) -> None:
+    write(with_hooks, "packages/yours/src/yours/__init__.py", '__all__ = ["add"]\nadd = 1\n')
+    write(
+        with_hooks,
+        str(FILE),
+        PUBLIC + PLANNERS.replace('"mine.planner" =', 'yours = ["add"]\n"mine.planner" ='),
+    )
+
+    (told,) = broken_promises(Packages.below(with_hooks), Public.below(with_hooks))
+
+    assert told == "public names are alike: mine.add, yours.add"
+
+
+def test_more_public_names_than_the_limit_are_told(repository: Path) -> None:
+    names = [f"name_{number}" for number in range(LIMIT)]
+    write(repository, "packages/yours/src/yours/__init__.py", f"__all__ = {names}\n")
+    most = f"[all]\ntitle = 'All'\nabout = 'All.'\n[all.stable]\nyours = {names}\n"
+    write(repository, str(FILE), most)
+
+    assert list(broken_promises(Packages.below(repository), Public.below(repository))) == []
+    write(repository, str(FILE), most + 'mine = ["add"]\n')
+    (told,) = broken_promises(Packages.below(repository), Public.below(repository))
+
+    assert told == "151 names are public, and at most 150 may be"
+
+
+def test_a_function_that_is_called_like_a_module_of_its_package_is_told(repository: Path) -> None:
+    assert list(functions_called_like_modules(Packages.below(repository))) == []
+
+    write(repository, "packages/mine/src/mine/add.py", '"""A module."""\n')
+    (told,) = functions_called_like_modules(Packages.below(repository))
+
+    assert told == "mine.add is a module, and mine offers something else of that name"
+
+
+#: Files whose code readers copy, and how a line of Python stands there.
+SHOWN = {
+    "README.md": "```python\n{}\n```\n",
+    "docs/how-to/page.md": "Text.\n\n```python\n>>> {}\n\n```\n",
+    "docs/tutorials/first.md": '```console\n$ python -c "{}"\n```\n',
+    "packages/mine/README.md": "1. One\n\n   ```python\n   {}\n   ```\n",
+    "integration/example-plugin/README.md": "```python\n{}\n```\n",
+    "integration/example-plugin/src/example/planner.py": '"""A planner."""\n\n{}\n',
+    "integration/example-plugin/tests/test_it.py": "{}\n",
+    "packages/core/src/sbp_core/plugins/templates/pass.py.txt": '"""$kind."""\n\n{}\n',
+}
+
+
+@pytest.mark.parametrize("file", SHOWN)
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("from mine import add", ""),
+        ("import mine; mine.add(1, 2)", ""),
+        ("from elsewhere import secret", ""),
+        ("from mine import secret", "mine.secret is not public"),
+        ("from mine.behind import add", "mine.behind.add is not public"),
+        ("from mine import behind; behind.secret()", "mine.behind.secret is not public"),
+        ("import mine.behind as b; b.secret()", "mine.behind.secret is not public"),
+        ("import mine.behind; mine.behind.secret()", "mine.behind.secret is not public"),
+    ],
+)
+def test_code_that_readers_copy_imports_public_names_only(
+    repository: Path, file: str, statement: str, told: str
+) -> None:
+    write(repository, file, SHOWN[file].format(statement))
+
+    found = list(copied_imports(Packages.below(repository), Public.below(repository)))
+
+    assert [fault.what for fault in found] == ([told] if told else [])
+    lines = SHOWN[file].partition("{}")[0].count("\n")
+    assert all(str(fault.path) == file and fault.line == lines + 1 for fault in found)
+
+
+def test_a_module_that_one_example_imports_is_known_to_the_next(repository: Path) -> None:
+    write(repository, "README.md", "```python\n>>> import mine\n>>> mine.secret()\n\n```\n")
+
+    (fault,) = copied_imports(Packages.below(repository), Public.below(repository))
+
+    assert (fault.line, fault.what) == (3, "mine.secret is not public")
+
+
+def test_python_that_cannot_be_read_is_told(repository: Path) -> None:
+    write(repository, "README.md", "```python\nfrom mine import\n```\n")
+
+    (fault,) = copied_imports(Packages.below(repository), Public.below(repository))
+
+    assert str(fault).startswith("README.md:2: no Python: ")
+
+
+def test_changelogs_name_what_there_was(repository: Path) -> None:
+    write(repository, "packages/mine/CHANGELOG.md", "```python\nfrom mine import secret\n```\n")
+
+    assert not list(copied_imports(Packages.below(repository), Public.below(repository)))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (str(FILE), PUBLIC.replace('["add"]', '["add", "lost"]')),
+        ("README.md", SHOWN["README.md"].format("from mine import secret")),
+        ("packages/mine/src/mine/add.py", '"""A module."""\n'),
+        ("packages/yours/src/yours/__init__.py", "from mine.behind import add\n"),
+    ],
+)
+def test_the_command_fails_for_each_fault_and_passes_without(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
+) -> None:
+    monkeypatch.setattr(api.__main__, "ROOT", repository)
+    assert api.__main__.main(["check"]) == 0
+
+    write(repository, file, text)
+
+    assert api.__main__.main(["check"]) == 1
+
+
+def test_pages_that_are_missing_changed_or_too_many_are_told_and_mended(
+    with_hooks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(api.__main__, "ROOT", with_hooks)
+    write(with_hooks, str(FOLDER / "gone.md"), "# Gone\n")
+    write(with_hooks, str(FOLDER / "sums.md"), "# Changed\n")
+
+    assert api.__main__.main(["document", "--check"]) == 1
+    told = capsys.readouterr().out
+    assert all(f"{FOLDER}/{name}.md is not what" in told for name in ("gone", "sums", "planners"))
+    assert api.__main__.main(["document"]) == 0
+    assert api.__main__.main(["document", "--check"]) == 0
+    assert not (with_hooks / FOLDER / "gone.md").exists()
+
+
+def test_the_public_api_of_this_repository_fits_its_limit_and_holds() -> None:
+    public = Public.below(ROOT)
+
+    assert len(public.listed) <= LIMIT
+    assert len(next(one for one in public.readers if one.key == "train").names) <= 15
+    assert not list(broken_promises(Packages.below(ROOT), public))

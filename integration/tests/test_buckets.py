@@ -21,7 +21,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import ConfigError, RunError, SbpValueError
 from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 
 LAYOUTS = {
     "one rank": {},
@@ -152,7 +152,9 @@ def test_padding_that_is_not_neutral_is_refused_with_the_usual_causes(make, loss
     states = copy.deepcopy(model.state_dict())
     pad_to = {**PAD_TO, "values": {**PAD_TO["values"], **values}}
 
-    with pytest.raises(ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*prove=False"):
+    with pytest.raises(
+        ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*'prove': False"
+    ):
         start(model, loss=loss, pad_to=pad_to)
 
     assert model.training and all(module.training for module in model.modules())
@@ -215,7 +217,7 @@ def test_a_model_without_values_is_proved_on_random_ones(caplog):
 def test_without_a_proof_anything_is_padded():
     out = io.StringIO()
 
-    with start(made(Careless), prove=False) as step:
+    with start(made(Careless), compile={"prove": False}) as step:
         step(batch_of(0, 7))
     step.report(out)
     assert "that it is neutral was not to be proved" in re.sub(r"\s+", " ", out.getvalue())

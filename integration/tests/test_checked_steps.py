@@ -14,7 +14,7 @@ from sbp_core.planning import PlanRequest, offloaded_states
 from sbp_core.runtime import NotFiniteStepError
 from sbp_core.strategy import Strategy
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.programs import PROGRAMS
-from sbp_torch.capture import capture, initial_states
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import capture, initial_states
 
 SEED = 3
 

@@ -32,7 +32,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import Session, Snapshot
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 
 CASES = (
     Case(planner="manual/data_parallel", mesh=(2,), axes=("data",)),

@@ -11,13 +11,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch import parallelize
-from sbp_torch.capture import counted_random
+from sbp_torch.graph_capture import counted_random
 
 LAYOUTS = (
     {},
     {"mesh": 4, "planner": "manual/zero"},
     {"mesh": (2, 2), "micro_batches": 2, "pins": {"body.weight": {"tensor": "S(0)"}}},
-    {"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": "manual/pipeline"},
+    {"mesh": {"pipe": 2}, "micro_batches": 4, "planner": "manual/pipeline"},
 )
 
 BETA = 1.0

@@ -19,7 +19,7 @@ LAYOUTS = (
     {},
     {"mesh": 4, "planner": "manual/zero"},
     {"mesh": (2, 2), "micro_batches": 2, "pins": {"body.weight": {"tensor": "S(0)"}}},
-    {"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": "manual/pipeline"},
+    {"mesh": {"pipe": 2}, "micro_batches": 4, "planner": "manual/pipeline"},
 )
 
 

@@ -71,7 +71,7 @@ def assert_whole(step: Any, whole: list[dict[str, torch.Tensor]]) -> None:
 
 LAYOUTS = [
     {"mesh": 2, "planner": "manual/zero"},
-    {"mesh": 2, "planner": "manual/pipeline", "axes": "pipe"},
+    {"mesh": {"pipe": 2}, "planner": "manual/pipeline"},
     {"mesh": 2, "runtime": "reference"},
 ]
 

@@ -20,7 +20,7 @@ from programs import registry
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import CaptureError
 from sbp_core.processes import Line, supervise
-from sbp_launch import parallelize
+from sbp_launch import MicroBatches, parallelize
 
 LAYOUTS = {
     "sharded states": {"mesh": 4, "planner": "manual/zero"},
@@ -81,8 +81,7 @@ def test_a_hidden_state_of_another_size_is_told_with_the_samples_of_a_micro_batc
             lambda model, batch: model(batch).square().mean(),
             words,
             optimizer,
-            micro_batches=2,
-            loss_is="mean_of_micro_batches",
+            micro_batches=MicroBatches(2, loss="mean_of_micro_batches"),
         )
 
 

@@ -22,9 +22,9 @@ from plain_training import (
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.strategy import Strategy
-from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_launch import MicroBatches, parallelize
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import UpdateOptions
 
 
 @pytest.mark.slow(but=3)
@@ -37,14 +37,16 @@ def test_a_loop_with_clipping_and_a_schedule_equals_plain_pytorch(layout):
         for one in (optimizer, eager_optimizer)
     ]
 
-    with parallelize(model, loss_of, batch_of(0), optimizer, clip_norm=0.5, **layout) as step:
+    with parallelize(
+        model, loss_of, batch_of(0), optimizer, update={"clip_norm": 0.5}, **layout
+    ) as step:
         for index in range(4):
             found = float(step(batch_of(index)))
             wanted = eager_step(
                 eager,
                 eager_optimizer,
                 batch_of(index),
-                micro_batches=layout.get("micro_batches", 1),
+                micro_batches=MicroBatches.of(layout.get("micro_batches", 1)).known_count,
                 clip_norm=0.5,
             )
             for schedule in schedules:
@@ -67,7 +69,9 @@ def test_random_numbers_are_those_of_one_device():
 def test_an_output_is_its_loss_and_has_metrics():
     model = make_model()
 
-    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), clip_norm=1.0) as step:
+    with parallelize(
+        model, loss_of, batch_of(0), make_optimizer(model), update={"clip_norm": 1.0}
+    ) as step:
         found = step(batch_of(0))
 
     loss, metrics = loss_of(make_model(), batch_of(0))

@@ -13,7 +13,7 @@ from programs import loss_of, make_optimizer, registry
 
 from sbp_aten.passes import prepare_step
 from sbp_core.graph import LogicalGraph, from_json, graph_hash, to_json
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 GPT_STEP = Path(__file__).parents[2] / "packages/planner/tests/data/gpt_step.json"
 

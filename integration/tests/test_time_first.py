@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sbp_core.errors import ConfigError
-from sbp_launch import parallelize
+from sbp_launch import MicroBatches, parallelize
 
 SPLIT = {"mesh": 2, "planner": "manual/data_parallel"}
 
@@ -89,7 +89,7 @@ def test_micro_batches_that_would_cut_a_recurrent_state_are_refused(loss_is):
     model, optimizer = made("nn.LSTM")
 
     with pytest.raises(ConfigError, match="micro_batches=2 would cut it") as refused:
-        parallelize(model, loss_of, BATCH, optimizer, micro_batches=2, loss_is=loss_is)
+        parallelize(model, loss_of, BATCH, optimizer, micro_batches=MicroBatches(2, loss=loss_is))
 
     assert "nn.LSTM 'inner' goes through dim 0 of the batch as time" in refused.value.what
     assert refused.value.todo.startswith("give the dim of the samples, such as batch_dim=1")
@@ -100,7 +100,7 @@ def test_micro_batches_that_would_cut_a_recurrent_state_are_refused(loss_is):
 
 def test_positions_that_micro_batches_cut_are_warned_about(caplog):
     model, optimizer = made("nn.MultiheadAttention")
-    given = {"micro_batches": 2, "loss_is": "mean_of_micro_batches"}
+    given = {"micro_batches": MicroBatches(2, loss="mean_of_micro_batches")}
 
     parallelize(model, loss_of, BATCH, optimizer, **given)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from sbp_core.errors import SbpError
 from sbp_core.plugins import discover
 from sbp_launch import parallelize
-from sbp_launch.parallelize import ParallelStep
-from sbp_torch.capture import UpdateOptions
+from sbp_launch.parallel import ParallelStep
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import UpdateOptions
 
 #: A model of two layers.
 MODEL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "context": 16}
@@ -66,9 +66,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return dict(data.samples(numbers, "train"))
 
 
-def by_parallelize(
-    mesh: tuple[int, ...], axes: tuple[str, ...] | None, **settings: Any
-) -> ParallelStep:
+def by_parallelize(mesh: tuple[int, ...] | dict[str, int], **settings: Any) -> ParallelStep:
     """Return the step of the same program, with settings as arguments."""
     registry = discover()
 
@@ -80,7 +78,7 @@ def by_parallelize(
     optimizer = registry.make("optimizer", "adamw", {})(made.model.parameters())
     update = UpdateOptions(fused=True)
     given = made, loss, batch_of(0), optimizer
-    return parallelize(*given, mesh=mesh, axes=axes, update=update, seed=SEED, **settings)
+    return parallelize(*given, mesh=mesh, update=update, seed=SEED, **settings)
 
 
 def decided(folder: Path) -> dict[str, Any]:
@@ -127,7 +125,10 @@ def test_both_doors_plan_train_and_save_alike(
     cluster = {"name": "local", "memory_bytes": memory_bytes}
 
     with by_parallelize(
-        mesh, axes, planner=planner, cluster=cluster, micro_batches=micro_batches
+        dict(zip(axes, mesh, strict=True)) if axes else mesh,
+        planner=planner,
+        cluster=cluster,
+        micro_batches=micro_batches,
     ) as step:
         losses = [float(step(batch_of(at), lr=rows[at]["lr"])) for at in range(STEPS)]
         step.save(saved)
@@ -147,7 +148,7 @@ def test_what_fits_by_neither_door_is_refused_in_the_words_of_each() -> None:
     planner = {"name": "osdp", "memory_bytes": 1000.0}
 
     with pytest.raises(SbpError) as caught:
-        by_parallelize((2,), None, planner=planner)
+        by_parallelize((2,), planner=planner)
 
     assert "planner={'memory_bytes': ...} >= " in caught.value.accepted
     assert "planner.memory_bytes" not in str(caught.value)

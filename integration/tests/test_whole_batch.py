@@ -12,7 +12,7 @@ from programs import registry
 from torch import nn
 
 from sbp_core.errors import ConfigError, GraphError
-from sbp_launch import parallelize
+from sbp_launch import MicroBatches, parallelize
 
 TOKENS, PLACES, SIZE, STEPS = 11, 6, 8, 2
 
@@ -24,15 +24,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mesh": 2,
         "micro_batches": 2,
         "planner": "manual/zero",
-        "clip_norm": 0.05,
+        "update": {"clip_norm": 0.05},
     },
-    "pipeline": {"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": "manual/pipeline"},
+    "pipeline": {"mesh": {"pipe": 2}, "micro_batches": 4, "planner": "manual/pipeline"},
     "pipeline, data": {
-        "mesh": (2, 2),
-        "axes": ("pipe", "data"),
+        "mesh": {"pipe": 2, "data": 2},
         "micro_batches": 2,
         "planner": "manual/pipeline",
-        "clip_norm": 0.05,
+        "update": {"clip_norm": 0.05},
     },
     "data, tensor": {"mesh": (2, 2), "micro_batches": 2},
 }
@@ -90,7 +89,7 @@ def squares(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def eager_step(
-    model: nn.Module, optimizer: Any, loss_of: Any, index: int, clip_norm: float | None
+    model: nn.Module, optimizer: Any, loss_of: Any, index: int, clip_norm: float | None = None
 ) -> torch.Tensor:
     """Take a step of plain PyTorch on the whole batch; return its loss."""
     optimizer.zero_grad()
@@ -139,7 +138,7 @@ def test_ranks_and_stages_train_on_the_loss_of_the_whole_batch(loss_of, layout, 
             with torch.no_grad():
                 made = loss_of(eager, batch_of(index))
             found = step(batch_of(index))
-            wanted = eager_step(eager, optimizer, loss_of, index, given.get("clip_norm"))
+            wanted = eager_step(eager, optimizer, loss_of, index, **given.get("update", {}))
             assert abs(found.item() - wanted.item()) < 1e-9
             if isinstance(made, tuple):
                 accuracy = made[1]["accuracy"].item()
@@ -161,7 +160,7 @@ def test_samples_that_meet_are_refused_or_trained_on_part_by_part():
 
     with pytest.raises(GraphError, match=r"samples meet each other.*\n.*test_whole_batch\.py:\d+"):
         parallelize(*given, micro_batches=2)
-    with parallelize(*given, micro_batches=2, loss_is="mean_of_micro_batches") as step:
+    with parallelize(*given, micro_batches=MicroBatches(2, loss="mean_of_micro_batches")) as step:
         found = step(batch_of(0)).item()
 
     parts = ({name: value[at : at + 4] for name, value in batch_of(0).items()} for at in (0, 4))
@@ -179,7 +178,7 @@ def test_a_metric_with_a_row_for_each_sample_is_not_averaged_over_others():
 
     given = (model, loss, batch_of(0), make_optimizer(model))
     with pytest.raises(GraphError, match=r"'made' has 4 rows(.|\n)*would mix samples"):
-        parallelize(*given, micro_batches=2, loss_is="mean_of_micro_batches")
+        parallelize(*given, micro_batches=MicroBatches(2, loss="mean_of_micro_batches"))
     with parallelize(*given) as step:
         assert step(batch_of(0)).metrics["made"].shape[0] == 8
 
@@ -187,8 +186,14 @@ def test_a_metric_with_a_row_for_each_sample_is_not_averaged_over_others():
 def test_another_meaning_of_the_loss_is_refused():
     model = make_model()
 
-    with pytest.raises(ConfigError, match="loss_is='mean'"):
-        parallelize(model, entropy, batch_of(0), make_optimizer(model), loss_is="mean")
+    with pytest.raises(ConfigError, match="loss='mean'"):
+        parallelize(
+            model,
+            entropy,
+            batch_of(0),
+            make_optimizer(model),
+            micro_batches=MicroBatches(1, loss="mean"),
+        )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from sbp_core.errors import SbpError
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 BATCH = torch.randn(8, 4, dtype=torch.double, generator=torch.Generator().manual_seed(1))
 

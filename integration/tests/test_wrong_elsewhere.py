@@ -18,7 +18,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core import Cluster, Device, Link, Placement, PlanRequest, Strategy, check, compile_plan
 from sbp_core.infer import infer_strategy
 from sbp_core.sbp import Split
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime import ReferenceSession
 from sbp_torch.runtime.configs import ReferenceConfig
 

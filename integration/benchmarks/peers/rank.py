@@ -31,7 +31,7 @@ from sbp_aten.pass_options import PassOptions
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover, merge_settings
 from sbp_core.serialize import dump, load, parse, read_text
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 
 #: Rounds that are not timed.
 WARM_UP = 2

@@ -33,7 +33,7 @@ from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, StepFamily, capture_training, compiled
 from sbp_torch.call_times import CallTimer
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
 #: steps took them on 2 cores in November 2026 (docs/reference/speed.md); calls in a loop: faster.

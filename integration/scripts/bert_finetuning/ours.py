@@ -4,7 +4,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_linear_schedule_with_warmup
 
 from sbp_launch import parallelize
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 
 
 def loss_of(model, batch):
@@ -16,7 +16,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     example = collate([train_set[i] for i in range(16)])
     pad_to = LengthBuckets(sizes=(16, 24), values={"input_ids": 0, "attention_mask": 0})
-    chosen = {"batch_is": "local", "clip_norm": 1.0, "pad_to": pad_to}
+    chosen = {"batch_is": "local", "update": {"clip_norm": 1.0}, "pad_to": pad_to}
     with parallelize(model, loss_of, example, optimizer, **chosen) as step:
         rank, size = step.data_parallel_rank, step.data_parallel_size
         sampler = DistributedSampler(train_set, size, rank)

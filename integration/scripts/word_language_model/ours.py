@@ -16,7 +16,7 @@ def main():
     lr, best = 4.0, None
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     example = next(parts(train_text))
-    with parallelize(model, loss, example, optimizer, clip_norm=0.25) as step:
+    with parallelize(model, loss, example, optimizer, update={"clip_norm": 0.25}) as step:
         for epoch in range(1, 4):
             for batch in parts(train_text):
                 step(batch)

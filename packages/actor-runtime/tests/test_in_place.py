@@ -25,13 +25,13 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.runtime import build
-from sbp_core.check import check
 from sbp_core.compile import COMMIT
 from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError, RunError
 from sbp_core.graph.ir import InputKind, Phase, Rate, Ref
 from sbp_core.memory import predict_memory
+from sbp_core.plan_check import check
 from sbp_core.testing.signals import hears_signals
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpValueError
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 from sbp_launch.step.buckets import BucketPadding, Padding, make_padding
 from sbp_launch.world import World
-from sbp_torch.capture import SampleDims
+from sbp_torch.graph_capture import SampleDims
 
 ALONE, OF_TWO = World(), World(rank=0, size=2)
 

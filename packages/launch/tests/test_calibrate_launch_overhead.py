@@ -8,7 +8,7 @@ import pytest
 
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_launch.calibrate.launch_overhead import (
     SmallModel,
     in_steps,

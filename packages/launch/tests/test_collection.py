@@ -65,7 +65,7 @@ def test_what_is_offered_is_loaded_while_it_is_paused(
 def test_parallelize_pauses_it_while_it_plans_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sbp_launch.parallelize.choices.discover", registry)
+    monkeypatch.setattr("sbp_launch.parallel.choices.discover", registry)
     gc.enable()
     seen = []
 
@@ -91,7 +91,7 @@ def test_parallelize_pauses_it_while_it_plans_and_no_longer(
 def test_a_step_that_is_over_is_freed_before_the_next_one_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sbp_launch.parallelize.choices.discover", registry)
+    monkeypatch.setattr("sbp_launch.parallel.choices.discover", registry)
     gc.enable()
 
     def trained() -> weakref.ref[nn.Module]:

@@ -21,7 +21,7 @@ from sbp_launch.trainer import trainer
 from sbp_launch.trainer.figures import Predicted, StepMeter, far_off, prediction_basis, time_text
 from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import scalar_values
+from sbp_torch.graph_capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 

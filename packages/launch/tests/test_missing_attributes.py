@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from sbp_core.errors import RunError
-from sbp_launch.parallelize import ParallelStep, ProgramStep
+from sbp_launch.parallel import ParallelStep, ProgramStep
 from sbp_launch.step.missing_attributes import OF_ADDED_STEPS, OF_STEPS
 
 

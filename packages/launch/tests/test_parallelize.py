@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from math import prod
 from pathlib import Path
 
@@ -11,17 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sbp_launch
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.runtime import BatchPart
 from sbp_launch import parallelize
-from sbp_launch.parallelize.arguments import compile_config, in_arguments
-from sbp_launch.parallelize.choices import Choices
-from sbp_launch.parallelize.ranks import backend_of, mesh_of
+from sbp_launch.parallel.arguments import compile_config, in_arguments, takes_former
+from sbp_launch.parallel.choices import Choices
+from sbp_launch.parallel.micro_batches import MicroBatches
+from sbp_launch.parallel.ranks import backend_of, mesh_of
 from sbp_launch.step.agreement import compare, compare_batches, digest_of
 from sbp_launch.step.saved import as_path
 from sbp_launch.step.scalars import UpdateScalars
 from sbp_launch.world import World
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 
 def among(*others):
@@ -93,21 +96,21 @@ def test_a_digest_tells_values_names_and_shapes_apart():
 def test_a_mesh_is_taken_if_and_only_if_it_has_the_ranks_of_the_world(shape, size):
     world = World(rank=0, size=size, local_rank=0, local_size=size, launcher="torchrun")
 
-    assert mesh_of(World(), shape, None).mesh_shape == tuple(shape)
-    assert mesh_of(world, None, None).rank_list == tuple(range(size))
+    assert mesh_of(World(), shape).mesh_shape == tuple(shape)
+    assert mesh_of(world, None).rank_list == tuple(range(size))
     if prod(shape) == size or size == 1:
-        assert mesh_of(world, shape, None).rank_list == tuple(range(prod(shape)))
+        assert mesh_of(world, shape).rank_list == tuple(range(prod(shape)))
     else:
         with pytest.raises(ConfigError, match=f"torchrun started {size} process"):
-            mesh_of(world, shape, None)
+            mesh_of(world, shape)
 
 
 def test_the_ranks_of_one_process_are_threads_whoever_started_it():
     one = World.of_environment({"RANK": "0", "WORLD_SIZE": "1"})
-    mesh, choices = mesh_of(one, 4, None), Choices()
+    mesh, choices = mesh_of(one, 4), Choices()
 
     assert not backend_of(one, None, choices, mesh).spans_processes
-    assert not backend_of(one, None, choices, mesh_of(one, None, None)).spans_processes
+    assert not backend_of(one, None, choices, mesh_of(one, None)).spans_processes
     with pytest.raises(ConfigError, match=r"torchrun has started one \(RANK=0, WORLD_SIZE=1\)"):
         backend_of(one, "torch", choices, mesh)
 
@@ -137,13 +140,16 @@ def test_what_is_no_path_is_refused(given):
 
 
 def test_a_precision_of_none_is_none():
-    assert not compile_config(None, None).autocast
-    assert compile_config(None, torch.bfloat16).autocast == "bfloat16"
+    assert not compile_config(None).autocast
+    assert compile_config({"autocast": torch.bfloat16}).autocast == "bfloat16"
 
 
-def test_help_explains_the_call_of_a_module():
-    assert parallelize.__doc__.startswith("parallelize(model: ")
-    assert "loss: `loss(model, batch)` returns a 0-d tensor" in parallelize.__doc__
+def test_the_name_is_a_function_also_when_its_old_module_is_imported():
+    with pytest.warns(DeprecationWarning, match="is sbp_launch.parallel.LengthBuckets now"):
+        from sbp_launch.parallelize import LengthBuckets
+
+    assert LengthBuckets is sbp_launch.LengthBuckets
+    assert sbp_launch.parallelize is parallelize
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,82 @@ def test_help_explains_the_call_of_a_module():
 )
 def test_a_mesh_of_another_type_is_told_how_to_write_it(mesh, told):
     with pytest.raises(ConfigError, match=told):
-        mesh_of(World(), mesh, None)
+        mesh_of(World(), mesh)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"mesh": (2, 2), "axes": ("a", "b")}, {"mesh": {"a": 2, "b": 2}}),
+        ({"mesh": 2, "axes": "pipe"}, {"mesh": {"pipe": 2}}),
+        ({"axes": "pipe"}, {"mesh": {"pipe": -1}}),
+        ({"axes": None, "mesh": 2}, {"mesh": 2}),
+        ({"clip_norm": 1.0}, {"update": {"clip_norm": 1.0}}),
+        ({"clip_norm": None}, {}),
+        (
+            {"clip_norm": 1.0, "update": UpdateOptions(ema_decay=0.5)},
+            {"update": UpdateOptions(ema_decay=0.5, clip_norm=1.0)},
+        ),
+        (
+            {"autocast": "bfloat16", "prove": False, "compile": {"prefetch": 1}},
+            {"compile": {"autocast": "bfloat16", "prove": False, "prefetch": 1}},
+        ),
+        (
+            {"micro_batches": 4, "loss_is": "each_micro_batch", "micro_batches_per_update": 2},
+            {"micro_batches": MicroBatches(4, loss="each_micro_batch", per_update=2)},
+        ),
+    ],
+    ids=str,
+)
+def test_former_arguments_mean_what_they_meant_and_name_what_replaces_them(former, now):
+    @takes_former
+    def taken(**given):
+        return given
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = taken(**former)
+
+    assert found == now
+    assert {str(one.message).partition("=")[0] for one in caught} == former.keys() - now.keys()
+
+
+def test_a_former_argument_with_its_successor_is_refused():
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="are both given"):
+        takes_former(dict)(clip_norm=1.0, update=UpdateOptions(clip_norm=2.0))
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="does not name the axes"):
+        takes_former(dict)(mesh=(2, 2), axes="data")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((0,), "micro_batches=0"),
+        ((True,), "micro_batches=True"),
+        (("4",), "micro_batches='4'"),
+        ((4, "mean"), "loss='mean'"),
+        ((4, "each_micro_batch", 3), "per_update=3 of 4"),
+        ((4, "whole_batch", 2), "has one update a step"),
+        (("auto", "each_micro_batch", 0), "per_update=0"),
+    ],
+    ids=str,
+)
+def test_micro_batches_that_cannot_be_are_refused(given, told):
+    count, *rest = given
+    more = dict(zip(("loss", "per_update"), rest, strict=False))
+
+    with pytest.raises(ConfigError, match=told):
+        MicroBatches(count, **more)
+
+
+def test_an_axis_may_take_as_many_ranks_as_there_are_processes():
+    world = World(rank=0, size=8, local_rank=0, local_size=8, launcher="torchrun")
+
+    assert mesh_of(world, {"data": -1, "tensor": 2}).mesh_shape == (4, 2)
+    assert mesh_of(world, {"tensor": -1}).axes == ("tensor",)
+    for wrong in ({"data": -1, "tensor": 3}, {"data": -1, "tensor": -1}, {}, {"": 8}, {"data": 0}):
+        with pytest.raises(ConfigError, match="the argument mesh"):
+            mesh_of(world, wrong)
 
 
 def test_errors_speak_of_arguments():
@@ -170,9 +251,12 @@ def test_errors_speak_of_arguments():
         )
 
     error = caught.value
-    assert (error.what, error.accepted) == ("mesh=[2, 2] has 4 ranks", "axes=['data', 'tensor']")
+    assert (error.what, error.accepted) == (
+        "mesh=[2, 2] has 4 ranks",
+        "mesh={'data': ..., 'tensor': ...}",
+    )
     assert error.where == ("micro_batches=3", "planner osdp")
-    assert error.todo == "set mesh=[4] axes=['data']"
+    assert error.todo == "set mesh={'data': 4}"
     plain = ConfigError("something else")
     with pytest.raises(ConfigError) as caught, in_arguments():
         raise plain

@@ -10,7 +10,7 @@ from test_rows import found_plan, wide
 
 from sbp_core.graph.ir import repetitions
 from sbp_core.memory import predict_memory
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_launch.planning.pipeline import pipeline_lines
 from sbp_launch.planning.report import memory_lines
 

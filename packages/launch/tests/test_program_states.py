@@ -7,7 +7,7 @@ from torch import nn
 
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.states import ProgramStates
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 
 def test_states_of_frozen_layers_are_in_the_order_that_is_given() -> None:

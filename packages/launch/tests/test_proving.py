@@ -11,7 +11,7 @@ from torch import nn
 from trainable import QUIET, registry, run_config
 
 from sbp_core.errors import ConfigError, GraphError
-from sbp_launch import parallelize
+from sbp_launch import MicroBatches, parallelize
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import flow
 from sbp_launch.trainer import trainer
@@ -73,7 +73,9 @@ def test_a_step_that_computes_something_else_is_refused_unless_nothing_is_to_be_
 
     with pytest.raises(GraphError, match=r"another loss 'loss'(.|\n)*test_proving\.py"):
         parallelize(*given)
-    assert "proved" not in report_of(parallelize(*given, prove=False)).replace("proves", "")
+    assert "proved" not in report_of(parallelize(*given, compile={"prove": False})).replace(
+        "proves", ""
+    )
     parallelize(*given, compile={"prove": False})
 
 
@@ -84,7 +86,13 @@ def test_first_steps_are_compared_with_one_device(loss_is):
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
 
     with parallelize(
-        model, loss_of, BATCH, optimizer, mesh=2, micro_batches=2, loss_is=loss_is, compare_steps=3
+        model,
+        loss_of,
+        BATCH,
+        optimizer,
+        mesh=2,
+        micro_batches=MicroBatches(2, loss=loss_is),
+        compare_steps=3,
     ) as step:
         assert "deviation" not in report_of(step)
         for _ in range(4):

@@ -23,7 +23,7 @@ from sbp_launch.trainer import trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import scalar_values
+from sbp_torch.graph_capture import scalar_values
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -23,7 +23,7 @@ from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.checkpoint.tensors import LazyTensors
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.run_program import make_program
-from sbp_torch.capture import copied_states, initial_states, update
+from sbp_torch.graph_capture import copied_states, initial_states, update
 from sbp_torch.update_options import LossScaling, UpdateOptions
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.runtime import StepResult
-from sbp_launch.parallelize import StepOutput
+from sbp_launch.parallel import StepOutput
 
 
 def output(loss, **metrics):

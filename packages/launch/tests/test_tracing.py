@@ -18,7 +18,7 @@ from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import scalar_values
+from sbp_torch.graph_capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
 
 

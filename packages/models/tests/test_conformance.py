@@ -25,7 +25,7 @@ from sbp_models.configs import (
     VitConfig,
 )
 from sbp_models.text import ByteText, build_stdlib, build_text
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.data import DatasetConformance
 from sbp_torch.testing.model import ModelConformance, model_loss

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
 from sbp_models.configs import HfConfig
 from sbp_models.hf import build
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 from sbp_torch.testing.signatures import check_rule, sample
 
 PRODUCT = "transformers.grouped_mm_fallback.default"

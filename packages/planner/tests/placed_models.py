@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from sbp_aten.passes import prepare_step
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.programs import OneDeviceStep
 
 

@@ -10,7 +10,7 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import compile_plan
 from sbp_core.graph import Phase
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.cases import check_shards, run_steps, shards_of

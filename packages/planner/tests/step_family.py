@@ -18,7 +18,7 @@ from sbp_core.graph_variant import GraphVariant
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.programs import OneDeviceStep
 
 

@@ -10,17 +10,17 @@ from plan_requests import assert_legal, request
 from small_steps import run_beside_one_device
 from staged_steps import asked, machine, nodes_of_two, step_of
 
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import GraphOutput, InputKind, OutputKind, Ref
 from sbp_core.infer import CostTables, minimise
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
 from sbp_core.sbp import B
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import Builder, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner import alpa, exhaustive

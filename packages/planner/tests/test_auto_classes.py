@@ -21,7 +21,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster
 from sbp_planner import auto
 from sbp_planner.search_configs import AutoConfig
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 
 @cache

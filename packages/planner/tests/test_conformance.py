@@ -17,7 +17,7 @@ from sbp_core.plugins import merge_settings
 from sbp_planner.configs import ManualConfig, OsdpConfig
 from sbp_planner.manual import build as build_manual
 from sbp_planner.osdp import build as build_osdp
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.planner import PlannerRunConformance
 from sbp_torch.testing.programs import OneDeviceStep
 

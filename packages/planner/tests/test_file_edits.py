@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from plan_requests import request
 from test_manual import preset
 
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml

@@ -13,11 +13,11 @@ from small_steps import run_beside_one_device
 from staged_steps import asked, machine, nodes_of_two, step_of
 from step_family import MlpFamily, family_request
 
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import resolve_pins
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning.compiled import Compilation
 from sbp_core.sbp import NdSbp, S
 from sbp_core.testing.graphs import mlp

@@ -10,7 +10,7 @@ from sbp_core.compile import COMMIT, CompileOptions, compile_plan
 from sbp_core.infer import infer_strategy, joint_problem
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.search_configs import IlpConfig
 from sbp_torch.testing.programs import capture_tiny, small_cluster

@@ -7,8 +7,8 @@ from plan_requests import request
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph_variant import GraphVariant
-from sbp_core.memory import KeptPlans, call_layouts, predict_memory
-from sbp_core.simulate import simulate
+from sbp_core.memory import KeptPlans, predict_memory
+from sbp_core.simulation import simulate
 from sbp_planner.configs import ManualConfig
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.manual import ManualPlanner
@@ -51,7 +51,7 @@ def test_another_strategy_other_options_and_another_graph_are_compiled_by_themse
     options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()
     first = IlpPlanner(IlpConfig()).plan(asked)
     plan = kept.plan(asked.graph, first, options)
-    kept.memory(plan, call_layouts())
+    kept.memory(plan)
 
     other = ManualPlanner(ManualConfig(pins={"parameters": "S(0)"})).plan(asked)
     found = [

@@ -11,7 +11,7 @@ from sbp_core.graph.ir import Phase
 from sbp_core.infer import conversions
 from sbp_core.plugins import merge_settings
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import mlp
 from sbp_planner.configs import ManualConfig
 from sbp_planner.manual import build

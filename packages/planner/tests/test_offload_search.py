@@ -21,9 +21,9 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, predict_memory
 from sbp_core.placement import Placement
 from sbp_core.planning import Planner, PlanRequest
-from sbp_core.planning.offloading import offloaded_states, with_states
+from sbp_core.planning.host_states import offloaded_states, with_states
 from sbp_core.planning.search import PlanContext, SearchedPlanner
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner import (

@@ -15,9 +15,9 @@ from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
+from sbp_core.planning.host_states import offloading, with_states
 from sbp_core.planning.offload_fit import until_it_fits
-from sbp_core.planning.offloading import offloading, with_states
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import auto, manual, propagate
 from sbp_planner.configs import ManualConfig, PropagateConfig

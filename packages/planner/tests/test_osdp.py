@@ -12,13 +12,13 @@ from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, SbpLookupError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import pipelined
-from sbp_core.memory import call_layouts, predict_memory
+from sbp_core.memory import call_layouts, kept_plans, predict_memory
 from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.simulate import simulate
-from sbp_planner import no_fit, sharding, storage_search
+from sbp_core.simulation import simulate
+from sbp_planner import no_fit, sharding
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values
 from sbp_planner.osdp import build
@@ -317,7 +317,7 @@ def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch
     def none():
         raise SbpLookupError("none is installed")
 
-    monkeypatch.setattr(storage_search, "call_layouts", none)
+    monkeypatch.setattr(kept_plans, "call_layouts", none)
 
     strategy = build(OsdpConfig()).plan(slow_request())
 

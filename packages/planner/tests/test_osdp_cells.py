@@ -13,7 +13,7 @@ from sbp_core.infer import pipelined
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options

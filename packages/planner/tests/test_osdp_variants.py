@@ -13,7 +13,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph_variant import GraphVariant, SliceAlong
 from sbp_core.memory import predict_memory
 from sbp_core.planning.variants import recompute_budgets
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.osdp import build
 from sbp_torch.boxing.local import LocalBackend

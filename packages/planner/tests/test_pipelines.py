@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 from plan_requests import assert_legal, gpt_step, request
 
-from sbp_core.check import check
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance

@@ -13,7 +13,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.placers import build_dlplacer, build_stanza, nested_ranges
 from sbp_planner.search_configs import DlplacerConfig, StanzaConfig

@@ -19,7 +19,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
 from sbp_core.plugins import merge_settings
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual
 from sbp_planner.configs import FIT_ANY, ManualConfig, PropagateConfig

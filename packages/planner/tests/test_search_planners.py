@@ -7,7 +7,7 @@ import pytest
 from plan_requests import assert_legal, request
 from random_steps import CUBE, random_request
 
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import joint_problem
 from sbp_core.placement import Placement
@@ -165,6 +165,23 @@ def test_what_fits_is_chosen_by_the_exact_memory_of_the_compiled_plan():
 def test_what_cannot_fit_is_refused_with_the_least_that_states_need():
     with pytest.raises(PlanError, match="no plan fits the 100 B of a rank: the states alone need"):
         ilp.build(IlpConfig(memory_bytes=100)).plan(small())
+
+
+LIMITED = {
+    "auto": lambda limit: auto.build(AutoConfig(memory_bytes=limit)),
+    "dlplacer": lambda limit: placers.build_dlplacer(DlplacerConfig(memory_bytes=limit)),
+    "ilp": lambda limit: ilp.build(IlpConfig(memory_bytes=limit)),
+    "mcmc": lambda limit: mcmc.build(McmcConfig(memory_bytes=limit, proposals=2)),
+    "osdp": lambda limit: osdp.build(OsdpConfig(memory_bytes=limit)),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_what_cannot_fit_is_refused_in_one_kind_of_error_that_names_the_limit(name):
+    with pytest.raises(MemoryLimitError) as caught:
+        LIMITED[name](100).plan(small())
+
+    assert "planner.memory_bytes" in caught.value.accepted
 
 
 def test_looking_at_everything_ends_where_there_is_too_much():

@@ -15,17 +15,17 @@ from test_manual import preset
 from torch import nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_torch.graph_capture import capture, initial_states, scalar_values
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

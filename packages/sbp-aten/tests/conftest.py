@@ -10,7 +10,7 @@ from needed_operators import NEWER, skip_without
 
 from sbp_core.graph import LogicalGraph
 from sbp_core.testing.holdings import no_thread_is_left
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 from sbp_torch.testing.models import PROGRAMS, Program
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.graph import LogicalGraph
-from sbp_torch.capture import UpdateOptions, capture, initial_states
+from sbp_torch.graph_capture import UpdateOptions, capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import graph_states, split_batch
 

@@ -19,7 +19,7 @@ from sbp_core.graph.ir import (
     Ref,
     TensorType,
 )
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 
 class Sequences(nn.Module):

@@ -30,7 +30,7 @@ from sbp_core.graph.ir import (
 from sbp_core.graph.rewrite import drop_dead
 from sbp_core.passes import accumulate
 from sbp_core.testing.graphs import Builder, mlp
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import Program, graph_states, same_states
 

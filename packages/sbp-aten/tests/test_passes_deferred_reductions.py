@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import prepare_step
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions, sum_squares
-from sbp_core.check import check
 from sbp_core.compile import BoxingActor, compile_plan
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
@@ -21,9 +20,10 @@ from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

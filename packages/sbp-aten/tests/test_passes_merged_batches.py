@@ -8,11 +8,11 @@ from torch.types import Number
 
 from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import expose_batch_dim, prepare_step
-from sbp_aten.passes.expose_batch_dim import separate_merged_batches
+from sbp_aten.passes.batch_dim import separate_merged_batches
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.sbp import S
 from sbp_core.signatures import OpCall, derive
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 
 SAMPLES, TIMES, HEADS, WIDTH = 3, 5, 4, 2

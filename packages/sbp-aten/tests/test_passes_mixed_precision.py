@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_aten.passes import mixed_precision, prepare_step
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, Node
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sbp_aten.pass_options import PassOptions, Slicing
 from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.physical import PhysicalPlan
@@ -28,10 +27,11 @@ from sbp_core.memory import RankMemory, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.passes.recomputation import RecomputeOptions, recompute
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.graphs import cluster
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.ops.operators import operator_of
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from sbp_aten.passes import prepare_step
 from sbp_core.errors import GraphError
 from sbp_core.graph import Phase, Rate
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import graph_states, split_batch
 

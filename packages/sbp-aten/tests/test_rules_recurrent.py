@@ -12,8 +12,8 @@ from needed_operators import skip_without
 
 from sbp_aten.rules import layers
 from sbp_core.sbp import B, P, S
-from sbp_core.signatures import signatures
-from sbp_core.signatures.derive import derivation
+from sbp_core.signatures import legal_signatures
+from sbp_core.signatures.derivations import derivation
 from sbp_torch.signatures.verification import abstract_call, call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
@@ -210,7 +210,7 @@ def test_a_layer_of_onednn_says_how_to_capture_one_that_can_be_split() -> None:
 def test_dropout_between_layers_keeps_the_batch_whole() -> None:
     layers = [[*weights(3), *[real(12, 4), real(12, 4), real(12), real(12)]], True, 2]
 
-    found = signatures(
+    found = legal_signatures(
         "aten.gru.input", real(3, 5, 3), real(2, 5, 4), *layers, 0.5, True, False, False
     )
 
@@ -220,7 +220,7 @@ def test_dropout_between_layers_keeps_the_batch_whole() -> None:
 def test_gradients_of_a_chunked_loss_are_partial_sums_over_the_batch() -> None:
     skip_without(f"{CHUNKED}.default")
 
-    found = signatures(f"{CHUNKED}.default", *_cross_entropy("sum")[0])
+    found = legal_signatures(f"{CHUNKED}.default", *_cross_entropy("sum")[0])
 
     by_label = {part.label: (part.inputs, part.outputs) for part in found}
     assert by_label["b"] == ((S(0), B, S(0), B), (P, S(0), P, P))
@@ -229,6 +229,6 @@ def test_gradients_of_a_chunked_loss_are_partial_sums_over_the_batch() -> None:
 def test_a_mean_of_targets_that_count_keeps_the_batch_whole() -> None:
     skip_without(f"{CHUNKED}.default")
 
-    found = signatures(f"{CHUNKED}.default", *_cross_entropy("mean")[0])
+    found = legal_signatures(f"{CHUNKED}.default", *_cross_entropy("mean")[0])
 
     assert [part.origin for part in found] == ["all B"]

@@ -22,10 +22,10 @@ from sbp_core.signatures import (
     continuations,
     derive,
     enumerate_signatures,
+    legal_signatures,
     localize,
-    signatures,
 )
-from sbp_core.signatures.derive import derivation
+from sbp_core.signatures.derivations import derivation
 from sbp_core.signatures.rule import LocalProgram
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.trial import refutation, whole_sample
@@ -53,7 +53,7 @@ def whole(*shape: int) -> torch.Tensor:
 
 def claims(op: str, *args: Any, axis_size: int = 2, **kwargs: Any) -> set[str]:
     """Return the signatures on one axis, but for all B."""
-    found = signatures(op, *args, axis_size=axis_size, **kwargs)
+    found = legal_signatures(op, *args, axis_size=axis_size, **kwargs)
     return {str(entry) for entry in found if entry.origin != "all B"}
 
 

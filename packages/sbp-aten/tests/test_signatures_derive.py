@@ -11,7 +11,7 @@ from sbp_core.signatures import (
     OpCall,
     derive,
     enumerate_signatures,
-    signatures,
+    legal_signatures,
     work_flop,
 )
 from sbp_core.signatures.arguments import call_key
@@ -189,9 +189,9 @@ def test_literals_that_python_holds_equal_are_told_apart() -> None:
 def test_users_ask_for_signatures_of_a_tensor_list_and_of_integers() -> None:
     pytest.importorskip("torch")
 
-    cat = signatures("aten.cat.default", [(4, 6), (4, 2)], 1, axis_size=4)
-    lookup = signatures("aten.embedding.default", (9, 6), TensorType((4,), "int64"))
-    ones = signatures("aten.ones.default", (4,))
+    cat = legal_signatures("aten.cat.default", [(4, 6), (4, 2)], 1, axis_size=4)
+    lookup = legal_signatures("aten.embedding.default", (9, 6), TensorType((4,), "int64"))
+    ones = legal_signatures("aten.ones.default", (4,))
 
     assert texts(cat) == [
         "S(0), S(0) -> S(0)",
@@ -205,8 +205,10 @@ def test_users_ask_for_signatures_of_a_tensor_list_and_of_integers() -> None:
 
 
 def test_users_ask_for_signatures_with_tensors_or_shapes() -> None:
-    by_tensors = signatures("aten.mm.default", torch.ones(4, 6), torch.ones(6, 8, device="cpu"))
-    by_shapes = signatures("aten.mm.default", (4, 6), (6, 8))
+    by_tensors = legal_signatures(
+        "aten.mm.default", torch.ones(4, 6), torch.ones(6, 8, device="cpu")
+    )
+    by_shapes = legal_signatures("aten.mm.default", (4, 6), (6, 8))
 
     assert texts(by_tensors) == texts(by_shapes) == texts(derive(MATMUL, 2))
 

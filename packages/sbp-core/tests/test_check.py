@@ -7,13 +7,13 @@ import pytest
 
 from sbp_core import check as check_module
 from sbp_core.boxing import StepKind
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import Collective, Receive
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 _MIXED = Placement.grid((2, 2), ("pipe", "data"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from planned_by_hand import with_mean
 
-from sbp_core.check import check
 from sbp_core.compile import COMMIT, CompileOptions, compile_plan
 from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.testing.graphs import chain
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 

@@ -21,7 +21,6 @@ from planned_by_hand import (
     segment,
 )
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.actors import (
     Accumulate,
@@ -37,6 +36,7 @@ from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Phase, Rate, Ref
+from sbp_core.plan_check import check
 from sbp_core.testing.plans import data_parallel_plan
 
 _UPDATE = segment(

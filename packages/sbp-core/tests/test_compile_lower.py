@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.boxing import StepKind, route
-from sbp_core.check import check
 from sbp_core.cluster import Link
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.compile.lower import lower
+from sbp_core.compile.lowering import lower
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     GraphInput,
@@ -25,6 +24,7 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.sbp import B, NdSbp, P
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import LINE, diamond, strategy_of

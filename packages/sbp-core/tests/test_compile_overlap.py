@@ -7,15 +7,15 @@ from math import inf
 
 import pytest
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import strategy_of
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, Send, compile_plan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.pipeline import SCHEDULES, Action, pipeline_schedule
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp
 

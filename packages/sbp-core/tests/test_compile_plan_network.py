@@ -7,7 +7,6 @@ from random import Random
 import pytest
 from planned_by_hand import with_mean
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import ActorId
 from sbp_core.compile.physical import PhysicalPlan
@@ -18,8 +17,9 @@ from sbp_core.dataflow import dead_cycle
 from sbp_core.graph.ir import Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.plans import LINE, data_parallel_plan, pipeline_plan, strategy_of
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from planned_by_hand import firings_of
 
-import sbp_core.check as check_module
+import sbp_core.plan_check as check_module
 from sbp_core.boxing import route
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, order
 from sbp_core.compile.actors import Collective, Compute, Instruction
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
@@ -18,6 +17,7 @@ from sbp_core.compile.symmetry import FoldedPlan, fold, shard_shapes
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.plans import pipeline_plan
 

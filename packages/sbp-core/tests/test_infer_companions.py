@@ -14,7 +14,7 @@ from sbp_core.infer import StepCompanions, infer_strategy, joint_problem
 from sbp_core.infer.stages import assign_stages
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import cluster, mlp
 
 _MESH = Placement.grid((2,), ("data",))

@@ -2,11 +2,11 @@
 
 import pytest
 
-from sbp_core.check import check
 from sbp_core.compile import check_strategy, compile_plan
 from sbp_core.graph import Phase
 from sbp_core.infer import infer_placed
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 

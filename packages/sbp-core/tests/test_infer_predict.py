@@ -6,7 +6,7 @@ from sbp_core.infer import conversions, infer_strategy, predict_cost
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import Builder, cluster, mlp
 
 

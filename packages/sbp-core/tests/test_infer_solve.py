@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.check import check
 from sbp_core.cluster import Link
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
@@ -18,6 +17,7 @@ from sbp_core.infer import (
     stage_placements,
 )
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S, all_entries
 from sbp_core.signatures.axes import enumerate_signatures

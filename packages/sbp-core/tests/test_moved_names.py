@@ -1,38 +1,59 @@
-"""Names that have moved to another room work where they were for a release, and say so."""
+"""Names that have moved or are called otherwise work as before for a release, and say so."""
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
 import pytest
 
-from sbp_core import planning, plugins, processes
+MOVED = [
+    ("sbp_core.plugins.PlanRequest", "sbp_core.PlanRequest"),
+    ("sbp_core.plugins.Planner", "sbp_core.planning.Planner"),
+    ("sbp_core.plugins.Launcher", "sbp_core.processes.Launcher"),
+    ("sbp_core.plugins.LaunchRequest", "sbp_core.processes.LaunchRequest"),
+    ("sbp_core.plugins.Storage", "sbp_core.plugins.CheckpointStorage"),
+    ("sbp_core.plugins.ChecksOthers", "sbp_core.plugins.ChecksCombination"),
+    ("sbp_core.signatures.signatures", "sbp_core.signatures.legal_signatures"),
+    ("sbp_core.pipeline.simulate", "sbp_core.pipeline.simulate_schedule"),
+    ("sbp_core.check.CheckReport", "sbp_core.plan_check.CheckReport"),
+    ("sbp_core.simulate.simulate", "sbp_core.simulation.simulate"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "room"),
-    [
-        ("PlanRequest", planning),
-        ("Planner", planning),
-        ("Launcher", processes),
-        ("LaunchRequest", processes),
-    ],
-)
-def test_a_name_that_has_moved_is_the_same_and_tells_its_room(name: str, room: object) -> None:
-    with pytest.warns(DeprecationWarning, match=f"is {room.__name__}.{name} now"):  # type: ignore[attr-defined]
-        found = getattr(plugins, name)
-
-    assert found is getattr(room, name)
+def _found(dotted: str) -> object:
+    room, _, name = dotted.rpartition(".")
+    return getattr(import_module(room), name)
 
 
-@pytest.mark.parametrize(
-    ("name", "now"), [("Storage", "CheckpointStorage"), ("ChecksOthers", "ChecksCombination")]
-)
-def test_a_name_that_has_changed_is_the_same_and_tells_its_new_name(name: str, now: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{name} is sbp_core.plugins.{now} now"):
-        found = getattr(plugins, name)
+@pytest.mark.parametrize(("old", "new"), MOVED)
+def test_a_name_that_has_moved_is_the_same_and_tells_its_address(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
+        found = _found(old)
 
-    assert found is getattr(plugins, now)
+    assert found is _found(new)
 
 
-def test_a_name_that_never_was_there_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("room", ["sbp_core.plugins", "sbp_core.check", "sbp_core.pipeline"])
+def test_a_name_that_never_was_there_is_an_attribute_error(room: str) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Planer'"):
-        plugins.Planer  # noqa: B018 - read for its error
+        _found(f"{room}.Planer")
+
+
+def test_importing_a_module_under_its_old_name_leaves_the_function_in_place() -> None:
+    import sbp_core.check
+
+    import sbp_core.plan_check
+
+    assert inspect.isfunction(sbp_core.check)
+    assert sbp_core.check is sbp_core.plan_check.check
+
+
+def test_nothing_is_loaded_and_nothing_said_before_an_old_name_is_asked_for() -> None:
+    script = "import sys, sbp_core; sys.exit('sbp_core.plan_check' in sys.modules)"
+
+    assert (
+        subprocess.run([sys.executable, "-W", "error", "-c", script], check=False).returncode == 0
+    )

@@ -13,7 +13,7 @@ from sbp_core.operators import MeasuredOperator
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 from sbp_core.strategy import Signature
 from sbp_core.testing.graphs import cluster
 

@@ -15,7 +15,12 @@ from fractions import Fraction
 import pytest
 
 from sbp_core.errors import ConfigError
-from sbp_core.pipeline import PipelineSchedule, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_core.pipeline import (
+    PipelineSchedule,
+    SimulatedSchedule,
+    pipeline_schedule,
+    simulate_schedule,
+)
 
 TIMES = [
     (Fraction(1), Fraction(1), Fraction(1)),
@@ -67,7 +72,7 @@ def _check_bubbles(name: str, ranks: range, micro_batches: range) -> int:
             if name == "zero_bubble" and w > i:
                 continue
 
-            found = _bubble(simulate(schedule, [f, i, w]))
+            found = _bubble(simulate_schedule(schedule, [f, i, w]))
 
             assert found == FORMS[name](p, v, f, i, w), (p, m, v, f, i, w)
             compared += 1
@@ -89,14 +94,14 @@ def test_all_bubbles_are_those_of_the_closed_forms(name: str) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 8), (4, 7), (5, 16), (8, 15)])
 def test_zbv_has_only_the_stagger_of_its_start_if_all_parts_take_as_long(p: int, m: int) -> None:
-    simulated = simulate(pipeline_schedule("zbv", p, m), [1, 1, 1])
+    simulated = simulate_schedule(pipeline_schedule("zbv", p, m), [1, 1, 1])
 
     assert simulated.span == 3 * m
     assert _bubble(simulated) == Fraction(p - 1, 2)
 
 
 def test_zbv_has_a_bubble_in_its_span_if_parts_differ() -> None:
-    simulated = simulate(pipeline_schedule("zbv", 4, 8), [1, 1.25, 0.75])
+    simulated = simulate_schedule(pipeline_schedule("zbv", 4, 8), [1, 1.25, 0.75])
 
     assert simulated.span - 8 * 3 == 1.5
 
@@ -105,7 +110,7 @@ def test_zbv_has_a_bubble_in_its_span_if_parts_differ() -> None:
 def test_dualpipev_has_the_bubble_of_its_formula_if_all_parts_take_as_long(p: int, m: int) -> None:
     chunk = Fraction(1, 2)
 
-    simulated = simulate(pipeline_schedule("dualpipev", p, m), [1, 1, 1])
+    simulated = simulate_schedule(pipeline_schedule("dualpipev", p, m), [1, 1, 1])
 
     at_once, backward, weights = 3 * chunk, 2 * chunk, chunk
     assert _bubble(simulated) == (p - 1) * (at_once + backward - 3 * weights)
@@ -118,7 +123,7 @@ def test_zb_h2_has_its_bubble_in_the_span_of_a_rank(
 ) -> None:
     f, i, w = times
 
-    simulated = simulate(pipeline_schedule("zb_h2", p, m), times)
+    simulated = simulate_schedule(pipeline_schedule("zb_h2", p, m), times)
 
     assert simulated.span - m * (f + i + w) == (p - 1) * (f + i - 2 * w)
 

@@ -16,7 +16,7 @@ from sbp_core.pipeline import (
     PipelineSchedule,
     automatic,
     pipeline_schedule,
-    simulate,
+    simulate_schedule,
 )
 
 NAMED = [name for name in SCHEDULES if name != "auto"]
@@ -64,7 +64,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
     backward_first = _of_one_rank("0B0", "0F0")
 
     with pytest.raises(SbpValueError, match="deadlocks"):
-        simulate(backward_first, [1, 1, 1])
+        simulate_schedule(backward_first, [1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_schedule_that_needs_more_memory_than_is_allowed_is_refused() -> None:
 )
 def test_what_are_no_times_is_refused(times: list[object]) -> None:
     with pytest.raises(ConfigError):
-        simulate(pipeline_schedule("1f1b", 2, 2), times)
+        simulate_schedule(pipeline_schedule("1f1b", 2, 2), times)
 
 
 def _needed(schedule: PipelineSchedule, action: Action) -> list[Action]:
@@ -132,7 +132,7 @@ def _needed(schedule: PipelineSchedule, action: Action) -> list[Action]:
 def test_actions_begin_as_soon_as_rank_and_inputs_are_there(name: str, transfer: Fraction) -> None:
     schedule = pipeline_schedule(name, 4, 8)
     v = schedule.num_chunks
-    simulated = simulate(schedule, UNEQUAL, transfer=transfer)
+    simulated = simulate_schedule(schedule, UNEQUAL, transfer=transfer)
     end = {one.action: one.end for order in simulated.ranks for one in order}
     rank_of = schedule.rank_of()
 
@@ -152,7 +152,7 @@ def test_actions_begin_as_soon_as_rank_and_inputs_are_there(name: str, transfer:
 
 def test_an_overlapped_pair_begins_and_ends_as_one() -> None:
     schedule = pipeline_schedule("dualpipev", 4, 10)
-    simulated = simulate(schedule, UNEQUAL)
+    simulated = simulate_schedule(schedule, UNEQUAL)
     end = {one.action: one.end for order in simulated.ranks for one in order}
     start = {one.action: one.start for order in simulated.ranks for one in order}
 
@@ -175,12 +175,12 @@ def test_the_period_is_that_of_a_long_run(name: str, seed: int) -> None:
     p = drawn.randint(1, 5)
     times = [[drawn.randint(1, 5) for _ in range(3)] for _ in range(p)]
     transfer = drawn.randint(0, 6)
-    long = simulate(pipeline_schedule(name, p, 240), times, transfer=transfer)
+    long = simulate_schedule(pipeline_schedule(name, p, 240), times, transfer=transfer)
     ends = [one.end for one in long.ranks[0] if one.action.kind is ActionKind.BACKWARD]
 
     # All cycles of up to 5 tokens repeat within 60 micro-batches.
     micro_batch = (ends[180] - ends[120]) / 60
-    found = simulate(pipeline_schedule(name, p, 8), times, transfer=transfer).period
+    found = simulate_schedule(pipeline_schedule(name, p, 8), times, transfer=transfer).period
 
     assert found == (micro_batch if name == "pipedream" else 8 * micro_batch)
 
@@ -188,7 +188,7 @@ def test_the_period_is_that_of_a_long_run(name: str, seed: int) -> None:
 def test_transfers_between_chunks_of_one_rank_take_no_time() -> None:
     on_one = pipeline_schedule("interleaved", 1, 2, num_chunks=2)
 
-    assert simulate(on_one, [1, 1, 1], transfer=100).makespan == 6
+    assert simulate_schedule(on_one, [1, 1, 1], transfer=100).makespan == 6
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def _best_named(p: int, m: int, times: list[object], memory: int | None) -> Frac
                 schedule = pipeline_schedule(name, p, m, num_chunks=v, memory=memory)
             except ConfigError:
                 continue
-            made.append(simulate(schedule, times).makespan)
+            made.append(simulate_schedule(schedule, times).makespan)
     return min(made)
 
 
@@ -213,7 +213,7 @@ def _best_named(p: int, m: int, times: list[object], memory: int | None) -> Frac
 def test_auto_is_at_least_as_good_as_any_name(memory: int | None) -> None:
     for times in ([1, 1, 1], [1, 1.25, 0.75], [[1, 2, 1], [2, 1, 1], [1, 1, 2]]):
         found = pipeline_schedule("auto", 3, 4, times=times, memory=memory)
-        simulated = simulate(found, times)
+        simulated = simulate_schedule(found, times)
 
         assert simulated.makespan <= _best_named(3, 4, times, memory)
         assert memory is None or max(simulated.live) <= memory
@@ -222,7 +222,7 @@ def test_auto_is_at_least_as_good_as_any_name(memory: int | None) -> None:
 def test_auto_finds_what_no_name_has() -> None:
     times = [1, 1.25, 0.75]
 
-    found = simulate(pipeline_schedule("auto", 2, 2, times=times), times)
+    found = simulate_schedule(pipeline_schedule("auto", 2, 2, times=times), times)
 
     assert found.makespan == Fraction("6.625")
     assert found.makespan < _best_named(2, 2, times, None)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from sbp_core.signatures import RuleRegistry, UnknownOperator
-from sbp_core.signatures.explain import explain_call
+from sbp_core.signatures.explanation import explain_call
 from sbp_core.testing.example_calls import call
 
 

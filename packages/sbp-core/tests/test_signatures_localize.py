@@ -14,7 +14,7 @@ from sbp_core.signatures import (
     Shards,
     localize,
 )
-from sbp_core.signatures.localize import varying_axes
+from sbp_core.signatures.localization import varying_axes
 from sbp_core.strategy import Signature
 from sbp_core.testing.example_calls import call, signature
 

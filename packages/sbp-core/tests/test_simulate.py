@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import ActorId
 from sbp_core.compile.physical import PhysicalPlan
@@ -18,8 +17,9 @@ from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import FiringNetwork, Simulation, simulate
+from sbp_core.simulation import FiringNetwork, Simulation, simulate
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.plans import pipeline_plan
 

@@ -9,7 +9,7 @@ import torch
 
 from sbp_core.graph import LogicalGraph
 from sbp_core.testing.holdings import no_thread_is_left
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 from sbp_torch.testing.models import PROGRAMS, Program
 
 

@@ -21,7 +21,7 @@ from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.signatures import OpCall, UnknownOperator, derive
 from sbp_core.testing.graphs import cluster
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 

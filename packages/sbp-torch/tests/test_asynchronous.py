@@ -10,14 +10,14 @@ from torch.nn import functional as F  # noqa: N812
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import PhysicalPlan, compile_plan
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.reference import ReferenceConfig, ReferenceSession
 from sbp_torch.testing.programs import RunningNorm, small_cluster, split_batch
 

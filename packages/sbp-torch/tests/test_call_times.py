@@ -23,7 +23,7 @@ from sbp_core.planning import PlanRequest
 from sbp_core.signatures import OpCall, work_flop
 from sbp_torch import call_times
 from sbp_torch.call_times import CallTimer, TimedCalls
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 from sbp_torch.segments import segment_function
 from sbp_torch.testing.models import PROGRAMS
 from sbp_torch.testing.programs import capture_tiny, small_cluster

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, from_json, to_json, verify_graph
 from sbp_core.graph.ir import InputKind, OutputKind, Phase, Rate
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import (
     PROGRAMS,

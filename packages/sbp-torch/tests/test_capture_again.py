@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.graph import graph_hash
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

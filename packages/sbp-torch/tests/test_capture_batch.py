@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture import capture
-from sbp_torch.capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.graph_capture import capture
+from sbp_torch.graph_capture.batch import flatten_batch, rebuild_batch
 
 
 class _Pair(NamedTuple):

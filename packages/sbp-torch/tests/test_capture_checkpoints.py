@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 
 class Model(nn.Module):

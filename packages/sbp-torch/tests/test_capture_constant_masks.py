@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import eager_states
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, Symbol, verify_graph
-from sbp_torch.capture import capture, device
+from sbp_torch.graph_capture import capture, device
 from sbp_torch.ops import operators
 
 

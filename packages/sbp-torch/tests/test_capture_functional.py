@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from sbp_torch._torch_compat import OpOverload, fake_mode, is_mutable, trace_graph
-from sbp_torch.capture.trace import make_functional, retrace, rewrite_mutations
+from sbp_torch.graph_capture.trace import make_functional, retrace, rewrite_mutations
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 

@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from sbp_torch.capture import UpdateOptions, capture, fused_kernels, initial_states, scalar_values
-from sbp_torch.capture.fused_kernels import Verdict, verdict
+from sbp_torch.graph_capture import (
+    UpdateOptions,
+    capture,
+    fused_kernels,
+    initial_states,
+    scalar_values,
+)
+from sbp_torch.graph_capture.fused_kernels import Verdict, verdict
 from sbp_torch.runtime.single import run_graph
 
 _STEPS = 3

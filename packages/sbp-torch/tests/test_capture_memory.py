@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 
 #: A model with masks of batch x time x time in both of its layers; prints by how many MB the peak
 #: of the process grows while it is captured. Each mask of booleans has 67 MB, each bias 268 MB.
@@ -18,7 +18,7 @@ _PROGRAM = textwrap.dedent("""
     import resource
     import torch
     from torch import nn
-    from sbp_torch.capture import capture
+    from sbp_torch.graph_capture import capture
 
     class Masked(nn.Module):
         def __init__(self):

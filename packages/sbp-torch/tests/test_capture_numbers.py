@@ -10,7 +10,7 @@ from torch import nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import InputKind, Phase, Rate, Ref
-from sbp_torch.capture import NumberPlace, capture, check_numbers, placed
+from sbp_torch.graph_capture import NumberPlace, capture, check_numbers, placed
 
 
 class Holder:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import OutputKind, Phase
-from sbp_torch.capture import capture, flatten_batch, initial_states
+from sbp_torch.graph_capture import capture, flatten_batch, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import eager_states
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError, SbpTypeError
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.guards import Guard
 
 _MODEL = nn.Linear(4, 1)

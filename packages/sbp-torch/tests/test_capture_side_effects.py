@@ -21,7 +21,8 @@ from sbp_aten.passes import prepare_step
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph
 from sbp_core.passes import accumulate
-from sbp_torch.capture import (
+from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import (
     UpdateOptions,
     capture,
     counted_random,
@@ -29,7 +30,6 @@ from sbp_torch.capture import (
     initial_states,
     split_losses,
 )
-from sbp_torch.deferred_init import deferred
 from sbp_torch.runtime.single import run_graph
 
 _STEPS = 3

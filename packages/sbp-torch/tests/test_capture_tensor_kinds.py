@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture import capture, flatten_batch
+from sbp_torch.graph_capture import capture, flatten_batch
 
 _SPARSE = torch.eye(4).to_sparse()
 

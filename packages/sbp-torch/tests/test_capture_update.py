@@ -25,7 +25,7 @@ from updates import (
 from sbp_aten.passes import prepare_step
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import Phase
-from sbp_torch.capture import (
+from sbp_torch.graph_capture import (
     UpdateOptions,
     capture,
     initial_states,

@@ -25,15 +25,15 @@ from updates import (
 )
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import CaptureError, SbpValueError
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import (
+from sbp_torch.graph_capture import (
     LossScaling,
     UpdateOptions,
     capture,

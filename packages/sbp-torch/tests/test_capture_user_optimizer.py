@@ -14,7 +14,7 @@ from updates import Maker, compare, eager, graph_run, made, net_batch, net_loss,
 
 from sbp_aten.passes import prepare_step
 from sbp_core.errors import CaptureError, GraphError, SbpError
-from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
+from sbp_torch.graph_capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.optim import CombinedOptimizer
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_near

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register, from_json, to_json
@@ -21,11 +20,12 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryKind, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_core.testing.plans import strategy_of
 from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.runtime.single import run_graph

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.check import check
 from sbp_core.compile import PhysicalPlan
 from sbp_core.compile.physical import from_json, to_json
 from sbp_core.errors import GraphError, PlanError
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 from sbp_torch.ops.operators import operator_of
 

@@ -12,12 +12,11 @@ import torch
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
-from sbp_core.check import check
 from sbp_core.compile import COMMIT, CompileOptions, Compute, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.compile.lower import lower
+from sbp_core.compile.lowering import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, block_of
@@ -26,11 +25,12 @@ from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.memory_kinds import MemoryKind, kinds_of_keys
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_core.testing.plans import LINE, strategy_of
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.memory.layout import Layouts
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession

@@ -8,13 +8,12 @@ import torch
 
 from sbp_core.boxing import StepKind
 from sbp_core.boxing.price import step_time_s
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT
 from sbp_core.compile.items import ItemKind, LoweredItems
-from sbp_core.compile.lower import lower
+from sbp_core.compile.lowering import lower
 from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
@@ -22,6 +21,7 @@ from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import Builder, cluster, mlp

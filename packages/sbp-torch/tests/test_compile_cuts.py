@@ -6,7 +6,6 @@ from math import inf
 import pytest
 import torch
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.cuts import _pieces
@@ -15,6 +14,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp

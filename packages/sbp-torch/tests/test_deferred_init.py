@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture import LossScaling, UpdateOptions, initial_states
-from sbp_torch.capture.step import model_tensors
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import LossScaling, UpdateOptions, initial_states
+from sbp_torch.graph_capture.step import model_tensors
 from sbp_torch.optim.combined import CombinedOptimizer
 from sbp_torch.testing.models import PROGRAMS, same_states
 

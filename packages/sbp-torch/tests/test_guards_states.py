@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from sbp_core.errors import RunError
-from sbp_torch.capture import UpdateOptions, initial_states
+from sbp_torch.graph_capture import UpdateOptions, initial_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sbp_core.errors import SbpLookupError, SbpValueError
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 from sbp_torch.interchange import torch_states
 from sbp_torch.interchange.torch_states import (
     copy_to_model,

@@ -65,7 +65,7 @@ def _gpt_plan(graph: LogicalGraph, way: str) -> PhysicalPlan:
 
 def _measured(plan: PhysicalPlan, gpt: Program, way: str) -> dict[int, tuple[int, int]]:
     """Return by rank the bytes at the peak of the second step, and after it."""
-    from sbp_torch.capture import initial_states
+    from sbp_torch.graph_capture import initial_states
 
     model, optimizer = gpt.build(torch.float64)
     states, meter = initial_states(model, optimizer), MemoryMeter(plan)

@@ -23,7 +23,6 @@ from updates import (
 )
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import (
     FETCH_THREAD,
     PLAN,
@@ -39,9 +38,10 @@ from sbp_core.graph.primitives import CLONE
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, lifetime, predict_memory
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
+from sbp_torch.graph_capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.testing.cases import assert_pieces

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.pipeline import SCHEDULES
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.reference import ReferenceConfig, ReferenceSession
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import (

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten import PassOptions, prepare_step
-from sbp_core.check import check
 from sbp_core.compile import Compute, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.reference import ReferenceConfig, ReferenceSession
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import graph_states, small_cluster, split_batch

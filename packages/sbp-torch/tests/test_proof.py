@@ -18,7 +18,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.errors import GraphError
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Ref, graph_hash
 from sbp_core.passes import RecomputeOptions
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.proof import PlannedStep, prove
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
 from sbp_torch.proof.numbering import Numbering, numbered
@@ -232,7 +232,7 @@ def test_what_takes_too_long_is_proved_on_fewer_rows_or_not_at_all(monkeypatch):
     step = PlannedStep(before=graph, after=prepare_step(graph, 2, loss=WHOLE), example=batch_of())
     few = PlannedStep(before=small, after=prepare_step(small, 2, loss=WHOLE), example=batch_of(2))
     monkeypatch.setattr(
-        sys.modules["sbp_torch.proof.prove"],
+        sys.modules["sbp_torch.proof.proofs"],
         "_whole_s",
         lambda step: float(step.before.tensor("x").shape[0]),
     )

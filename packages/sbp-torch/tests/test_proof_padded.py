@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import OutputKind
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.proof import OutputDifference, PaddedStep
 
 WORDS = 5

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import graphs, placements, random_values, strategies
 
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.graph import LogicalGraph
+from sbp_core.plan_check import check
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.runtime.single import run_graph

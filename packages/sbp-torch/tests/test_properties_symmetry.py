@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import graphs, placements, strategies
 
-import sbp_core.check as check_module
-from sbp_core.check import check
+import sbp_core.plan_check as check_module
 from sbp_core.compile import CompileOptions, compile_plan, order
 from sbp_core.compile.actors import ActorId
 from sbp_core.compile.instructions import Instructions
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import FoldedPlan, fold
-from sbp_core.simulate import network, simulate
+from sbp_core.plan_check import check
+from sbp_core.simulation import network, simulate
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from sbp_core.passes.saved_activations import saved_bytes, saved_values
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

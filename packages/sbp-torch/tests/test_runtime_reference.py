@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpValueError
@@ -16,10 +15,11 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
 from sbp_torch.runtime.single import run_graph

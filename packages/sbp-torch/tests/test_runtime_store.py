@@ -21,8 +21,8 @@ from sbp_core.infer.pins import PinValue
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
-from sbp_torch.capture import capture, initial_states
 from sbp_torch.deferred_init import DeferredModel, DeferredStates, deferred
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.testing.models import PROGRAMS, Program, same_states
 

@@ -19,7 +19,7 @@ from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_core.testing.plans import diamond, strategy_of
-from sbp_torch.capture import initial_states
+from sbp_torch.graph_capture import initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.segments.codegen import (

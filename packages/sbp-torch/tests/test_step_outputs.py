@@ -15,7 +15,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
-from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_torch.graph_capture import capture, initial_states, scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions

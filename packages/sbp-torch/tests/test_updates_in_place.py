@@ -9,7 +9,7 @@ from updates import ALL, STRATEGIES, made, net_batch, net_loss, rates, sharded_p
 from sbp_aten.passes import prepare_step
 from sbp_aten.traits import TRAITS
 from sbp_core.compile import OVERWRITE, Compute, Instruction, PhysicalPlan, keys_in
-from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
+from sbp_torch.graph_capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.ops import fused_updates
 from sbp_torch.ops.host_copies import HOST_COPIES
 from sbp_torch.ops.operators import operator_of

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn, optim
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import InputKind, LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import (
+from sbp_torch.graph_capture import (
     UpdateOptions,
     capture,
     initial_states,

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from sbp_core import Strategy, infer_strategy
 from sbp_core.errors import unknown_name
-from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.planning import PlanContext, SearchedPlanner
-from sbp_core.strategy import Strategy
 from sbp_example_plugin.plugin import PlannerConfig
 
 
@@ -26,7 +25,7 @@ class ExamplePlanner(SearchedPlanner):
         axis = self.config.axis or axes[0]
         if axis not in axes:
             raise unknown_name("mesh axis", axis, axes, where="planner.axis")
-        pins: dict[str, PinValue] = {
+        pins: dict[str, str | dict[str, str]] = {
             "batch": {axis: "S(0)", "*": "B"},
             "use:batch": {axis: "S(0)"},
             "activations": {axis: "S(0)"},

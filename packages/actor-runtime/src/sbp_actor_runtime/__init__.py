@@ -1,7 +1,4 @@
-"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank.
-
-Stability: provisional.
-"""
+"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank."""
 
 from __future__ import annotations
 

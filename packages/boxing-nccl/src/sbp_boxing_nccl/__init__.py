@@ -1,8 +1,6 @@
 """Boxing over MPI (`mpi`) and over NCCL (`nccl`): two backends, with their settings in `configs`.
 
 What all backends of several processes share is in `sbp_core.processes`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Read the modules in this order: `configs` (settings), `rendezvous` (which rank t
 store that all reach), `group` (collectives and messages of one set of ranks), `connections` (all
 groups, messages on their way, and how it all breaks), `communicator` (one step), `backend`. What
 all backends of several processes share is in `sbp_core.processes`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

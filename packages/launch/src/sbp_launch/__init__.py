@@ -5,31 +5,45 @@ process among those that torchrun, mpiexec or Slurm started. `compose` returns t
 command line of `sbp-train`.
 
 Everything is loaded when first used; importing this package imports no torch.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room, moved_module
 
 if TYPE_CHECKING:
     from sbp_launch.data import SampleOrder
     from sbp_launch.hydra_config import compose
-    from sbp_launch.parallelize import parallelize as parallelize
+    from sbp_launch.parallel import (
+        LengthBuckets,
+        MicroBatches,
+        ParallelStep,
+        ProgramStep,
+        StepOutput,
+        parallelize,
+    )
     from sbp_launch.world import World
 
-__all__ = ["SampleOrder", "World", "compose", "parallelize"]
+__all__ = [
+    "LengthBuckets",
+    "MicroBatches",
+    "ParallelStep",
+    "ProgramStep",
+    "SampleOrder",
+    "StepOutput",
+    "World",
+    "compose",
+    "parallelize",
+]
 
-# `parallelize` is a module that is also called: `parallelize(model, ...)`.
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "SampleOrder": "data",
-        "World": "world",
-        "compose": "hydra_config",
-        "parallelize": "parallelize",
-    },
+    data="SampleOrder",
+    hydra_config="compose",
+    parallel="LengthBuckets MicroBatches ParallelStep ProgramStep StepOutput parallelize",
+    world="World",
 )
+
+moved_module("sbp_launch.parallelize", "sbp_launch.parallel")

@@ -1,7 +1,4 @@
-"""The group `compile`: how a step is captured, rewritten and laid out.
-
-Stability: provisional.
-"""
+"""The group `compile`: how a step is captured, rewritten and laid out."""
 
 from __future__ import annotations
 

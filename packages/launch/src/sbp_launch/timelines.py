@@ -8,8 +8,6 @@ below:
     rank 0 │0 1 2 0 1 2 │          rank 0 │0 1 2│
     rank 1 │  0 0 1 1 2 2│         ...
                                    4 ──── 8
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ have been started by one that is below it:
 
 Variables of torchrun that something else has set, with those of another launcher, have to say the
 same. Holds no rendezvous: the boxing backends meet by what `World.variables` says.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

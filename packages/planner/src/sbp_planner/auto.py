@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError
 from sbp_core.graph import LogicalGraph, block_of, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
@@ -440,7 +440,7 @@ class _Search:
             least = self.leanest()[0]
             needed = self.tried[least]
             assert isinstance(needed, Compiled), "it was compiled"
-            raise PlanError(
+            raise MemoryLimitError(
                 f"nothing that was tried fits the {format_bytes(self.limit_bytes)} of a rank: the "
                 f"least, {least}, needs {format_bytes(needed.memory_bytes)}",
                 where="planner auto",

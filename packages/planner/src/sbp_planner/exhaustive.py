@@ -22,7 +22,7 @@ from math import inf, log10
 
 import numpy as np
 
-from sbp_core.errors import ConfigError, PlanError, SbpError, SignatureError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError, SignatureError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import FORBIDDEN_S, PinValue, StepProblem, joint_problem, strategy_of
 from sbp_core.planning import (
@@ -88,7 +88,7 @@ class ExhaustivePlanner(SearchedPlanner):
                 raise problems[0]
             compiled = sum(one.compilation.num_compiled for one in looked_at)
             least_bytes = min(one.least_bytes for one in looked_at)
-            raise PlanError(
+            raise MemoryLimitError(
                 f"nothing fits the {format_bytes(limit)} of a rank: the least of "
                 f"{compiled} plans needs {format_bytes(least_bytes)}",
                 todo="raise the limit, or take more ranks or micro-batches",

@@ -25,7 +25,7 @@ from math import exp
 from random import Random
 from time import monotonic
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError, PlanError
 from sbp_core.infer import FORBIDDEN_S, StepProblem, joint_problem, strategy_of
 from sbp_core.planning import Compiled, PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
@@ -88,9 +88,10 @@ class McmcPlanner(SearchedPlanner):
                 accepted += 1
             best = min(best, found, key=Compiled.rank)
         if not best.fits:
-            raise PlanError(
+            raise MemoryLimitError(
                 f"no state of a walk of {count} proposals fits the {format_bytes(limit)} of a rank:"
                 f" the least needs {format_bytes(best.memory_bytes)}",
+                accepted=f"{context.limit_key} >= {best.memory_bytes:.0f}",
                 todo="choose planner=osdp or planner=ilp, which look for what fits; or raise the "
                 "limit or planner.proposals",
             )

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError
+from sbp_core.errors import MemoryLimitError
 from sbp_core.graph import InputKind, LogicalGraph
-from sbp_core.memory import CallLayouts, MemoryKind, RankMemory, predict_memory
+from sbp_core.memory import MemoryKind, RankMemory
 from sbp_core.passes import least_recompute_budget
 from sbp_core.units import format_bytes
 
@@ -34,10 +34,10 @@ def no_fit(
     limit_bytes: float,
     least_bytes: int,
     num_sharded: int,
-    layouts: CallLayouts | None,
+    memory: RankMemory | None,
     limit_key: str,
     has_slices: bool = False,
-) -> ConfigError:
+) -> MemoryLimitError:
     """Return the error of a limit that no choice keeps.
 
     Args:
@@ -46,16 +46,13 @@ def no_fit(
         limit_bytes: Memory of a rank.
         least_bytes: What that choice needs.
         num_sharded: How many parameters it shards.
-        layouts: How results lie; None if that is not known, so that nothing is said of kinds.
+        memory: What its fullest rank holds; None if that is not known, so that nothing is said of
+            kinds.
         limit_key: The setting that is the limit.
         has_slices: Whether slices of operators have been tried.
     """
     held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
-    memory = None
-    if layouts is not None:
-        ranks = predict_memory(plan, layouts=layouts).ranks.values()
-        memory = max(ranks, key=lambda rank: rank.peak)
-    return ConfigError(
+    return MemoryLimitError(
         f"no choice fits {format_bytes(limit_bytes)} on a rank: the least, with {held}, needs "
         f"{format_bytes(least_bytes)}{_parts(memory)}",
         where=("planner osdp", limit_key),

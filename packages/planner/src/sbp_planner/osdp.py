@@ -12,7 +12,7 @@ pipeline has a limit of its own (`sharding`).
 
 Two strategies are made: everything replicated, everything sharded. Another choice takes what is
 decided on each parameter, and on what its gradient and update alone depend on, from one of them.
-Its time is that of a replay of the compiled plan (`sbp_core.simulate`), so boxing that overlaps
+Its time is that of a replay of the compiled plan (`sbp_core.simulation`), so boxing that overlaps
 with compute costs only what it delays. Neither time nor memory is a sum over parameters, so the
 search goes in parts:
 
@@ -54,7 +54,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, SbpError
 from sbp_core.graph_variant import GraphFamily
 from sbp_core.infer import PIPE_AXIS, pipelined, predict_cost
 from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
@@ -64,7 +64,7 @@ from sbp_planner.no_fit import no_fit
 from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
 from sbp_planner.osdp_variants import TriedVariant, VariantSearch
 from sbp_planner.sharding import ShardingExtremes, ends_of
-from sbp_planner.storage_search import SearchCache, improve
+from sbp_planner.storage_search import improve
 
 #: With `batch_sizes=auto`, how often the batch is doubled at most.
 _MAX_DOUBLINGS = 8
@@ -87,7 +87,7 @@ class OsdpPlanner(SearchedPlanner):
                 which kinds of memory, and what would make it fit.
         """
         request = context.request
-        search = self._search(request, monotonic() + context.time_limit_s, SearchCache())
+        search = self._search(request, monotonic() + context.time_limit_s)
         best = search.run()
         if request.progress:
             request.progress("choosing what to shard", 0.6)
@@ -112,7 +112,7 @@ class OsdpPlanner(SearchedPlanner):
     def _limit_key(self) -> str:
         return f"{'planner' if self.config.memory_bytes else 'cluster'}.memory_bytes"
 
-    def _search(self, request: PlanRequest, ends_at: float, learned: SearchCache) -> VariantSearch:
+    def _search(self, request: PlanRequest, ends_at: float) -> VariantSearch:
         mesh = request.mesh
         axis = check_split_axis(self.config.axis, mesh.mesh_shape, mesh.axes)
         others = [
@@ -130,7 +130,6 @@ class OsdpPlanner(SearchedPlanner):
             limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
             may_split_classes=max(others, default=1) > 1,
             ends_at=ends_at,
-            learned=learned,
         )
 
     def _ends(self, request: PlanRequest, axis: str) -> ShardingExtremes:
@@ -203,21 +202,22 @@ class OsdpPlanner(SearchedPlanner):
         try:
             other = family.with_batch(size)
             asked = replace(request, graph=other.graph(other.variant), family=other)
-            best = self._search(asked, search.ends_at, search.learned).run()
+            best = self._search(asked, search.ends_at).run()
         except SbpError as error:
             return Batch(batch_size=size, problem=error.what)
         self._improve(best)
         return _batch(size, best)
 
-    def _no_fit(self, best: TriedVariant, others: list[Batch]) -> ConfigError:
+    def _no_fit(self, best: TriedVariant, others: list[Batch]) -> MemoryLimitError:
         search, least = best.search, best.choice
+        peaks = search.peaks(least)
         error = no_fit(
             search.plan(least),
             search.request.graph,
             limit_bytes=search.limit_bytes,
             least_bytes=search.memory(least),
             num_sharded=sum(least),
-            layouts=search.learned.layouts,
+            memory=None if peaks is None else max(peaks.values(), key=lambda rank: rank.peak),
             limit_key=self._limit_key,
             has_slices=best.variant is not None,
         )
@@ -226,7 +226,7 @@ class OsdpPlanner(SearchedPlanner):
             return error
         fastest = max(fitting, key=lambda batch: batch.samples_per_s)
         todo = f"trainer.batch_size={fastest.batch_size}: fits;\n    {error.todo}"
-        return error.replaced(ConfigError, todo=todo)
+        return error.replaced(MemoryLimitError, todo=todo)
 
 
 def _batch(size: int, tried: TriedVariant) -> Batch:

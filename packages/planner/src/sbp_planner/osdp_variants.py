@@ -27,7 +27,7 @@ from sbp_core.memory import MemoryKind
 from sbp_core.planning import PlanRequest, recompute_budgets, splits_classes, variant_words
 from sbp_planner.guide import shard_bytes
 from sbp_planner.sharding import ShardingExtremes
-from sbp_planner.storage_search import Choice, SearchCache, StorageSearch
+from sbp_planner.storage_search import Choice, StorageSearch
 
 #: Slices that are tried first, and then more or fewer.
 _FIRST_COUNT, _OTHER_COUNTS = 4, (2, 8)
@@ -97,7 +97,6 @@ class VariantSearch:
         limit_bytes: Memory of one rank.
         may_split_classes: Whether the mesh has an axis on which classes may be split.
         ends_at: When no further variant is looked at, as `time.monotonic` counts.
-        learned: Shared by all searches.
         tried: Those that were looked at.
         untried: Whether there was no time for others.
         problems: Of variants that cannot be planned.
@@ -108,7 +107,6 @@ class VariantSearch:
     limit_bytes: float
     may_split_classes: bool
     ends_at: float = inf
-    learned: SearchCache = field(default_factory=SearchCache)
     tried: list[TriedVariant] = field(default_factory=list)
     untried: bool = False
     problems: dict[str, SbpError] = field(default_factory=dict)
@@ -258,9 +256,7 @@ class VariantSearch:
         quiet = replace(request, progress=None, family=None)
         if self.request.progress and variant is not None:
             self.request.progress(f"trying {variant_words(variant)}", 0.2)
-        search = StorageSearch(
-            request=quiet, ends=self.ends(quiet), limit_bytes=self.limit_bytes, learned=self.learned
-        )
+        search = StorageSearch(request=quiet, ends=self.ends(quiet), limit_bytes=self.limit_bytes)
         tried = TriedVariant(
             variant=variant, search=search, unlimited_s=search.step_s(search.unlimited())
         )

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any
 
 from sbp_core.cost import boxing_time_s, fastest_route
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError
 from sbp_core.graph import TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
 from sbp_core.placement import Placement
@@ -385,7 +385,7 @@ class _Placer:
             PlanError: nothing fits.
         """
         if not self.found:
-            raise PlanError(
+            raise MemoryLimitError(
                 f"no placement of {len(self.groups.groups)} groups fits the "
                 f"{format_bytes(self.limit_bytes)} of a rank, by what they hold of parameters and "
                 "activations",
@@ -395,7 +395,7 @@ class _Placer:
             )
         best = min(self.found, key=lambda one: one.compiled.rank())
         if not best.compiled.fits:
-            raise PlanError(
+            raise MemoryLimitError(
                 f"no placement that was compiled fits the {format_bytes(self.limit_bytes)} of a "
                 f"rank: the least needs {format_bytes(best.compiled.memory_bytes)}",
                 where=f"planner {self.planner}",

@@ -18,7 +18,7 @@ from math import inf
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, Pipelined, infer_strategy
 from sbp_core.planning import Compilation, PlanContext, PlanRequest, SearchedPlanner
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import PropagateConfig

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.errors import ConfigError, PlanError, SbpLookupError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpLookupError
 from sbp_core.infer import Pipelined, pipelined
 from sbp_core.memory import predict_memory
 from sbp_core.pipeline import SCHEDULES
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import AUTO, ManualConfig, PropagateConfig
@@ -72,7 +72,7 @@ def with_schedule(
             return strategy
     fits = [one for one in tried.values() if one.memory_bytes is None or one.memory_bytes <= limit]
     if not fits:
-        raise PlanError(
+        raise MemoryLimitError(
             f"no schedule of the pipeline fits the {format_bytes(limit)} of a device",
             where=[_line(name, one) for name, one in tried.items()],
             accepted="more cluster.memory_bytes, or plans that need less",

@@ -16,14 +16,14 @@ from functools import cache, partial
 from itertools import accumulate
 from math import inf, isfinite
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError
 from sbp_core.infer import PIPE_AXIS, FixedDecisions, Pipelined, pipelined, resolve_pins
-from sbp_core.planning import Compilation, Compiled, PlanRequest
+from sbp_core.planning import Compilation, Compiled, LimitSearch, PlanRequest, search_limits
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
 from sbp_core.units import format_bytes, format_seconds
@@ -53,7 +53,7 @@ _MAX_TRIES = 8
 _GROWTH = 1.25
 
 #: Of the limit, how near limits are to each other that are not told apart.
-_LEAST_CORRECTION = 0.02
+_RESOLUTION = 0.02
 
 #: Places to cut that are looked at.
 _MAX_PLACES = 200
@@ -159,6 +159,10 @@ class StageSettings:
     gap: float = 0.0
 
 
+#: Stages, and the program of each.
+_Cut: TypeAlias = tuple[LazyPlan, list[StageProgram]]
+
+
 class StageSearch:
     """The search for the stages of one request.
 
@@ -192,35 +196,41 @@ class StageSearch:
         Raises:
             PlanError: nothing that was found fits; says what was.
         """
-        limit, least = self.settings.limit_bytes, inf
-        # Counted limits within which there are no stages, and those whose plans do not fit.
-        below, above, wanted = 0.0, inf, limit
-        for number in range(_MAX_TRIES):
-            self._say("cutting the model into stages", number / _MAX_TRIES)
-            found = self.cut(wanted)
-            if found is None:
-                below = wanted
-                wanted = _GROWTH * wanted if above == inf else (below + above) / 2
-            else:
-                programs = self.programs(found, wanted)
-                compiled = self.compilation.compiled(self.strategy(found, programs))
-                if compiled.fits:
-                    return compiled
-                least, above = min(least, compiled.memory_bytes), wanted
-                # What is held besides what was counted is taken off the limit.
-                counted = max(program.memory_bytes for program in programs)
-                wanted = counted + limit - compiled.memory_bytes
-                if not below < wanted < above - _LEAST_CORRECTION * limit:
-                    wanted = (below + above) / 2
-            if above - below < _LEAST_CORRECTION * limit:
-                break
-        raise self._nothing_fits(least)
+        limit_bytes, least = self.settings.limit_bytes, inf
+        best: Compiled | None = None
 
-    def _nothing_fits(self, least_bytes: float) -> PlanError:
+        def choose(wanted: float) -> _Cut | None:
+            self._say("cutting the model into stages", 1 - search.tries / _MAX_TRIES)
+            found = self.cut(wanted)
+            return None if found is None else (found, self.programs(found, wanted))
+
+        def compiled() -> list[float]:
+            nonlocal best, least
+            assert search.asked is not None, "it is compiled because it was chosen"
+            found = self.compilation.compiled(self.strategy(*search.asked))
+            if found.fits:
+                best, search.tries = found, 0  # the first that fits is taken
+            least = min(least, found.memory_bytes)
+            return [found.memory_bytes]
+
+        search = LimitSearch(
+            limit_bytes=limit_bytes,
+            choose=choose,
+            counted=lambda cut: max(program.memory_bytes for program in cut[1]),
+            wanted=limit_bytes,
+            resolution_bytes=_RESOLUTION * limit_bytes,
+            tries=_MAX_TRIES,
+        )
+        search_limits([search], compiled)
+        if best is None:
+            raise self._nothing_fits(least)
+        return best
+
+    def _nothing_fits(self, least_bytes: float) -> MemoryLimitError:
         settings, some = self.settings, isfinite(least_bytes)
         needs = f"the least needs {format_bytes(least_bytes)}" if some else "there are none at all"
         key = settings.limit_key
-        return PlanError(
+        return MemoryLimitError(
             f"no stages that were found fit the {format_bytes(settings.limit_bytes)} of a rank: "
             f"{needs}",
             where=f"planner {settings.planner}",

@@ -4,36 +4,33 @@
     choice      for each parameter, whether it is sharded
 
 Each rank has a memory of its own, so the guide is a knapsack for each cell, and each has a limit of
-its own, which is corrected by what the ranks of the cell hold in the compiled plan:
-
-    asked       least seconds of the guide within the cell's limit of the guide
-    compiled    more on a rank of the cell than its memory: a lower limit; else a higher one
-
-until the last choice that fits is next to one that does not, in each cell. Single changes and
-exchanges of what that leads to are in `improve`.
+its own, which is corrected by what the ranks of the cell hold in the compiled plan
+(`sbp_core.planning.LimitSearch`). Single changes and exchanges of what that leads to are in
+`improve`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from math import inf
+from operator import attrgetter
 
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.errors import PlanError, SbpLookupError
-from sbp_core.infer import predict_cost
-from sbp_core.memory import CallLayouts, RankMemory, call_layouts, offloaded_bytes, predict_memory
-from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.compile import PhysicalPlan
+from sbp_core.memory import RankMemory, offloaded_bytes
+from sbp_core.planning import Compilation, LimitSearch, PlanRequest, search_limits
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
 from sbp_planner.sharding import ShardingExtremes, mixed
 
-#: Choices of the guide that are compiled; each is between one that fits and one that does not.
+#: Choices of the guide that are looked at; each lies between one that fits and one that does not.
 MAX_TRIES = 12
+
+#: Of the limit, how near limits of the guide are to each other that are not told apart.
+RESOLUTION = 1e-3
 
 #: Exchanges of parameters that are compiled before the search ends.
 MAX_EXCHANGES = 16
@@ -61,17 +58,6 @@ class Cell:
     parameters: tuple[int, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class SearchCache:
-    """What searches on similar graphs share.
-
-    Args:
-        layouts: How the results of calls lie; None until the first is asked for.
-    """
-
-    layouts: CallLayouts | None = None
-
-
 @dataclass(kw_only=True)
 class StorageSearch:
     """What is known of the choices that were looked at.
@@ -80,21 +66,22 @@ class StorageSearch:
         request: What to plan.
         ends: The strategies that shard none, and all.
         limit_bytes: Memory of one rank.
-        learned: Shared with other searches.
     """
 
     request: PlanRequest
     ends: ShardingExtremes
     limit_bytes: float
-    learned: SearchCache = field(default_factory=SearchCache)
     #: The fastest choice so far that fits; among equals the one with the least memory.
     best: Choice | None = None
     is_exact: bool = True
     _step_s: dict[Choice, float] = field(default_factory=dict)
     _memory: dict[Choice, dict[int, int]] = field(default_factory=dict)
     _host_bytes: dict[Choice, int] = field(default_factory=dict)
-    #: The choice that was compiled last, and its plan: plans are too large to keep them all.
-    _compiled: tuple[Choice, PhysicalPlan] | None = None
+
+    @cached_property
+    def compilation(self) -> Compilation:
+        """What compiles the choices."""
+        return Compilation(request=self.request, limit_bytes=self.limit_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,16 +133,12 @@ class StorageSearch:
 
     def plan(self, choice: Choice) -> PhysicalPlan:
         """Return the compiled plan of a choice."""
-        if self._compiled is None or self._compiled[0] != choice:
-            options = self.request.options or CompileOptions(cluster=self.request.cluster)
-            plan = compile_plan(self.request.graph, self.strategy(choice), options)
-            self._compiled = choice, plan
-        return self._compiled[1]
+        return self.compilation.plan(self.strategy(choice))
 
     def step_s(self, choice: Choice) -> float:
         """Return the predicted time of a step of the compiled plan."""
         if choice not in self._step_s:
-            self._step_s[choice] = simulate(self.plan(choice)).step_s
+            self._step_s[choice] = self.compilation.step_s(self.plan(choice))
         return self._step_s[choice]
 
     def memory(self, choice: Choice) -> int:
@@ -174,34 +157,22 @@ class StorageSearch:
     def memory_by_rank(self, choice: Choice) -> dict[int, int]:
         """Return what each rank holds at its peak, of the compiled plan, in bytes."""
         if choice not in self._memory:
-            ranks = self.peaks(choice)
-            if ranks is not None:
-                self._memory[choice] = {rank: found.peak for rank, found in ranks.items()}
-            else:
-                self.is_exact = False
-                request = self.request
-                found = predict_cost(
-                    request.graph, self.strategy(choice), request.cluster, request.options
-                )
-                bound = found["predicted_memory_bytes_per_rank"]
-                self._memory[choice] = dict.fromkeys(self.ends.replicated.ranks, bound)
+            plan = self.plan(choice)
+            self._memory[choice] = self.compilation.by_rank(plan)
+            self.is_exact = self.is_exact and self.compilation.report(plan) is not None
             # While its plan is there:
             self.step_s(choice)
-            self._host_bytes[choice] = offloaded_bytes(self.plan(choice))
+            self._host_bytes[choice] = offloaded_bytes(plan)
         return self._memory[choice]
 
-    def peaks(self, choice: Choice) -> dict[int, RankMemory] | None:
+    def peaks(self, choice: Choice) -> Mapping[int, RankMemory] | None:
         """Return what is at the peak of each rank; None if it is not known how results lie."""
-        try:
-            # Shared by all plans: most of their calls are alike.
-            self.learned.layouts = self.learned.layouts or call_layouts()
-            return dict(predict_memory(self.plan(choice), layouts=self.learned.layouts).ranks)
-        except (SbpLookupError, PlanError):
-            return None
+        found = self.compilation.report(self.plan(choice))
+        return None if found is None else found.ranks
 
     def fits(self, choice: Choice) -> bool:
         """Whether a choice keeps to the limit; the best one that does is remembered."""
-        host_limit_bytes = self.request.cluster.device.host_memory_bytes or 0
+        host_limit_bytes = self.compilation.host_limit_bytes
         does = (
             self.memory(choice) <= self.limit_bytes and self.host_bytes(choice) <= host_limit_bytes
         )
@@ -222,110 +193,45 @@ class StorageSearch:
 
     def follow(self) -> None:
         """Look at choices of the guide, from the fastest one to the last that fits in each cell."""
-        parts = [_CellSearch.of(self, cell) for cell in self.cells]
-        for _ in range(MAX_TRIES):
-            choice = self._joined(parts)
+        limits = [self._limit_search(cell) for cell in self.cells]
+
+        def held_bytes() -> list[int]:
+            choice = self._joined(limits)
             self.fits(choice)
-            for part in parts:
-                part.see(self.cell_memory(choice, part.cell))
-            if all(part.is_settled for part in parts):
-                break
+            return [self.cell_memory(choice, cell) for cell in self.cells]
+
+        search_limits(limits, held_bytes)
         # Each cell as it last fitted: what was compiled last may have had one that did not.
-        for part in parts:
-            part.take_fitting()
-        self.fits(self._joined(parts))
+        self.fits(self._joined(limits))
         # Both ends are looked at in any case: so the result is no worse than either that fits.
         self.fits(self.all_replicated)
         self.fits(self.all_sharded)
 
-    def _joined(self, parts: Sequence[_CellSearch]) -> Choice:
+    def _limit_search(self, cell: Cell) -> LimitSearch[KnapsackSolution]:
+        """Return the search for the limit of the guide of a cell."""
+        items = tuple(self.items[index] for index in cell.parameters)
+        most = choose(items, inf)
+        assert most is not None, "without a limit everything fits"
+        return LimitSearch(
+            limit_bytes=self.limit_bytes,
+            choose=partial(choose, items),
+            counted=attrgetter("memory_bytes"),
+            wanted=most.memory_bytes,
+            above=most.memory_bytes + 1.0,
+            resolution_bytes=RESOLUTION * self.limit_bytes,
+            tries=MAX_TRIES,
+        )
+
+    def _joined(self, limits: Sequence[LimitSearch[KnapsackSolution]]) -> Choice:
         choice = [True] * len(self.names)
-        for part in parts:
-            for index, chosen in zip(part.cell.parameters, part.chosen, strict=True):
-                choice[index] = chosen == SHARDED
+        for cell, one in zip(self.cells, limits, strict=True):
+            if one.chosen is not None:
+                for index, chosen in zip(cell.parameters, one.chosen.chosen, strict=True):
+                    choice[index] = chosen == SHARDED
         return tuple(choice)
 
     def _rank(self, choice: Choice) -> tuple[float, int]:
         return self.step_s(choice), self.memory(choice)
-
-
-@dataclass(slots=True, kw_only=True)
-class _CellSearch:
-    """The search for the limit of one cell's guide.
-
-    Args:
-        cell: Which.
-        items: Of its parameters.
-        limit_bytes: Memory of a rank.
-        most: The fastest choice of the guide.
-        asked: The one that is looked at; None to shard everything.
-        above: Of the guide, what does not fit.
-        below: Of the guide, what fits.
-        fitting: The fastest choice that did.
-        is_settled: Whether there is nothing left to look for.
-    """
-
-    cell: Cell
-    items: Items
-    limit_bytes: float
-    most: KnapsackSolution
-    asked: KnapsackSolution | None
-    above: float
-    below: float = 0.0
-    fitting: KnapsackSolution | None = None
-    is_settled: bool = False
-
-    @classmethod
-    def of(cls, search: StorageSearch, cell: Cell) -> _CellSearch:
-        items = tuple(search.items[index] for index in cell.parameters)
-        most = choose(items, inf)
-        assert most is not None, "without a limit everything fits"
-        return cls(
-            cell=cell,
-            items=items,
-            limit_bytes=search.limit_bytes,
-            most=most,
-            asked=most,
-            above=most.memory_bytes + 1.0,
-        )
-
-    @property
-    def chosen(self) -> tuple[int, ...]:
-        return self.asked.chosen if self.asked else (SHARDED,) * len(self.items)
-
-    def see(self, held_bytes: float) -> None:
-        """Learn what a rank of the cell holds under what was asked; ask for the next."""
-        if self.asked is None:
-            return
-        if held_bytes <= self.limit_bytes:
-            self.fitting, self.below = self.asked, self.asked.memory_bytes
-            # The fastest choice of the guide fits: there is nothing to look for.
-            if self.asked == self.most:
-                self.is_settled = True
-        else:
-            self.above = self.asked.memory_bytes
-            # Beside what other cells do, memory changes a little: what fitted may not any more.
-            if self.fitting is not None and self.fitting.memory_bytes >= self.above:
-                self.fitting, self.below = None, 0.0
-            self.is_settled = False
-        if self.is_settled:
-            return
-        # What the compiled plan holds besides what the guide counts changes little. So the guide's
-        # limit is corrected by how far the plan is from its own, and kept between what is known to
-        # fit and what is known not to; where the correction leads out of that, halve.
-        wanted = self.asked.memory_bytes + self.limit_bytes - held_bytes
-        if not self.below <= wanted < self.above:
-            wanted = (self.below + self.above) / 2
-        found = choose(self.items, wanted)
-        if found is None or found.memory_bytes <= self.below:
-            self.take_fitting()
-            self.is_settled = True
-            return
-        self.asked = found
-
-    def take_fitting(self) -> None:
-        """Go back to the fastest choice that fitted, or to sharding everything."""
-        self.asked = self.fitting
 
 
 def improve(search: StorageSearch, best: Choice) -> Choice:

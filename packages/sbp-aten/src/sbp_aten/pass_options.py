@@ -2,8 +2,6 @@
 
 Values only, so that a config can be checked before anything heavy is imported; `passes` holds the
 passes, and `passes.pipeline` their order.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

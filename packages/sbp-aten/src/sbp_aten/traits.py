@@ -1,7 +1,4 @@
-"""What passes ask about ATen's operators besides their rules: copies, casts, factories, extremes.
-
-Stability: internal.
-"""
+"""What passes ask about ATen's operators besides their rules: copies, casts, extremes."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
 """sbp-core: the algebra, the graph, the compiler, the contracts.
 
 Everything is loaded when first used.
-
-Stability: stable.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy, moved_module
 
 if TYPE_CHECKING:
     from sbp_core import boxing as boxing
-    from sbp_core.check import check as check
     from sbp_core.cluster import Cluster as Cluster
     from sbp_core.cluster import Device as Device
     from sbp_core.cluster import Link as Link
@@ -22,12 +19,13 @@ if TYPE_CHECKING:
     from sbp_core.compile import compile_plan as compile_plan
     from sbp_core.infer import infer_strategy as infer_strategy
     from sbp_core.placement import Placement as Placement
+    from sbp_core.plan_check import check as check
     from sbp_core.plan_request import PlanRequest as PlanRequest
     from sbp_core.sbp import B as B
     from sbp_core.sbp import NdSbp as NdSbp
     from sbp_core.sbp import P as P
     from sbp_core.sbp import S as S
-    from sbp_core.signatures import signatures as signatures
+    from sbp_core.signatures import legal_signatures as legal_signatures
     from sbp_core.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
@@ -49,10 +47,9 @@ __all__ = [
     "check",
     "compile_plan",
     "infer_strategy",
-    "signatures",
+    "legal_signatures",
 ]
 
-# `check` and `signatures` are modules that are also called: `check(plan)`, `signatures(op, ...)`.
 __getattr__, __dir__ = lazy(
     __name__,
     {
@@ -69,9 +66,12 @@ __getattr__, __dir__ = lazy(
         "S": "sbp",
         "Strategy": "strategy",
         "boxing": "boxing",
-        "check": "check",
+        "check": "plan_check",
         "compile_plan": "compile",
         "infer_strategy": "infer",
-        "signatures": "signatures",
+        "legal_signatures": "signatures",
     },
 )
+
+moved_module("sbp_core.check", "sbp_core.plan_check")
+moved_module("sbp_core.simulate", "sbp_core.simulation")

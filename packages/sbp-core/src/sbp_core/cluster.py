@@ -17,8 +17,6 @@ adds smaller ones inside nodes and larger ones around them, at any depth:
 A message takes the latency of the smallest group that holds both its ranks. It passes the links of
 all levels up to there, and the narrowest counts; but what leaves a group of level 0 does not pass
 the link inside it: GPUs reach their network cards next to NVLink, not through it.
-
-Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Python's garbage collector, while modules are loaded and steps are planned.
-
-Stability: internal.
-"""
+"""Python's garbage collector, while modules are loaded and steps are planned."""
 
 from __future__ import annotations
 

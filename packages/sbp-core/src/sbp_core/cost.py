@@ -19,8 +19,6 @@ calls. The time that a step spends on links is `boxing.price`; the
 rest of a boxing is handling its steps and writing their results, so that a slice is not free
 either. Where a calibration measured whole calls of the transport, that rest is in it already, but
 for what the runtime does around a call.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from sbp_core.graph.ir import ITEMSIZE, Argument, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 from sbp_core.strategy import Signature
 
 __all__ = [

@@ -2,8 +2,6 @@
 
 A message says, in this order: what does not hold (with the values), where, what would be accepted,
 and what to do. Errors pickle, so that a worker process can hand one to its launcher.
-
-Stability: stable.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "GraphError",
+    "MemoryLimitError",
     "PlanError",
     "PluginError",
     "RunError",
@@ -133,6 +132,10 @@ class SignatureError(SbpError, ValueError):
 
 class PlanError(SbpError, RuntimeError):
     """A plan that would deadlock, overflow or not fit."""
+
+
+class MemoryLimitError(PlanError, ConfigError):
+    """No plan that was found fits the memory of a rank, which is a setting."""
 
 
 class BoxingError(SbpError, RuntimeError):

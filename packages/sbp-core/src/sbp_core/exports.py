@@ -1,25 +1,19 @@
-"""How packages export names: loaded when they are first used; and modules that can be called.
-
-`from sbp_core import check; check(plan)` and `from sbp_core.check import CheckReport` should both
-work, and importing the submodule rebinds the package's attribute to the module. So the module
-itself passes calls on.
-
-Stability: internal.
-"""
+"""How packages export names: loaded when first used, and under old names with a warning."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from inspect import Signature, getdoc, signature
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from sbp_core.collection import collection_paused
 
-__all__ = ["lazy", "lazy_room", "make_callable"]
+__all__ = ["lazy", "lazy_room", "moved_module", "moved_names"]
 
 
 def lazy(
@@ -56,23 +50,38 @@ def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[
     return lazy(room, {name: home for home, names in homes.items() for name in names.split()})
 
 
-class _CallableModule(ModuleType):
-    """A module whose call is that of its function of the same name."""
+def moved_names(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return `__getattr__` of a room that finds names under their new address, with a warning.
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(self, self.__name__.rpartition(".")[2])
-        return function(*args, **kwargs)
+    Args:
+        room: Name of the room that had them.
+        homes: Old name -> the module and name that it has now: `"sbp_core.planning.Planner"`.
+    """
 
-    @property
-    def __signature__(self) -> Signature:
-        """What `inspect.signature` and help say of a call: the function's own signature."""
-        return signature(getattr(self, self.__name__.rpartition(".")[2]))
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        said = f"{room}.{name} is {homes[name]} now"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        home, _, new = homes[name].rpartition(".")
+        return getattr(import_module(home), new)
+
+    return find
 
 
-def make_callable(name: str) -> None:
-    """Let the loaded module `name` be called like `name.<last part>`, which help of it explains."""
-    module, last = sys.modules[name], name.rpartition(".")[2]
-    module.__class__ = _CallableModule
-    function = getattr(module, last)
-    told = f"{last}{signature(function)}\n\n{getdoc(function) or ''}".rstrip()
-    module.__doc__ = f"{told}\n\nAbout the module:\n\n{module.__doc__ or ''}"
+def moved_module(old: str, new: str) -> None:
+    """Let `from old import name` still work, with a warning, for a module that is called `new` now.
+
+    The package's attribute is left alone: it may be a function that has the old name to itself.
+    """
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        found = getattr(import_module(new), name)
+        warnings.warn(f"{old}.{name} is {new}.{name} now", DeprecationWarning, stacklevel=2)
+        return found
+
+    module = sys.modules[old] = ModuleType(old)
+    module.__spec__ = ModuleSpec(old, None)
+    vars(module)["__getattr__"] = find

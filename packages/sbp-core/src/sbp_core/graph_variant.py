@@ -7,8 +7,6 @@
 A planner that chooses among them gets a `GraphFamily` (`PlanRequest.family`), asks it for graphs,
 and names the variant that it has decided for in its strategy. Which passes make them is the
 business of who makes the family.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

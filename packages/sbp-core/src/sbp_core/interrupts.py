@@ -8,8 +8,6 @@ Inside the block handlers run as usual, but their exceptions are raised at its e
         take_step()               <- Ctrl-C: noted
         count_it()
                                   -> KeyboardInterrupt
-
-Stability: internal.
 """
 
 from __future__ import annotations

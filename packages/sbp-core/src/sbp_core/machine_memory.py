@@ -1,7 +1,4 @@
-"""The memory of this machine or container, and how much of it is free.
-
-Stability: internal.
-"""
+"""The memory of this machine or container, and how much of it is free."""
 
 from __future__ import annotations
 

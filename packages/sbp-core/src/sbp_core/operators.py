@@ -7,8 +7,6 @@ serves every layout that leaves a rank such a call. Of a call that was never see
 `sbp_core.cost` is taken, times what the nearest known call of the same operator and dtype took over
 its own roofline: nearest by roofline time, as a ratio. An operator that was never seen keeps its
 roofline.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The outputs of commands: text for any encoding, and what to do when an output is lost.
-
-Stability: internal.
-"""
+"""The outputs of commands: text for any encoding, and what to do when an output is lost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Placements: meshes of ranks with named axes, and the groups that collectives work in.
 
 Holds no tensors and no policy.
-
-Stability: stable.
 """
 
 from __future__ import annotations

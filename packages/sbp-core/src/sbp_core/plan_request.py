@@ -2,8 +2,6 @@
 
 `sbp_core.planning` offers both names; they are here because inference, which is below the search
 around planners, takes requests, too.
-
-Stability: internal.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ class PlanRequest:
             the only one. A strategy for another graph of it names its `variant`.
         offloaded: States that are in the memory of the host (`Storage.offloaded`), whoever decided
             that: every strategy for the request has them there, and is priced with their copies.
-        kept: Where planners that compile what they consider may leave their plans, so that what
-            they choose need not be compiled again; None if nobody asks for them.
+        kept: The last plans that were compiled for it, so that the chosen one need not be compiled
+            again.
 
     Raises:
         ConfigError: the mesh has ranks that the cluster does not have.
@@ -57,7 +55,7 @@ class PlanRequest:
     regather: tuple[str, ...] = ("*",)
     family: GraphFamily | None = None
     offloaded: frozenset[str] = frozenset()
-    kept: KeptPlans | None = field(default=None, compare=False)
+    kept: KeptPlans = field(default_factory=KeptPlans, compare=False)
 
     def __post_init__(self) -> None:
         self.cluster.check_ranks(self.mesh)

@@ -4,8 +4,6 @@
 are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,
 meshes have *axes*. This module holds values, text and geometry; which signatures an operator allows
 is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`.
-
-Stability: stable.
 """
 
 from __future__ import annotations

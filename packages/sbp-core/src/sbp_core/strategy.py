@@ -11,8 +11,6 @@ In files, a decision on an op or a state is a text as errors print it, with its 
 '(B, S(1)) @0'
 >>> str(Storage.parse("(B, S(1)) host @1"))
 '(B, S(1)) host @1'
-
-Stability: stable.
 """
 
 from __future__ import annotations

@@ -46,8 +46,6 @@ nodes:
     loss: (S(0)) (B) -> (S(0))
 >>> from_yaml(to_yaml(strategy)) == strategy
 True
-
-Stability: stable.
 """
 
 from __future__ import annotations

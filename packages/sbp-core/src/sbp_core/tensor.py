@@ -3,8 +3,6 @@
 The contracts of runtimes and boxing backends say where tensors go in and come out. The core itself
 hands them on and never looks into one, so that it needs no tensor library; in a process that runs
 plans with `sbp-torch` they are `torch.Tensor`.
-
-Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What ran when, as lanes of bars: simulated or measured, of a schedule or of a plan.
 
 It says nothing of how it is shown; `sbp_launch.timelines` draws it.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

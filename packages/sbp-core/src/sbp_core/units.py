@@ -1,7 +1,4 @@
-"""Numbers for people to read and write; inside, everything is in SI base units.
-
-Stability: stable.
-"""
+"""Numbers for people to read and write; inside, everything is in SI base units."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Paths of the user who runs this: the one place that asks for the home folder.
 
 A user of a container often has none: no `HOME`, and no entry among the users of the system.
-
-Stability: internal.
 """
 
 from __future__ import annotations

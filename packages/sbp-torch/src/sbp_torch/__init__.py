@@ -1,23 +1,57 @@
 """sbp-torch: PyTorch for sbp. Capture, optimizers, execution, verification, boxing in one process.
 
 Everything is loaded when first used; importing this package imports no torch.
-
-Stability: stable.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room, moved_module
 
 if TYPE_CHECKING:
-    from sbp_torch.capture import capture as capture
-    from sbp_torch.capture import initial_states as initial_states
+    from sbp_torch.deferred_init import deferred
+    from sbp_torch.graph_capture import (
+        capture,
+        counted_random,
+        flatten_batch,
+        initial_states,
+        scalar_values,
+    )
+    from sbp_torch.interchange.torch_states import (
+        from_model_state,
+        from_optimizer_state,
+        to_model_state,
+        to_optimizer_state,
+    )
+    from sbp_torch.update_options import LossScaling, UpdateOptions
 
 __version__ = "0.1.0"
 
-__all__ = ["capture", "initial_states"]
+__all__ = [
+    "LossScaling",
+    "UpdateOptions",
+    "capture",
+    "counted_random",
+    "deferred",
+    "flatten_batch",
+    "from_model_state",
+    "from_optimizer_state",
+    "initial_states",
+    "scalar_values",
+    "to_model_state",
+    "to_optimizer_state",
+]
 
-# `capture` is a module that is also called: `capture(model, ...)`.
-__getattr__, __dir__ = lazy(__name__, {"capture": "capture", "initial_states": "capture"})
+__getattr__, __dir__ = lazy_room(
+    __name__,
+    deferred_init="deferred",
+    graph_capture="capture counted_random flatten_batch initial_states scalar_values",
+    update_options="LossScaling UpdateOptions",
+    **{
+        "interchange.torch_states": "from_model_state from_optimizer_state to_model_state "
+        "to_optimizer_state"
+    },
+)
+
+moved_module("sbp_torch.capture", "sbp_torch.graph_capture")

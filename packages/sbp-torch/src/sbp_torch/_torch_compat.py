@@ -4,8 +4,6 @@ Those of its optimizers are in `_torch_optim_compat`, what it does otherwise for
 `_torch_patches`.
 
 Each entry names the versions it was tried on. Everything else in the package uses public names.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What PyTorch does otherwise for a while: the private corners that we replace, and put back.
 
 Each entry names the versions it was tried on.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Calls follow each other in rounds of shuffled order, as those of a step do: what
 written just before, and the code of others ran in between. All ranks make the same calls in the
 same order, and begin each together, so that they share memory and caches as in training. Of each
 round the slowest rank counts, as the others will wait for it, and of the rounds the median.
-
-Stability: internal.
 """
 
 from __future__ import annotations

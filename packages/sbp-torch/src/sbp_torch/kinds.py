@@ -2,8 +2,6 @@
 
 The other kinds are in `sbp_core.plugins.kinds`. This module imports torch for types only, so that
 listing plugins and refusing a config do not wait for it.
-
-Stability: stable.
 """
 
 from __future__ import annotations

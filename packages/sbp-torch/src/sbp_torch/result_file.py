@@ -1,7 +1,4 @@
-"""Results of long work, kept between runs: one in a file, with the budget in which it was found.
-
-Stability: internal.
-"""
+"""Results of long work, kept between runs: one in a file, with the budget in which it was found."""
 
 from __future__ import annotations
 

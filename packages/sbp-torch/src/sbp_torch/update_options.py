@@ -1,7 +1,4 @@
-"""What happens once a step besides the optimizer: `UpdateOptions`.
-
-Stability: provisional.
-"""
+"""What happens once a step besides the optimizer: `UpdateOptions`."""
 
 from __future__ import annotations
 

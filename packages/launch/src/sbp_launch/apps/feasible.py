@@ -28,7 +28,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, SbpError
 from sbp_core.infer import PIPE_AXIS
 from sbp_core.memory import MemoryKind, MemoryReport
 from sbp_core.passes import least_recompute_budget
@@ -348,7 +348,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
         search.run()
     lines = list(feasible_lines(search))
     todo = "\n    ".join([*lines, *([] if search.found else [error.todo])])
-    return error.replaced(ConfigError, todo=todo)
+    return error.replaced(MemoryLimitError, todo=todo)
 
 
 def _sharding(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sbp_core.errors import ConfigError, SbpError, nearest
-from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate_schedule
 from sbp_launch.checks import check_writable
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG
@@ -71,7 +71,7 @@ def run_pipeline(arguments: Sequence[str]) -> int:
             transfer=settings.transfer,
             memory=settings.memory,
         )
-        simulated = simulate(schedule, settings.times, transfer=settings.transfer)
+        simulated = simulate_schedule(schedule, settings.times, transfer=settings.transfer)
         facts = facts_of(simulated)
         sys.stdout.write(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
         show(simulated.timeline(), make_console())

@@ -21,7 +21,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from sbp_core import strategy_yaml
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, MemoryLimitError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
@@ -167,14 +167,13 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     )
     from sbp_launch.apps.feasible import recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
-    from sbp_launch.step.step_planner import is_of_memory
     from sbp_launch.trainer.planning_only import PlanningOnly
 
     settings, desk = config.settings, PlanningOnly(config.run, registry)
     try:
         planned = desk.plan()
-    except (ConfigError, PlanError) as error:
-        if not (is_of_memory(error) and HydraConfig.initialized()):
+    except MemoryLimitError as error:
+        if not HydraConfig.initialized():
             raise
         # Without a look at the files that are written.
         check_run = partial(check, own=_OWN)

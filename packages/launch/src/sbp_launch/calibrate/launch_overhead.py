@@ -40,9 +40,9 @@ from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.runtime import Runtime, SpanKind, Trace
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_launch.calibrate.measuring import Stopwatch
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
 _PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}

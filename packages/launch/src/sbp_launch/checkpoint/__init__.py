@@ -9,8 +9,6 @@
 `manifest` has the values, `cover` checks that pieces make up a tensor, `writing` makes files of
 pieces, `reading` cuts any part of a tensor out of them. `folder_storage` is a storage in a folder.
 `formats` are files of others, in the names of the model.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.names import called_here, model_names, without_wrappers
 from sbp_launch.checkpoint.places import FoundTensors, look, open_tensors
 from sbp_launch.checkpoint.tensors import LazyTensors
-from sbp_torch.capture import UpdateOptions, copied_states
+from sbp_torch.graph_capture import UpdateOptions, copied_states
 from sbp_torch.interchange.torch_states import graph_names, stored_names
 
 

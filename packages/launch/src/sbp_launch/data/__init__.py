@@ -5,8 +5,6 @@ threads is here, in one place. In the order of use: `order` (a shuffled order wi
 epochs, and the cursor that a checkpoint keeps), `source` (the data set behind checks), `loader`
 (the rows of a batch that the ranks of this process hold, and a thread that loads ahead of the
 step).
-
-Stability: internal.
 """
 
 from typing import TYPE_CHECKING

@@ -3,6 +3,4 @@
 `question` reads the texts of `explain=` and `compare=`. `compare` prints the cost of two plans side
 by side. `reasons` says which communication one plan has and the other does not, in a sentence.
 `alternatives` makes the plans that answer `explain=`. `plan_page` is a plan as one HTML file.
-
-Stability: internal.
 """

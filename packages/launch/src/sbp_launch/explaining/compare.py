@@ -25,7 +25,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import graph_hash
 from sbp_core.memory import MemoryReport, RankMemory
-from sbp_core.simulate import Simulation
+from sbp_core.simulation import Simulation
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.console import change_text, columns

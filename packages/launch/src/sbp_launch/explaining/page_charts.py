@@ -1,7 +1,7 @@
 """The drawings of a plan's page over time: the memory of a rank, and the simulated step.
 
 Memory: kinds on top of each other, and the limit. `sbp_core.memory` knows what is alive at each
-instruction, `sbp_core.simulate` when each firing is: the instructions of a firing are taken to be
+instruction, `sbp_core.simulation` when each firing is: the instructions of a firing are taken to be
 equally long.
 
 Timeline: lanes of ranks whose width follows that of the page. Positions are shares of the step, so
@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import floor, log10
 
 from sbp_core.memory import MemoryKind, MemoryProfile
-from sbp_core.simulate import Simulation
+from sbp_core.simulation import Simulation
 from sbp_core.timeline import Bar, Timeline
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.page_model import MEMORY, legend

@@ -10,8 +10,6 @@
 
 This puts them together, with `page_model` and `page_charts`, and makes the tables. The page is
 whole without its script (`page.js`), which opens, filters and enlarges.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
 for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`,
 `utilization` and `report` say the rest; `output` writes all of it on a console and into a folder;
 `source_lines` finds the model's line of an operator that failed. Knows no config of a run:
-`sbp_launch.trainer` and `sbp_launch.parallelize` both plan through this room.
-
-Stability: provisional.
+`sbp_launch.trainer` and `sbp_launch.parallel` both plan through this room.
 """
 
 from __future__ import annotations

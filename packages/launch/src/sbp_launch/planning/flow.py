@@ -18,10 +18,9 @@ from torch import nn
 from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
-from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, LoweredItems, PhysicalPlan, lower
-from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError
 from sbp_core.graph import LogicalGraph, rename_outputs, rename_uses
 from sbp_core.memory import (
     KeptPlans,
@@ -33,16 +32,17 @@ from sbp_core.memory import (
 )
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
+from sbp_core.plan_check import CheckReport, check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import GraphPass
 from sbp_core.sbp import P
 from sbp_core.signatures import UnknownOperator
-from sbp_core.simulate import Simulation, simulate
+from sbp_core.simulation import Simulation, simulate
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
-from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture, without_unused
+from sbp_torch.graph_capture import NO_NUMBERS, NumberPlace, capture, without_unused
 from sbp_torch.proof import StepProof
 from sbp_torch.update_options import UpdateOptions
 
@@ -436,7 +436,8 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
     settle it.
 
     Raises:
-        ConfigError: a rank would not fit its memory.
+        MemoryLimitError: a rank would not fit its memory.
+        ConfigError: a rank would not fit its share of the memory of its host.
     """
     limit_bytes = cluster.device.memory_bytes
     if memory_bound(planned.plan, planned.graph) <= limit_bytes and not offloaded_bytes(
@@ -450,9 +451,9 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
     except PlanError as error:
         host_bytes = cluster.device.host_memory_bytes or 0
         of_host = planned.memory.host_peak > host_bytes
-        raise error.replaced(
-            ConfigError, where=(*error.where, f"cluster.{'host_' * of_host}memory_bytes")
-        ) from error
+        kind = ConfigError if of_host else MemoryLimitError
+        where = (*error.where, f"cluster.{'host_' * of_host}memory_bytes")
+        raise error.replaced(kind, where=where) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from sbp_aten.pass_options import LossMeaning
 from sbp_launch.planning.flow import PlanSettings
 from sbp_launch.planning.report import counted
-from sbp_torch.capture import counted_random, flatten_batch, rebuild_batch, split_losses
+from sbp_torch.graph_capture import counted_random, flatten_batch, rebuild_batch, split_losses
 
 
 class EagerReference:

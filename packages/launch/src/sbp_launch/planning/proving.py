@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sbp_core.graph import LogicalGraph
 from sbp_launch.planning.flow import Planned, prepared
-from sbp_torch.capture import flatten_batch, rebuild_batch
+from sbp_torch.graph_capture import flatten_batch, rebuild_batch
 from sbp_torch.proof import PlannedStep, prove
 
 #: Micro-batches of a step on few samples, and samples of each.
@@ -38,7 +38,7 @@ def proved(
         capture: Captures the step on another number of samples.
 
     Raises:
-        GraphError: the planned step computes something else; see `sbp_torch.proof.prove`.
+        GraphError: the planned step computes something else; see `sbp_torch.proof.proofs`.
     """
     config, settings = planned.settings.compile, planned.settings
     if not config.prove:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from sbp_core.boxing import StepKind
-from sbp_core.check import CheckReport
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
 from sbp_core.memory import MemoryReport
 from sbp_core.placement import Placement
+from sbp_core.plan_check import CheckReport
 from sbp_core.sbp import Split
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.strategy import Strategy

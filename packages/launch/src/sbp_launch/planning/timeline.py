@@ -22,7 +22,7 @@ from sbp_core.compile import (
     PhysicalPlan,
 )
 from sbp_core.graph import Phase, Rate
-from sbp_core.simulate import Simulation
+from sbp_core.simulation import Simulation
 from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_core.units import format_ranges, format_seconds
 from sbp_launch.planning.flow import Planned

@@ -25,7 +25,7 @@ from sbp_core.runtime import BatchIs
 from sbp_launch.step.forms import MOST_FORMS
 from sbp_launch.team import Team
 from sbp_launch.world import World
-from sbp_torch.capture import SampleDims, flatten_batch, rebuild_batch
+from sbp_torch.graph_capture import SampleDims, flatten_batch, rebuild_batch
 
 _WHERE = "the argument pad_to"
 

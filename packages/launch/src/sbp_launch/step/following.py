@@ -19,7 +19,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_launch.planning.unchanged import check_unchanged
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.training import Training
-from sbp_torch.capture import NumberPlace
+from sbp_torch.graph_capture import NumberPlace
 from sbp_torch.guards import ChangedValue, Guard, modules_in_eval_mode
 
 

@@ -33,7 +33,7 @@ from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.training import Training
 from sbp_launch.step.unseen import UnseenChanges
-from sbp_torch.capture import check_modes, flatten_batch, host_numbers, rebuild_batch
+from sbp_torch.graph_capture import check_modes, flatten_batch, host_numbers, rebuild_batch
 from sbp_torch.guards import ChangedValue
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from sbp_launch.step.following import Following
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.step_capture import captured_batch
 from sbp_launch.step.training import Training
-from sbp_torch.capture import flatten_batch
+from sbp_torch.graph_capture import flatten_batch
 
 
 class Mode(Enum):

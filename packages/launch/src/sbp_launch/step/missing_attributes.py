@@ -36,7 +36,7 @@ OF_STEPS: Mapping[str, str] = {
     "param_groups": _OF_OPTIMIZER,
     "state": _OF_OPTIMIZER,
     "optimizer": "use the optimizer that was given to parallelize",
-    "clip_grad_norm_": "give clip_norm=... to parallelize",
+    "clip_grad_norm_": "give update={'clip_norm': ...} to parallelize",
     **dict.fromkeys(
         ("to", "cuda", "cpu"),
         "cluster=... of parallelize says on which devices the ranks are: "

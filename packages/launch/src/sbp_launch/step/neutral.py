@@ -25,7 +25,7 @@ from sbp_launch.planning.flow import PlanSettings, evaluating
 from sbp_launch.step.buckets import BucketPadding, Padding
 from sbp_launch.step.numbers import Places
 from sbp_launch.step.program import OneDeviceProgram
-from sbp_torch.capture import NO_NUMBERS, VELOCITY, capture, flatten_batch, rebuild_batch
+from sbp_torch.graph_capture import NO_NUMBERS, VELOCITY, capture, flatten_batch, rebuild_batch
 from sbp_torch.guards import Guard
 from sbp_torch.proof import OutputDifference, PaddedStep
 
@@ -211,7 +211,7 @@ def _check(found: list[OutputDifference], short: int, size: int) -> None:
             f"padding changes {subject}",
             where="the argument pad_to",
             accepted="padding that changes neither loss nor gradients",
-            todo=f"{_CAUSES}; prove=False pads all the same",
+            todo=f"{_CAUSES}; compile.prove=false pads all the same",
         )
 
 

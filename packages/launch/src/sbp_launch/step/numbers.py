@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_launch.planning.flow import Captured
-from sbp_torch.capture import NumberPlace, check_numbers, placed
+from sbp_torch.graph_capture import NumberPlace, check_numbers, placed
 from sbp_torch.guards import ChangedValue
 
 #: How the names of inputs that are numbers begin.

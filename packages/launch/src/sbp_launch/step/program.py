@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from sbp_core.errors import SbpValueError, unknown_name
 from sbp_launch.step.argument_types import check_loss, check_model, check_optimizer
-from sbp_torch.capture import VELOCITY, SampleDims, UpdateOptions, initial_states
 from sbp_torch.deferred_init import DeferredModel
+from sbp_torch.graph_capture import VELOCITY, SampleDims, UpdateOptions, initial_states
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
 
@@ -155,7 +155,7 @@ class OneDeviceProgram:
         raise SbpValueError(
             f"{name!r} has no values: the model is on the device 'meta'",
             accepted="a model with values; or states for all its parameters and buffers",
-            todo="make it by sbp_torch.deferred_init.deferred(build, seed), which makes each rank "
+            todo="make it by sbp_torch.deferred(build, seed), which makes each rank "
             "its own part; or pass states=..., such as safetensors.torch.load_file(path)",
         )
 

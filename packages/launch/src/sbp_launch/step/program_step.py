@@ -38,7 +38,7 @@ from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.training import Training
 from sbp_launch.team import Team
 from sbp_launch.world import World
-from sbp_torch.capture import flatten_batch
+from sbp_torch.graph_capture import flatten_batch
 from sbp_torch.optim import note_step
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import SbpValueError
-from sbp_torch.capture import UpdateOptions, current_scalars
+from sbp_torch.graph_capture import UpdateOptions, current_scalars
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import Session, known_state, state_slots, widened, with_states_of
 from sbp_launch.planning.flow import Planned, check_fits
 from sbp_launch.step.program import OneDeviceProgram, without_states
-from sbp_torch.capture import copied_states, initial_states, trainable
+from sbp_torch.graph_capture import copied_states, initial_states, trainable
 
 
 class ProgramStates:

@@ -14,7 +14,7 @@ from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_st
 from sbp_launch.planning.proving import proved
 from sbp_launch.step.numbers import Places
 from sbp_launch.step.program import OneDeviceProgram
-from sbp_torch.capture import NO_NUMBERS, flatten_batch, rebuild_batch
+from sbp_torch.graph_capture import NO_NUMBERS, flatten_batch, rebuild_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sbp_core.collection import collection_paused
 from sbp_core.compile import check_strategy
-from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue
 from sbp_core.memory import KeptPlans
@@ -92,14 +92,16 @@ class PlanChoice:
                 )
             check_strategy(graph, self.planner)
             return self.planner
-        request = replace(settings.request(graph, pins), family=family, kept=kept)
+        request = replace(settings.request(graph, pins), family=family)
+        if kept is not None:
+            request = replace(request, kept=kept)
         try:
             return regathering(self.planner.plan(request), settings.compile)
         except ConfigError as error:
             file = self.planner_file
             if not file or file in error.where:
                 raise
-            raise error.replaced(ConfigError, where=(*error.where, file)) from error
+            raise error.replaced(type(error), where=(*error.where, file)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class StepPlanner:
                 heeds none.
 
         Raises:
-            ConfigError: no number of micro-batches makes the step fit its memory.
+            MemoryLimitError: no number of micro-batches makes the step fit its memory.
             SbpError: of the planner.
         """
         choice = self.choice
@@ -156,7 +158,7 @@ class StepPlanner:
         Fewer and larger micro-batches keep the ranks busier. A pipeline wants more of them than
         memory asks for, and is told the number.
         """
-        problem: SbpError | None = None
+        problem: MemoryLimitError | None = None
         for count in self.family.micro_batches:
             settings = replace(self.settings, micro_batches=count)
             try:
@@ -164,9 +166,7 @@ class StepPlanner:
                 captured = Captured.of(self.family.captured(size), settings)
                 found = self._planned(captured, settings, pins)
                 self.check_fits(found)
-            except (ConfigError, PlanError) as error:
-                if not is_of_memory(error):
-                    raise
+            except MemoryLimitError as error:
                 problem = error
                 batches = counted(count, "micro-batch", "es")
                 self.say([f"micro_batches=auto: {batches} would not fit: {error.what}"])
@@ -175,7 +175,7 @@ class StepPlanner:
             return found
         assert problem is not None, "every batch has a divisor"
         raise problem.replaced(
-            ConfigError,
+            MemoryLimitError,
             what=f"trainer.micro_batches=auto: not even {self.family.micro_batches[-1]} "
             f"micro-batches make the step fit: {problem.what}",
             # That has been tried.
@@ -233,12 +233,6 @@ class StepPlanner:
         capture = replace(self.capture, settings=settings)
         with self.stage("proving the step") if settings.compile.prove else nullcontext():
             return capture.proved(planned, self.captured_as(settings).original, batch)
-
-
-def is_of_memory(error: SbpError) -> bool:
-    """Whether a plan was refused for the memory that its ranks need."""
-    told = " ".join((*error.where, error.accepted))
-    return any(key in told for key in ("cluster.memory_bytes", "planner.memory_bytes"))
 
 
 @collection_paused(plans=True)

@@ -18,7 +18,7 @@ from sbp_core.graph import LogicalGraph, Node
 from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.flow import Planned
-from sbp_torch.capture import flatten_batch
+from sbp_torch.graph_capture import flatten_batch
 
 logger = logging.getLogger(__name__)
 

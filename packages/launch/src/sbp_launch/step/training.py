@@ -43,7 +43,7 @@ from sbp_launch.step.optimizer_calls import OptimizerCalls
 from sbp_launch.step.program import OneDeviceProgram, as_stepped
 from sbp_launch.step.states import ProgramStates, held_whole, names_of
 from sbp_launch.team import Team
-from sbp_torch.capture import copied_states
+from sbp_torch.graph_capture import copied_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
 
 

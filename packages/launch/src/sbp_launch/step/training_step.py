@@ -40,7 +40,7 @@ from sbp_launch.step.program_step import ProgramStep
 from sbp_launch.step.saved import StepSaves, as_path, load_step, processes_of
 from sbp_launch.step.step_planner import PlanChoice
 from sbp_launch.step.training import Training
-from sbp_torch.capture import check_modes
+from sbp_torch.graph_capture import check_modes
 from sbp_torch.interchange.torch_states import copy_to_model, to_model_state, to_optimizer_state
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph, graph_hash
-from sbp_torch.capture import difference
+from sbp_torch.graph_capture import difference
 
 #: Seconds of training before the first time, by the seconds of a capture.
 _PATIENCE = 200.0

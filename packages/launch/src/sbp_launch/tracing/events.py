@@ -33,7 +33,7 @@ from typing import Any
 from sbp_core.compile import Actor, ActorId, BoxingActor, Compute, PhysicalPlan, Receive, Send
 from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import MemorySample, Span, SpanKind
-from sbp_core.simulate import Simulation, simulate
+from sbp_core.simulation import Simulation, simulate
 from sbp_launch.planning.moves import updated_module
 from sbp_launch.tracing.times import END_OF, LastArrival, late_ranks
 

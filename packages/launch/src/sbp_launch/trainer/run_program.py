@@ -24,8 +24,8 @@ from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.step.program import OneDeviceProgram
-from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel, deferred
+from sbp_torch.graph_capture import UpdateOptions
 from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
 
 

@@ -2,8 +2,6 @@
 
 Holds no torch: a wrong setting must be answered before torch is imported. Messages begin with the
 name of the setting, which `sbp_core.plugins.merge_settings` completes to its key.
-
-Stability: internal.
 """
 
 from sbp_models.configs.files import (

@@ -6,8 +6,6 @@ program), `record` (the best so far), `solver` (these together, elimination of n
 the search of `large` for what is left). Besides, `chain` solves chains and knapsacks exactly, and
 for tables over any number of nodes, without memory, `prove` proves an assignment by `moved_costs`
 and elimination. `iopddl` has the files of a contest, and random problems.
-
-Stability: provisional.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain

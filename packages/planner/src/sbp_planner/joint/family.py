@@ -34,7 +34,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, SbpError
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PinValue, SharedTables, StepProblem, joint_problem
 from sbp_core.planning import PlanRequest, forms_of, leaner_forms, smaller_variants, variant_words
@@ -366,7 +366,7 @@ class FamilySearch:
         )
         error = least.refusal(f"{late if is_open else ''}take more ranks")
         return error.replaced(
-            PlanError, what=f"{error.what}, of {len(self.seen)} variants of the step"
+            MemoryLimitError, what=f"{error.what}, of {len(self.seen)} variants of the step"
         )
 
     def _told(self, best: _Best) -> Strategy:

@@ -25,7 +25,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError, PlanError
 from sbp_core.infer import (
     FORBIDDEN_S,
     PINS,
@@ -38,7 +38,7 @@ from sbp_core.infer import (
     one_forward_one_backward,
     strategy_of,
 )
-from sbp_core.planning import Compilation, Compiled, PlanRequest
+from sbp_core.planning import Compilation, Compiled, LimitSearch, PlanRequest, search_limits
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
@@ -52,6 +52,9 @@ from sbp_planner.joint.priced import PricedMemory
 #: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
 #: whose plans take long to compile, fewer.
 MAX_TRIES, MAX_LARGE_TRIES = 8, 4
+
+#: Of the limit, how near counted limits are to each other that are not told apart.
+RESOLUTION = 0.01
 
 #: Steps of more variables than this have a price on memory instead of a program with it.
 MAX_PROGRAM_VARIABLES = 600
@@ -305,7 +308,7 @@ class JointSearch:
             )
         return found
 
-    def refusal(self, todo: str) -> PlanError:
+    def refusal(self, todo: str) -> MemoryLimitError:
         """Return the error of a limit that nothing keeps to, once that is known.
 
         Args:
@@ -317,7 +320,7 @@ class JointSearch:
         if self.is_hopeless:
             what = f"no plan fits the {limit} of a rank: the states alone need at least "
             accepted, least, todo = ">", float(self.least_stored_bytes), "take more ranks"
-        return PlanError(
+        return MemoryLimitError(
             f"{what}{format_bytes(least)}",
             where=f"planner {self.settings.planner}",
             accepted=f"{self.settings.limit_key} {accepted} {least:.0f}",
@@ -337,7 +340,7 @@ class JointSearch:
         counted = held(self.problem, self.limit_bytes, self.in_flight)
         is_large = len(counted.usages) > MAX_PROGRAM_VARIABLES
         num_tries = MAX_LARGE_TRIES if is_large else MAX_TRIES
-        above, below = float(counted.peak_bytes(free)), 0.0
+        above = float(counted.peak_bytes(free))
         wanted = self.limit_bytes
         if first is not None:
             wanted += above - first.memory_bytes
@@ -346,31 +349,33 @@ class JointSearch:
             within, entries = counted.within(wanted), MAX_PRICED_ENTRIES
             self.priced = PricedMemory(self.problem, self.step, within, free, max_entries=entries)
         best: tuple[Values, Compiled] | None = None
-        for number in range(num_tries):
-            if not below < wanted < above:
-                wanted = (below + above) / 2
-            self._say("choosing within memory", 0.6 + 0.4 * number / num_tries)
-            values = self.within(counted.within(wanted))
-            if values is None or values in self.plans:
-                # Nothing holds so little; or it is what a lower limit led to.
-                below = wanted
-                wanted = (below + above) / 2
-            elif self.problem.cost(values) >= cutoff_s:
-                # What fits would have to hold more, to cost less.
-                below = wanted
-                wanted = (below + above) / 2
-            else:
-                compiled = self.compiled(values)
-                peak = counted.peak_bytes(values)
-                if compiled.fits:
-                    below = wanted
-                    if best is None or compiled.rank() < best[1].rank():
-                        best = values, compiled
-                else:
-                    above = min(wanted, float(peak))
-                wanted = peak + self.limit_bytes - compiled.memory_bytes
-            if above - below < 0.01 * self.limit_bytes:
-                break
+
+        def choose(limit_bytes: float) -> Values | None:
+            self._say("choosing within memory", 1 - 0.4 * search.tries / num_tries)
+            values = self.within(counted.within(limit_bytes))
+            # What was compiled is what a lower limit led to; what costs too much need not be.
+            if values is None or values in self.plans or self.problem.cost(values) >= cutoff_s:
+                return None
+            return values
+
+        def compiled() -> list[float]:
+            nonlocal best
+            assert search.asked is not None, "it is compiled because it was chosen"
+            found = self.compiled(search.asked)
+            if found.fits and (best is None or found.rank() < best[1].rank()):
+                best = search.asked, found
+            return [found.memory_bytes]
+
+        search = LimitSearch(
+            limit_bytes=self.limit_bytes,
+            choose=choose,
+            counted=counted.peak_bytes,
+            wanted=wanted,
+            above=above,
+            resolution_bytes=RESOLUTION * self.limit_bytes,
+            tries=num_tries,
+        )
+        search_limits([search], compiled)
         if best is not None:
             return best[0]
         if self.priced is not None:

@@ -7,8 +7,6 @@ best one on a machine of several levels that runs without flushes, as PipeDream 
 `flushed` (the prices of a flushed one on a machine of several levels).
 
 Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
-
-Stability: provisional.
 """
 
 from sbp_planner.stages.flushed import (

@@ -1,22 +1,19 @@
-"""Passes: pure functions graph -> graph, and the list that every training step goes through.
-
-Stability: provisional.
-"""
+"""Passes: pure functions graph -> graph, and the list that every training step goes through."""
 
 from __future__ import annotations
 
+from sbp_aten.passes.backward_split import split_backward
+from sbp_aten.passes.batch_dim import expose_batch_dim
 from sbp_aten.passes.batch_factors import samples_met
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
 from sbp_aten.passes.device import place_on_device
-from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.losses import split_classes, sum_losses
-from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.pipeline import GraphPass, prepare_step
+from sbp_aten.passes.precision import mixed_precision
 from sbp_aten.passes.simplify import drop_identities, fold_views, share_expressions
-from sbp_aten.passes.split_backward import split_backward
 from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_aten.passes.whole_batch import whole_batch_loss
 

@@ -12,8 +12,6 @@
 
 Without rules of their own: `formula` reads notations of any rank; `arrangement`, `windows` and
 `sliding` hold what several families share.
-
-Stability: internal.
 """
 
 from __future__ import annotations

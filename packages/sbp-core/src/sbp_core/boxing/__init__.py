@@ -8,8 +8,6 @@ and how many bytes it hands over).
 
 What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
 `sbp_torch.boxing`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ whose coefficients are >= 0), `curve` (time over bytes of one kind of call), `st
 any call from what all kinds have in common), `held_out` (errors of predictions), `model`
 (`Calibration`: the samples and both fits), `validate` (how far the fit is off where it did not
 look). The file of a whole machine is `cluster`. Measures nothing itself.
-
-Stability: provisional.
 """
 
 from sbp_core.calibration.curve import Curve

@@ -6,8 +6,6 @@ In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `backw
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
 from sbp_core.compile.items import LoweredItems
 from sbp_core.compile.legality import check_strategy, offloadable
-from sbp_core.compile.lower import lower
+from sbp_core.compile.lowering import lower
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, owner_of
 from sbp_core.compile.order import early_receives, order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments

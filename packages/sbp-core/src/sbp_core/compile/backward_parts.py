@@ -8,7 +8,7 @@ An item of the backward phase makes weight gradients if on each of its outputs o
 optimizer takes, and nothing else, depends: no other stage, and not the gradients of two parameters,
 as those of activations are. The two parts then fire for themselves, so a schedule can fill bubbles
 with weight gradients. What the graph has in one op stays together: see
-`sbp_aten.passes.split_backward`.
+`sbp_aten.passes.backward_split`.
 
 Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
 """

@@ -21,7 +21,7 @@ from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import Argument, Node, Ref, Symbol, map_refs
 from sbp_core.graph.primitives import ALIAS, LOCAL_BOX, TO_DEVICE, TO_HOST
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.localize import localize, varying_axes
+from sbp_core.signatures.localization import localize, varying_axes
 from sbp_core.signatures.rule import LocalProgram
 from sbp_core.signatures.views import traits_of
 

@@ -1,7 +1,7 @@
 """What is legal in a `PhysicalPlan` as it stands, before a step of it is replayed.
 
-A plan may come from a file that somebody edited. What replays it (`sbp_core.check`) and what runs
-it rely on what is checked here; that it comes to an end is checked by replaying it.
+A plan may come from a file that somebody edited. What replays it (`sbp_core.check`) and what
+runs it rely on what is checked here; that it comes to an end is checked by replaying it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
 The list is a file, so that a step can be listed on one machine and measured on another one, which
 `sbp-calibrate ops=FILE` does. A planner then looks at times that were measured in place of
 rooflines, also of layouts that nobody has run.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

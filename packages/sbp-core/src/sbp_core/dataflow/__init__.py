@@ -17,8 +17,6 @@ decided by the network alone, whatever its actors compute (Kahn 1974). In the or
 
 An actor may fire any number of times in an iteration, so a rate between micro-batch and step, such
 as once every k-th micro-batch, is a number on an edge. Nothing here knows plans or tensors.
-
-Stability: internal.
 """
 
 from __future__ import annotations

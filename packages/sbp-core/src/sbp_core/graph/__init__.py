@@ -1,7 +1,4 @@
-"""The logical graph: one training step as a value, its file format, and what is legal in it.
-
-Stability: provisional.
-"""
+"""The logical graph: one training step as a value, its file format, and what is legal in it."""
 
 from __future__ import annotations
 

@@ -5,14 +5,12 @@ In the order in which they are used: `stages` (where each node runs), `pins` (wh
 them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs). `nearby`
 changes a strategy as little as a pin asks for, `one_axis` decides one axis of it anew, and
 `placed` has stages that somebody has chosen node by node.
-
-Stability: provisional.
 """
 
 from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.colour_refinement import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest
-from sbp_core.infer.equal_layers import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Buckets, Factor, minimise, total_cost

@@ -5,7 +5,7 @@
 with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i
 what it does once a step; the time of a stage is that of its ops and of the boxing that ends on it,
 in buckets as the compiler makes them, one after the other (no overlap). With one stage this is
-M m + s, and what `sbp_core.simulate` says of the compiled plan; that knows overlap and pipelines,
+M m + s, and what `sbp_core.simulation` says of the compiled plan; that knows overlap and pipelines,
 too, so wherever there is a plan, its time is asked for.
 
     memory of a rank of stage i    states + updates + gathered + gradients + q_i activations
@@ -36,7 +36,7 @@ from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.compile.lower import lower
+from sbp_core.compile.lowering import lower
 from sbp_core.compile.program import LoweredProgram
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.cost import boxing_step_time_s, is_free, local_bytes
@@ -44,7 +44,7 @@ from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 from sbp_core.strategy import Strategy
 
 #: A place and an nd-SBP there: (stage, nd-SBP).

@@ -20,7 +20,7 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, block_of
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 
 #: Module path patterns of each stage.
 StagePatterns = Sequence[Sequence[str]]

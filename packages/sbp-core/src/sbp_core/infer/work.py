@@ -33,7 +33,7 @@ from sbp_core.sbp import B, NdSbp, Sbp, local_shape
 from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.axes import combine, continuations
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 

@@ -4,8 +4,6 @@
 of `sbp_core.compile`), what registers and channels hold, sums, and who takes and drops what when. A
 `domain` says what a value is and what each kind of firing makes of values: tokens that are counted
 (`sbp_core.check`), storages (`sbp_core.memory`), tensors (the reference runtime).
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The memory of a plan: lifetimes, peaks, and purposes.
 
 `lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
-take what it sent, `storages` replays the rank in that order, by a `ledger`. `report` is what that
+take what it sent, `storages` replays the rank in that order, by a `ledger`. `reports` has what that
 comes to, by `memory_kinds`, and how it rises and falls over a step. How results are laid out in
 memory is known to the tensor library (`storage_view`); `prediction` puts all of it together, with
 what transports between processes hold besides, and `kept_plans` keeps that for plans that were
 considered. `bound` says without it what memory cannot exceed. `typed_values` are what
 `sbp_core.check` replays a plan on.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from sbp_core.memory.kept_plans import KeptPlans
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.prediction import buffer_bytes, call_layouts, predict_memory
-from sbp_core.memory.report import (
+from sbp_core.memory.reports import (
     MemoryProfile,
     MemoryReport,
     RankMemory,

@@ -13,8 +13,8 @@ from typing import TypeVar, cast
 
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.memory.prediction import predict_memory
-from sbp_core.memory.report import MemoryReport
+from sbp_core.memory.prediction import call_layouts, predict_memory
+from sbp_core.memory.reports import MemoryReport
 from sbp_core.memory.storage_view import CallLayouts
 from sbp_core.strategy import Strategy
 
@@ -38,8 +38,13 @@ class _Kept:
 
 @dataclass(slots=True)
 class KeptPlans:
-    """Compiles strategies; of the last ones, their plans and their memory are at hand."""
+    """Compiles strategies; of the last ones, their plans and their memory are at hand.
 
+    Args:
+        layouts: Says how results lie, as `call_layouts` does, which is asked if omitted.
+    """
+
+    layouts: CallLayouts | None = None
     _kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=_MOST_PLANS))
 
     def plan(
@@ -67,19 +72,20 @@ class KeptPlans:
         self._kept.append(_Kept(graph=graph, strategy=silent, options=options, plan=plan))
         return plan
 
-    def memory(self, plan: PhysicalPlan, layouts: CallLayouts) -> MemoryReport:
+    def memory(self, plan: PhysicalPlan) -> MemoryReport:
         """Return what a plan holds, as `predict_memory` says.
 
         Args:
             plan: That `plan` returned.
-            layouts: Says how results lie.
 
         Raises:
+            SbpLookupError: no tensor library is installed.
             PlanError: the layout of a result is not known.
         """
         known = self.known_memory(plan)
         if known is None:
-            known = predict_memory(plan, layouts=layouts)
+            self.layouts = self.layouts or call_layouts()
+            known = predict_memory(plan, layouts=self.layouts)
             for one in self._kept:
                 if one.plan is plan:
                     one.memory = known

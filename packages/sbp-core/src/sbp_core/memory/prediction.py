@@ -20,7 +20,7 @@ from sbp_core.compile.actors import BoxingActor, Collective, Receive, Send
 from sbp_core.compile.order import early_receives
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.memory.lifetime import each_lifetimes
-from sbp_core.memory.report import EarlyReceive, MemoryReport, RankMemory, report
+from sbp_core.memory.reports import EarlyReceive, MemoryReport, RankMemory, report
 from sbp_core.memory.storage_view import CallLayouts, LayoutLibrary
 from sbp_core.plugins.tensor_library import tensor_library
 

@@ -5,8 +5,6 @@ backward phase (what to keep: `saved_activations`, `budget`, `closure`; the rewr
 `rematerialize`), `unknown_operators` says what becomes of operators without a rule,
 `output_aliases` gives what leaves the step memory of its own. Those that know ATen's operators, and
 the order of all, are in `sbp_aten.passes`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, Node, Phase, Rate
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.derivations import work_flop
 
 
 def is_forward(node: Node) -> bool:

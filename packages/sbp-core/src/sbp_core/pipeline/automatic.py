@@ -10,8 +10,6 @@ It is at least as good as any that has a name:
 
 Better is, in this order: a shorter makespan, fewer activations alive on the fullest rank, fewer on
 all ranks together, fewer split backwards.
-
-Stability: internal.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from itertools import accumulate, product
 from sbp_core.errors import ConfigError, unknown_name
 from sbp_core.pipeline.policies import POLICIES, loop_placement, named_schedule, v_placement
 from sbp_core.pipeline.schedule import Action, ActionKind, PipelineSchedule
-from sbp_core.pipeline.simulate import (
+from sbp_core.pipeline.schedule_times import (
     Duration,
     Precedence,
     StageTimes,
     duration,
-    simulate,
+    simulate_schedule,
     stage_times,
 )
 
@@ -161,7 +159,7 @@ class _Search:
         """Return what is compared: less is better."""
         live = [schedule.live(rank) for rank in range(self.num_ranks)]
         rows = [one.of_chunk(1) for one in self.times]
-        makespan = simulate(schedule, rows, transfer=self.transfer).makespan
+        makespan = simulate_schedule(schedule, rows, transfer=self.transfer).makespan
         return (makespan, max(live), sum(live, Fraction(0)), schedule.splits_backward)
 
     def _candidates(self) -> Iterator[PipelineSchedule]:

@@ -26,8 +26,6 @@ and the last rank's second chunk follows its first without a transfer:
     rank    0   1   2   3   3   2   1   0
 
 Their `down` is the chunk with stage r, and `up` the one with stage 2p-1-r.
-
-Stability: internal.
 """
 
 from __future__ import annotations

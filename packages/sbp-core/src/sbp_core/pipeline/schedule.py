@@ -1,7 +1,4 @@
-"""A schedule of a pipeline: which rank holds which stages, and what it does in which order.
-
-Stability: internal.
-"""
+"""A schedule of a pipeline: which rank holds which stages, and what it does in which order."""
 
 from __future__ import annotations
 

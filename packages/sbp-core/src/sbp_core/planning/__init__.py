@@ -1,13 +1,11 @@
 """The search around all planners, and the tools that they share.
 
 A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the idea of its
-paper. The search compiles what is proposed, holds it against the memory of the ranks (`compiled`),
+paper. The search compiles what is proposed, compares it with the memory of the ranks (`compiled`),
 and places states in the memory of the host where that is asked for or memory is short (`search`,
 `offloading`, `offload_fit`). Variants of a step that need less memory are in `variants`.
 
 `offload_setting` is for configs of planners, and imports nothing that takes a while.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ if TYPE_CHECKING:
     from sbp_core.plan_request import Planner as Planner
     from sbp_core.plan_request import PlanRequest as PlanRequest
     from sbp_core.planning.compiled import Compilation, Compiled, limit_key
+    from sbp_core.planning.host_states import offloaded_states, offloading, with_states
+    from sbp_core.planning.limit_search import LimitSearch, search_limits
     from sbp_core.planning.offload_fit import until_it_fits
     from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
-    from sbp_core.planning.offloading import offloaded_states, offloading, with_states
     from sbp_core.planning.search import PlanContext, SearchedPlanner, fitted, may_offload
     from sbp_core.planning.variants import (
         forms_of,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Compilation",
     "Compiled",
+    "LimitSearch",
     "Offload",
     "Offloads",
     "PlanContext",
@@ -53,6 +53,7 @@ __all__ = [
     "offloaded_states",
     "offloading",
     "recompute_budgets",
+    "search_limits",
     "smaller_variants",
     "splits_classes",
     "until_it_fits",
@@ -64,9 +65,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_room(
     __name__,
     compiled="Compilation Compiled limit_key",
+    limit_search="LimitSearch search_limits",
     offload_fit="until_it_fits",
     offload_setting="Offload Offloads check_host check_offload",
-    offloading="offloaded_states offloading with_states",
+    host_states="offloaded_states offloading with_states",
     search="PlanContext SearchedPlanner fitted may_offload",
     variants="forms_of leaner_forms recompute_budgets smaller_variants splits_classes "
     "variant_words variants_of",

@@ -7,13 +7,13 @@ says how results lie, by a bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
-from sbp_core.memory import CallLayouts, KeptPlans, call_layouts, memory_bound, offloaded_bytes
+from sbp_core.memory import MemoryReport, memory_bound, offloaded_bytes
 from sbp_core.plan_request import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
@@ -58,7 +58,7 @@ class Compiled:
 
 @dataclass(slots=True, kw_only=True)
 class Compilation:
-    """Compiles the strategies of one request; they share what is known of memory layouts.
+    """Compiles the strategies of one request, and keeps the last plans (`PlanRequest.kept`).
 
     Args:
         request: What is planned.
@@ -68,8 +68,6 @@ class Compilation:
     request: PlanRequest
     limit_bytes: float
     num_compiled: int = 0
-    _layouts: CallLayouts | None = field(default=None)
-    _own: KeptPlans = field(default_factory=KeptPlans)
 
     def compiled(self, strategy: Strategy, *, exact: bool = False) -> Compiled:
         """Return what a strategy comes to.
@@ -85,16 +83,12 @@ class Compilation:
         memory_bytes, host_bytes, is_exact = self.memory(plan, exact=exact)
         return Compiled(
             strategy=strategy,
-            step_s=self._kept.asked(simulate, plan).step_s,
+            step_s=self.step_s(plan),
             memory_bytes=memory_bytes,
             is_exact=is_exact,
             host_bytes=host_bytes,
             fits=memory_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes,
         )
-
-    @property
-    def _kept(self) -> KeptPlans:
-        return self._own if self.request.kept is None else self.request.kept
 
     @property
     def host_limit_bytes(self) -> float:
@@ -110,7 +104,11 @@ class Compilation:
         request = self.request
         options = request.options or CompileOptions(cluster=request.cluster)
         self.num_compiled += 1
-        return self._kept.plan(request.graph, strategy, options)
+        return self.request.kept.plan(request.graph, strategy, options)
+
+    def step_s(self, plan: PhysicalPlan) -> float:
+        """Return the predicted time of a step of a plan, in seconds."""
+        return self.request.kept.asked(simulate, plan).step_s
 
     def memory(self, plan: PhysicalPlan, *, exact: bool = False) -> tuple[float, float, bool]:
         """Return what the fullest rank holds on its device and its host, and whether exactly so.
@@ -124,19 +122,22 @@ class Compilation:
         bound, host_bytes = memory_bound(plan, self.request.graph), offloaded_bytes(plan)
         if bound <= self.limit_bytes and host_bytes <= self.host_limit_bytes and not exact:
             return bound, host_bytes, False
-        try:
-            self._layouts = self._layouts or call_layouts()
-            found = self._kept.memory(plan, self._layouts)
-        except (SbpLookupError, PlanError):
+        found = self.report(plan)
+        if found is None:
             return bound, host_bytes, False
         return float(found.peak), float(found.host_peak), True
 
-    def by_rank(self, plan: PhysicalPlan) -> dict[int, float]:
-        """Return what each rank holds on its device, in bytes; a bound where no more is known."""
+    def report(self, plan: PhysicalPlan) -> MemoryReport | None:
+        """Return what each rank holds; None if it is not known how results lie."""
         try:
-            self._layouts = self._layouts or call_layouts()
-            found = self._kept.memory(plan, self._layouts).ranks
+            return self.request.kept.memory(plan)
         except (SbpLookupError, PlanError):
-            bound = memory_bound(plan, self.request.graph)
-            return {part.rank: float(bound) for part in plan.ranks}
-        return {rank: float(one.peak) for rank, one in found.items()}
+            return None
+
+    def by_rank(self, plan: PhysicalPlan) -> dict[int, int]:
+        """Return what each rank holds on its device, in bytes; a bound where no more is known."""
+        found = self.report(plan)
+        if found is None:
+            bound = int(memory_bound(plan, self.request.graph))
+            return {part.rank: bound for part in plan.ranks}
+        return {rank: one.peak for rank, one in found.ranks.items()}

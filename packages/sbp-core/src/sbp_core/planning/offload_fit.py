@@ -9,8 +9,8 @@ a second of copies come off the device by the largest. So the parameters with th
 first, and of these as few as fit, on the ranks of each stage by themselves. The last one of them is
 then exchanged for a smaller one, if that is enough.
 
-How many that are is searched by what compiled plans hold: a plan that fits could take so many bytes
-back, one that does not has to give so many, between what is known to fit and what is known not to.
+How many that are is searched by what compiled plans hold (`limit_search`): what is counted are the
+states that stay on the device.
 
     states of a stage    |######|####|####|###|##|#|#|     largest first
                               not enough ^    ^ fits       limit between: ### or less
@@ -19,78 +19,56 @@ back, one that does not has to give so many, between what is known to fit and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from sbp_core.planning.compiled import Compilation, Compiled
-from sbp_core.planning.offloading import by_parameter, sizes_by_stage, with_states
+from sbp_core.planning.host_states import by_parameter, sizes_by_stage, with_states
+from sbp_core.planning.limit_search import LimitSearch, search_limits
 from sbp_core.strategy import Strategy
 
-#: Numbers of states that are compiled by estimates, before intervals are halved.
-_MAX_ESTIMATES = 6
+#: Numbers of states that are looked at, at most: bytes are halved as often as it takes.
+_MAX_TRIES = 64
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cell:
-    """The states on the ranks of some stages, and which numbers of them are known to fit.
+    """The states on the ranks of some stages.
 
     Args:
         ranks: Sorted.
         states: Those of each parameter, the largest first, as far as the host has room.
         sizes: Bytes of each on a rank.
-        limit_bytes: Of the memory of a rank.
-        below: The largest number that is known not to be enough; -1 if none is.
-        above: The smallest number that is known to be enough; None if none is.
-        held: What ranks held with a number.
     """
 
     ranks: tuple[int, ...]
     states: list[list[str]]
     sizes: list[int]
-    limit_bytes: float
-    below: int = -1
-    above: int | None = None
-    held: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def most(self) -> int:
-        """How many there are."""
-        return len(self.states)
+    def search(self, limit_bytes: float, bare: float, most: float) -> LimitSearch[int]:
+        """Return the search for how many of the states have to go.
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether not even all of them are enough."""
-        return self.below >= self.most
+        Args:
+            limit_bytes: Of the memory of a rank.
+            bare: What the fullest rank holds with none of them offloaded.
+            most: What it holds with all of them offloaded, which fits.
+        """
+        stay = [sum(self.sizes) - gone for gone in accumulate(self.sizes, initial=0)]
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the fewest that are enough are known."""
-        return self.above is not None and self.above <= self.below + 1
+        def choose(stay_bytes: float) -> int:
+            return next(count for count, size in enumerate(stay) if size <= stay_bytes)
 
-    def see(self, count: int, held_bytes: float) -> None:
-        """Learn what the fullest rank holds with a number of parameters offloaded."""
-        self.held[count] = held_bytes
-        if held_bytes <= self.limit_bytes:
-            self.above = count if self.above is None else min(self.above, count)
-        else:
-            self.below = max(self.below, count)
-
-    def next(self, *, halves: bool) -> int:
-        """Return the number to look at next."""
-        if self.above is None:
-            return self.most
-        if self.is_settled:
-            return self.above
-        low, high = self.below + 1, self.above - 1
-        if halves:
-            return (low + high) // 2
-        sums = [0, *accumulate(self.sizes)]
-        wanted = sums[self.above] + self.held[self.above] - self.limit_bytes
-        if self.below > 0:
-            # What is on its way is there with one state as with many: so this says more.
-            wanted = sums[self.below] + self.held[self.below] - self.limit_bytes
-        found = next((count for count, size in enumerate(sums) if size >= wanted), high)
-        return min(max(found, low), high)
+        fits = bare <= limit_bytes
+        return LimitSearch(
+            limit_bytes=limit_bytes,
+            choose=choose,
+            counted=stay.__getitem__,
+            wanted=stay[0] if fits else limit_bytes - most,
+            above=stay[0] + 1 if fits else stay[0],
+            resolution_bytes=0.5,
+            tries=_MAX_TRIES,
+            fitting=len(self.states),
+        )
 
 
 def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | None:
@@ -124,52 +102,54 @@ class _FitSearch:
         self._seen: dict[frozenset[str], Compiled] = {}
 
     def run(self) -> Compiled | None:
-        cells = self.cells
-        counts = [0 for _ in cells]
-        number = 0
-        while True:
-            found = self._look_at(counts)
-            if all(cell.is_settled for cell in cells) or any(cell.is_hopeless for cell in cells):
-                break
-            following = [cell.next(halves=number > _MAX_ESTIMATES) for cell in cells]
-            if following == counts:  # what one stage holds changes with what others do
-                break
-            counts, number = following, number + 1
-        if self.best is None or any(cell.is_hopeless for cell in cells):
+        limit_bytes = self.compilation.limit_bytes
+        ends = [0 for _ in self.cells], [len(cell.states) for cell in self.cells]
+        bare, most = map(self._held, ends)
+        if max(bare) <= limit_bytes or max(most) > limit_bytes:
             return self.best
-        fewest = [cell.above or 0 for cell in cells]
-        found = self._look_at(fewest)
-        if not found.fits:
-            return self.best
-        return self._with_smaller_last(fewest, found)
+        limits = [
+            cell.search(limit_bytes, *held)
+            for cell, *held in zip(self.cells, bare, most, strict=True)
+        ]
 
-    def _with_smaller_last(self, counts: Sequence[int], found: Compiled) -> Compiled:
+        def counts() -> list[int]:
+            # What fitted with what other stages held may not any more: then all states go.
+            return [
+                len(cell.states) if one.chosen is None else one.chosen
+                for cell, one in zip(self.cells, limits, strict=True)
+            ]
+
+        search_limits(limits, lambda: self._held(counts()))
+        fewest = counts()
+        held = self._held(fewest)
+        return self.best if max(held) > limit_bytes else self._with_smaller_last(fewest, held)
+
+    def _with_smaller_last(self, counts: Sequence[int], held: Sequence[float]) -> Compiled:
         """Return the plan with the last parameter of each cell exchanged for one that suffices."""
         names: list[str] = []
-        for cell, count in zip(self.cells, counts, strict=True):
+        for cell, count, held_bytes in zip(self.cells, counts, held, strict=True):
             chosen = cell.states[:count]
             if count:
-                spare = cell.limit_bytes - cell.held[count]
+                spare = self.compilation.limit_bytes - held_bytes
                 enough = [size for size in cell.sizes[count - 1 :]
                           if size >= cell.sizes[count - 1] - spare]  # fmt: skip
                 at = cell.sizes.index(min(enough), count - 1)
                 chosen = [*chosen[:-1], cell.states[at]]
             names += [name for states in chosen for name in states]
-        smaller = self._compiled(frozenset(names))
+        smaller, found = self._compiled(frozenset(names)), self._compiled(self._names(counts))
         return min(found, smaller, key=lambda one: (*one.rank()[:2], one.host_bytes))
 
-    def _look_at(self, counts: Sequence[int]) -> Compiled:
-        """Compile with numbers of parameters offloaded, and let each cell learn from that."""
+    def _names(self, counts: Sequence[int]) -> frozenset[str]:
         chosen = zip(self.cells, counts, strict=True)
-        names = frozenset(n for cell, count in chosen for of in cell.states[:count] for n in of)
-        found = self._compiled(names)
-        held = self.compilation.by_rank(self.compilation.plan(found.strategy))
-        for cell, count in zip(self.cells, counts, strict=True):
-            cell.see(count, max(held[rank] for rank in cell.ranks))
-        best = self.best
-        if found.fits and (best is None or found.host_bytes <= best.host_bytes):
+        return frozenset(n for cell, count in chosen for of in cell.states[:count] for n in of)
+
+    def _held(self, counts: Sequence[int]) -> list[float]:
+        """Compile with numbers of parameters offloaded; return what each cell's ranks hold."""
+        found = self._compiled(self._names(counts))
+        if found.fits and (self.best is None or found.host_bytes <= self.best.host_bytes):
             self.best = found
-        return found
+        held = self.compilation.by_rank(self.compilation.plan(found.strategy))
+        return [max(held[rank] for rank in cell.ranks) for cell in self.cells]
 
     def _compiled(self, names: frozenset[str]) -> Compiled:
         if names not in self._seen:
@@ -186,7 +166,6 @@ def _cells(compilation: Compilation, strategy: Strategy) -> list[_Cell]:
             ranks=tuple(sorted(stage.rank_list)),
             states=[],
             sizes=[],
-            limit_bytes=compilation.limit_bytes,
         )
         for stage in strategy.stages
     }

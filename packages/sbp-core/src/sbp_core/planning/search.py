@@ -35,9 +35,14 @@ from sbp_core.errors import SbpError
 from sbp_core.infer import predict_cost
 from sbp_core.plan_request import PlanRequest
 from sbp_core.planning.compiled import Compilation, Compiled, limit_key
+from sbp_core.planning.host_states import (
+    by_parameter,
+    offloaded_states,
+    states_named,
+    with_states,
+)
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.planning.offload_setting import Offload
-from sbp_core.planning.offloading import by_parameter, offloaded_states, states_named, with_states
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 

@@ -3,13 +3,9 @@
 A plugin module says `from sbp_core.plugins import Factory, hookimpl` and states `SBP_API_VERSION`;
 an app says `discover().make(kind, name, settings)`. What an object of each kind must do is in
 `plugins.kinds`, and for those that speak PyTorch in `sbp_torch.kinds`.
-
-Stability: stable.
 """
 
-import importlib
-import warnings
-
+from sbp_core.exports import moved_names
 from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, TrainingContext
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
@@ -71,22 +67,14 @@ __all__ = [
 ]
 
 
-#: Names that were offered here, and what replaces them.
-_MOVED = {
-    "ChecksOthers": "sbp_core.plugins.ChecksCombination",
-    "LaunchRequest": "sbp_core.processes.LaunchRequest",
-    "Launcher": "sbp_core.processes.Launcher",
-    "PlanRequest": "sbp_core.planning.PlanRequest",
-    "Planner": "sbp_core.planning.Planner",
-    "Storage": "sbp_core.plugins.CheckpointStorage",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Loaded by its name, as it is above this room.
-    home, _, now = _MOVED[name].rpartition(".")
-    said = f"sbp_core.plugins.{name} is {home}.{now} now"
-    warnings.warn(said, DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(home), now)
+__getattr__ = moved_names(
+    __name__,
+    {
+        "ChecksOthers": "sbp_core.plugins.ChecksCombination",
+        "LaunchRequest": "sbp_core.processes.LaunchRequest",
+        "Launcher": "sbp_core.processes.Launcher",
+        "PlanRequest": "sbp_core.PlanRequest",
+        "Planner": "sbp_core.planning.Planner",
+        "Storage": "sbp_core.plugins.CheckpointStorage",
+    },
+)

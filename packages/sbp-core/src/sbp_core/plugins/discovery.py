@@ -22,7 +22,6 @@ from pathlib import Path
 import pluggy
 
 from sbp_core.errors import SbpError, SbpLookupError, nearest, suggestion
-from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
     BROKEN,
@@ -36,6 +35,7 @@ from sbp_core.plugins.registry import (
     PluginRegistry,
     Problem,
 )
+from sbp_core.plugins.tracebacks import place, reason
 
 #: The oldest version of the hooks that still works.
 OLDEST_API_VERSION = 1

@@ -98,7 +98,7 @@ METHODS = {
 class HookSpecs(Protocol):
     """The hooks. Each returns name -> `Factory`, and says what the factories' `build` returns.
 
-    The page `docs/reference/api.md` is made of these docstrings: `Suite:` names the tests to run.
+    The pages `docs/reference/api/` are made of these docstrings: `Suite:` names the tests to run.
     """
 
     @hookspec
@@ -138,7 +138,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_planners(self) -> Mapping[str, Factory]:
-        """Planners: `sbp_core.planning.Planner`.
+        """Planners: `sbp_core.planning.Planner`, mostly a `sbp_core.planning.SearchedPlanner`.
 
         Suite: `sbp_core.testing.planner.PlannerConformance`.
         """

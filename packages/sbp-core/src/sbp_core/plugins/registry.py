@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import cast
 
 from sbp_core.errors import PluginError, SbpError, SbpLookupError, unknown_name
-from sbp_core.plugins.blame import CALLERS, MEND, lines_of, own_lines, reason
 from sbp_core.plugins.hooks import KINDS, METHODS, Factory
 from sbp_core.plugins.settings import merge_settings, warn_renamed
+from sbp_core.plugins.tracebacks import CALLERS, MEND, lines_of, own_lines, reason
 
 #: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside; left
 #: out by the user.

@@ -10,8 +10,6 @@ what it is in the middle of, `waiting` how it waits, `backend_settings` what con
 ranks learn that one of them failed: `control_store` (the entries by which they know of each other;
 in a `key_value_store`), `membership` (their processes) and `failure_detector` (the thread that
 looks). `survivors` are the ranks that are left then, and what they say to each other.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

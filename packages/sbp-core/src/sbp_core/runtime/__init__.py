@@ -3,8 +3,6 @@
 `contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
 rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
 of steps that are traced, and what that says of operators.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

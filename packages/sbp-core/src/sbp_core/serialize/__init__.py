@@ -34,8 +34,6 @@ Traceback (most recent call last):
 sbp_core.errors.SbpValueError: bytes_per_s is 'much'
   in desk.json
   accepted here: a number
-
-Stability: internal.
 """
 
 from sbp_core.serialize.document import Document, parse

@@ -1,18 +1,16 @@
 """Signatures: how an operator call may be cut, derived from what the operator means.
 
 `notation` is the language, a `rule` says what an operator means, `rule_registry` whose rule it is,
-`derive` finds the signatures, `assignment_check` answers illegal ones, `localize` says what one
-rank executes. The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures` verifies by
-execution.
-
-Stability: provisional.
+`derivations` finds the signatures, `assignment_check` answers illegal ones, `localization` says
+what one rank executes. The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures`
+verifies by execution.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sbp_core.exports import make_callable
+from sbp_core.exports import moved_names
 from sbp_core.signatures.arguments import (
     KEYWORD_ONLY,
     argument,
@@ -26,11 +24,11 @@ from sbp_core.signatures.arguments import (
 from sbp_core.signatures.assignment_check import check_signature
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import Derivation, derivation, derive, work_flop
-from sbp_core.signatures.explain import Explanation, explain_call
+from sbp_core.signatures.derivations import Derivation, derivation, derive, work_flop
+from sbp_core.signatures.explanation import Explanation, explain, explain_call
 from sbp_core.signatures.extents import check_shapes
 from sbp_core.signatures.library import CallLibrary, call_library
-from sbp_core.signatures.localize import localize
+from sbp_core.signatures.localization import localize
 from sbp_core.signatures.notation import (
     Dependence,
     Dim,
@@ -117,6 +115,7 @@ __all__ = [
     "derivation",
     "derive",
     "enumerate_signatures",
+    "explain",
     "explain_call",
     "fresh_dims",
     "ignored",
@@ -124,6 +123,7 @@ __all__ = [
     "installed_rules",
     "is_view",
     "labels",
+    "legal_signatures",
     "linear",
     "localize",
     "maxima",
@@ -132,7 +132,6 @@ __all__ = [
     "ordered_after",
     "parse_notation",
     "run_as_is",
-    "signatures",
     "tensor_position",
     "tensors_as_refs",
     "unread",
@@ -144,12 +143,12 @@ __all__ = [
 ]
 
 
-def signatures(
+def legal_signatures(
     op: str, *args: Any, axis_size: int = 2, rules: RuleRegistry | None = None, **kwargs: Any
 ) -> tuple[Signature1d, ...]:
     """Return the legal signatures of a call along one mesh axis.
 
-    `signatures("aten.mm.default", x, w)`: nothing is computed, only shapes and dtypes matter.
+    `legal_signatures("aten.mm.default", x, w)`: nothing is computed, only shapes and dtypes matter.
 
     Args:
         op: Operator and overload, such as `aten.mm.default`.
@@ -166,4 +165,4 @@ def signatures(
     return derive(call_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
-make_callable(__name__)
+__getattr__ = moved_names(__name__, {"signatures": "sbp_core.signatures.legal_signatures"})

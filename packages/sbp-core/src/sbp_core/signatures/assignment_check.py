@@ -15,7 +15,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp
 from sbp_core.signatures.axes import conflict
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import derivation, derive
+from sbp_core.signatures.derivations import derivation, derive
 from sbp_core.signatures.rule_registry import RuleRegistry
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature

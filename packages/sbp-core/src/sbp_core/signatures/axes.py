@@ -12,7 +12,7 @@ from math import prod
 
 from sbp_core.sbp import NdSbp, Partial
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import derivation, derive
+from sbp_core.signatures.derivations import derivation, derive
 from sbp_core.signatures.rule_registry import RuleRegistry
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature

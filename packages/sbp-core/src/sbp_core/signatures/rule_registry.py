@@ -16,8 +16,8 @@ from sbp_core.errors import SignatureError
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.library import call_library
+from sbp_core.signatures.no_rule import OPAQUE
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.pointwise import POINTWISE
 from sbp_core.signatures.rule import OperatorTraits, Rule, RuleSet
 from sbp_core.signatures.sbp_ops import RULES, VIEWS

@@ -6,8 +6,6 @@
 
 One that asks for nothing in the 8 steps of the suite, or to stop in them, is fine. The tests take
 pytest's fixture `tmp_path`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

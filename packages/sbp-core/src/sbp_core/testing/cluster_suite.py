@@ -1,10 +1,8 @@
 """The conformance suite of cluster profiles: subclass `ClusterConformance`, supply one method.
 
-    class TestMyCluster(ClusterConformance):
-        def make_factory(self):
-            return build(MyConfig())
-
-Stability: stable.
+class TestMyCluster(ClusterConformance):
+def make_factory(self):
+return build(MyConfig())
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 For tests that feed what they get to a reader: whatever it holds, the answer is to be a value or an
 `SbpError`, and soon.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Calls of operators and signatures made by hand, for tests of what derives and checks signatures.
-
-Stability: internal.
-"""
+"""Hand-made calls of operators and signatures, for tests of what derives and checks signatures."""
 
 from __future__ import annotations
 

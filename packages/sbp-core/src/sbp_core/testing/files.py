@@ -1,7 +1,4 @@
-"""The kinds of files that the core reads, with some that are right: for `sbp_core.testing.fuzz`.
-
-Stability: internal.
-"""
+"""The kinds of files that the core reads, with some that are right: for `sbp_core.testing.fuzz`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from tempfile import TemporaryDirectory
 from sbp_core import strategy_yaml
 from sbp_core.boxing import route
 from sbp_core.calibration import CALL_KINDS, Calibration, Measurement, calibrate
-from sbp_core.check import check
 from sbp_core.cluster import Cluster, Device, Link, LinkLevel
 from sbp_core.compile import check_strategy, compile_plan
 from sbp_core.compile.physical import PLAN
@@ -23,6 +19,7 @@ from sbp_core.graph.serialize import GRAPH
 from sbp_core.graph.spec import verify_graph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.plan_request import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Lines

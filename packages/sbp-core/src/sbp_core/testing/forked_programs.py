@@ -2,8 +2,6 @@
 
 For tests that run many programs, whose time goes into imports. A program sees what `python -c`
 shows it, but for modules that are imported already.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 An edit is a function of its seed, so what was found is found again. A reader that never returns, or
 takes all memory, takes the process that tries it along: `python -m fuzz` in `integration` tries in
 processes that are watched.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hand-made graphs and machines, for tests that need no tensor library.
-
-Stability: internal.
-"""
+"""Hand-made graphs and machines, for tests that need no tensor library."""
 
 from __future__ import annotations
 

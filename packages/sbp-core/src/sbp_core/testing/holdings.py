@@ -2,8 +2,6 @@
 
 By these a test sees whether something that was closed has let go of all it had. Where there is a
 `/proc`, threads and files of libraries are seen, too; elsewhere the threads of Python alone.
-
-Stability: internal.
 """
 
 from __future__ import annotations

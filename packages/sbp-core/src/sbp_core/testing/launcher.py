@@ -6,8 +6,6 @@
 
 The tests start small programs on this machine, and take pytest's fixture `tmp_path`. A launcher
 that asks the boxing backend how ranks are started gets one that starts processes side by side.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

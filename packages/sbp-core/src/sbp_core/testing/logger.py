@@ -8,8 +8,6 @@
 
 A sink that keeps nothing sets `keeps = False`. The tests take
 pytest's fixture `tmp_path`.
-
-Stability: stable.
 """
 
 from __future__ import annotations

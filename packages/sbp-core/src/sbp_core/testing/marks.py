@@ -1,7 +1,4 @@
-"""Marks on the tests of suites, which are there whether pytest is or not.
-
-Stability: internal.
-"""
+"""Marks on the tests of suites, which are there whether pytest is or not."""
 
 from __future__ import annotations
 

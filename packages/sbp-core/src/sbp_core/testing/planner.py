@@ -10,8 +10,6 @@ Every strategy must cover the graph, be legal op by op, be the same when asked f
 its file format, compile and pass the check. That needs rules of the graph's operators, but no
 tensor library; `sbp_torch.testing.planner.PlannerRunConformance` also runs what was planned. A
 planner that plans only some programs overrides `make_graph`.
-
-Stability: stable.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
 from sbp_core.graph import InputKind, LogicalGraph, graph_hash
 from sbp_core.infer import PinValue
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.plan_request import Planner, PlanRequest
 from sbp_core.sbp import B, check_sbp
 from sbp_core.signatures import OpCall, check_signature

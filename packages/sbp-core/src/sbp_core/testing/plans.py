@@ -1,7 +1,4 @@
-"""Strategies and plans written by hand or inferred, on hand-made graphs.
-
-Stability: internal.
-"""
+"""Strategies and plans written by hand or inferred, on hand-made graphs."""
 
 from __future__ import annotations
 

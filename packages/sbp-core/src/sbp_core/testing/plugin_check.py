@@ -2,8 +2,6 @@
 
 Each check yields what is wrong, a line each. `testing.suites` runs them, and the conformance suites
 of its kinds, as tests of pytest: `sbp-plugins check NAME`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from sbp_core.plugins import (
     discover,
     merge_settings,
 )
-from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.discovery import sources_of
 from sbp_core.plugins.registry import extra_with, target
+from sbp_core.plugins.tracebacks import place, reason
 from sbp_core.serialize import read_yaml
 from sbp_core.signatures import Rule, RuleSet, parse_notation
 

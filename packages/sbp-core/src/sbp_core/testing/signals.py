@@ -1,7 +1,4 @@
-"""Signals in tests that send them: heard, whatever the tests were started by.
-
-Stability: internal.
-"""
+"""Signals in tests that send them: heard, whatever the tests were started by."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A test that takes a second or more is marked `@pytest.mark.slow`, and runs in the session of that
 name. Of a test with many cases, each of them short, some stay quick: `@pytest.mark.slow(but=3)`
 leaves three, evenly spread over those that are not marked `exhaustive`, too.
-
-Stability: internal.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
             return build(MyConfig(url="memory://runs"))
 
 The tests take pytest's fixture `tmp_path`, a new run folder for each.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

@@ -21,8 +21,6 @@ one whose memory is no concern, is built by `deferred(build, seed, whole=True)`:
 piece, with the memory that this takes on every process. Random numbers of `random` and NumPy are
 drawn once, while `build` runs: seed them yourself, alike on all processes. PyTorch's default
 generator is borrowed while states are made: draw nothing in other threads meanwhile.
-
-Stability: stable.
 """
 
 from __future__ import annotations

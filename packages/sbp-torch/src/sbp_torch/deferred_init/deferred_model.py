@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture.side_effects import REGISTERS
-from sbp_torch.capture.step import model_tensors
-from sbp_torch.capture.update import Update, UpdateOptions
 from sbp_torch.deferred_init.record import ConstructorRecorder
 from sbp_torch.deferred_init.tape import Tape, TapeReplay, Window
+from sbp_torch.graph_capture.side_effects import REGISTERS
+from sbp_torch.graph_capture.step import model_tensors
+from sbp_torch.graph_capture.update import Update, UpdateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,8 @@ from sbp_torch._torch_compat import (
     written_arguments,
 )
 from sbp_torch._torch_patches import replaced
-from sbp_torch.capture.diagnostics import user_line
 from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, TapeReplay, Window
+from sbp_torch.graph_capture.diagnostics import user_line
 
 _aten = torch.ops.aten
 

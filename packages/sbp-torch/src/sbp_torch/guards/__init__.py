@@ -2,8 +2,6 @@
 
 `Guard` compares what the program's Python read when it was captured; `ConnectedStates` lets model
 and optimizer read as what was trained, and finds what was written to them.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

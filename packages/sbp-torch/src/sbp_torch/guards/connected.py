@@ -264,9 +264,9 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
     raise RunError(
         f"the gradient of {name!r} is asked for, and gradients live inside a step only",
         where=caller,
-        accepted="what the step does with them: clip_norm=, update=UpdateOptions(...)",
-        todo="clip by clip_norm= of parallelize; its norm is the metric 'grad_norm'; return "
-        "other gradients as metrics of the loss: torch.autograd.grad(loss, parameter, "
+        accepted="what the step does with them: update={'clip_norm': ...}",
+        todo="clip with update={'clip_norm': ...}, whose metric 'grad_norm' is the norm; return "
+        "other figures as metrics of the loss: torch.autograd.grad(loss, parameter, "
         "create_graph=True)",
     )
 

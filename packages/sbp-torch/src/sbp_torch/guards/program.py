@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from sbp_torch._torch_compat import as_plain_tensors
-from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.capture.side_effects import REGISTERS, refill
-from sbp_torch.capture.step import model_tensors
+from sbp_torch.graph_capture.numbers import NumberPlace
+from sbp_torch.graph_capture.side_effects import REGISTERS, refill
+from sbp_torch.graph_capture.step import model_tensors
 from sbp_torch.guards.connected import is_let_go, trained_elsewhere
 from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
 from sbp_torch.guards.optimizer_guard import OF_OPTIMIZERS, OptimizerGuard

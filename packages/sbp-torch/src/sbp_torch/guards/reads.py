@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sbp_torch.capture.numbers import NumberPlace
+from sbp_torch.graph_capture.numbers import NumberPlace
 from sbp_torch.guards.functions import (
     GETTERS,
     MAKES,

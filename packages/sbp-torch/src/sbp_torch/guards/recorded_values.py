@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture.fx_conversion import MAX_CONSTANT
-from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.capture.side_effects import MissingAttribute, content_of, items_of, shortened
+from sbp_torch.graph_capture.fx_conversion import MAX_CONSTANT
+from sbp_torch.graph_capture.numbers import NumberPlace
+from sbp_torch.graph_capture.side_effects import MissingAttribute, content_of, items_of, shortened
 from sbp_torch.guards.connected import OWNER, Connected, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

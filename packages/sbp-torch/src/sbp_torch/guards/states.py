@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from sbp_core.errors import RunError
 from sbp_torch._torch_compat import as_plain_tensors, storage_key
-from sbp_torch.capture import initial_states, trainable
-from sbp_torch.capture.step import model_tensors
-from sbp_torch.capture.update import AVERAGE
+from sbp_torch.graph_capture import initial_states, trainable
+from sbp_torch.graph_capture.step import model_tensors
+from sbp_torch.graph_capture.update import AVERAGE
 from sbp_torch.guards.connected import (
     Connected,
     OptimizerStates,

@@ -22,8 +22,6 @@ and comes back with `from_model_state` and `from_optimizer_state`.
 >>> back |= from_optimizer_state(optimizer.state_dict(), model, optimizer)
 >>> back.keys() == states.keys()
 True
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
-from sbp_torch.capture.step import model_tensors
-from sbp_torch.capture.update import AVERAGE
+from sbp_torch.graph_capture.step import model_tensors
+from sbp_torch.graph_capture.update import AVERAGE
 from sbp_torch.optim.combined import CombinedOptimizer
 
 __all__ = [

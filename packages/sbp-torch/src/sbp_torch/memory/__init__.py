@@ -1,7 +1,4 @@
-"""How PyTorch lays out results in memory (`layout`); what a session holds (`meter`).
-
-Stability: provisional.
-"""
+"""How PyTorch lays out results in memory (`layout`); what a session holds (`meter`)."""
 
 from __future__ import annotations
 

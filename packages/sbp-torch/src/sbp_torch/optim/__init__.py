@@ -2,8 +2,6 @@
 
 All are ordinary `torch.optim.Optimizer`s, which also train eagerly. Their norms are roots of sums,
 so that parts of a parameter need one number from one another, not their elements.
-
-Stability: stable.
 """
 
 from sbp_torch._torch_optim_compat import note_step, tell_steps

@@ -4,8 +4,6 @@
 what a rank keeps between steps, `sharing` lets two sessions have the same, `devices` says where,
 `feeding` cuts what a rank needs of a batch, `accumulation` says what it sums over micro-batches,
 `partial_update` what is left when a step failed while states were overwritten.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

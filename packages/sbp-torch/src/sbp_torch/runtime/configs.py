@@ -1,7 +1,4 @@
-"""Settings of the reference runtime.
-
-Stability: provisional.
-"""
+"""Settings of the reference runtime."""
 
 from __future__ import annotations
 

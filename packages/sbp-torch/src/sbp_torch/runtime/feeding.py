@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _Index = tuple[slice, ...]
 
 #: How a batch that is nested gets the names of the plan.
-_FLATTEN = "sbp_torch.capture.flatten_batch(batch) returns them of a batch of another form"
+_FLATTEN = "sbp_torch.flatten_batch(batch) returns them of a batch of another form"
 
 
 class _BatchTensor:

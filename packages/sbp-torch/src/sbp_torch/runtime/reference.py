@@ -90,7 +90,7 @@ class ReferenceSession(Session):
         self,
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
-        config: ReferenceConfig,
+        config: ReferenceConfig = ReferenceConfig(),  # noqa: B008 - frozen
         *,
         keeps: bool = False,
     ) -> None:

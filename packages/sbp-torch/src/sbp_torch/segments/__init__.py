@@ -2,8 +2,6 @@
 
 `execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of the
 tensor part of a segment (`host_parts`).
-
-Stability: internal.
 """
 
 from __future__ import annotations

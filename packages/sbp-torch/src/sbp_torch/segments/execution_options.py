@@ -1,7 +1,4 @@
-"""The settings of compute segments, which runtimes have in common.
-
-Stability: internal.
-"""
+"""The settings of compute segments, which runtimes have in common."""
 
 from __future__ import annotations
 

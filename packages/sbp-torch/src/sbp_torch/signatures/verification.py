@@ -3,8 +3,6 @@
 `trial` says what running one means. Only signatures that the rules claim are run, and in forked
 workers: kernels fed with shards that do not fit each other may corrupt memory, and that is a
 verdict.
-
-Stability: provisional.
 """
 
 from __future__ import annotations

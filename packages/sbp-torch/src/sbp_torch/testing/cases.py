@@ -2,8 +2,6 @@
 
 A case is compiled and run; its losses and shards are compared with those of one device.
 `testing.runtime` holds the suite.
-
-Stability: internal.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.boxing import BoxingBackend
-from sbp_core.check import check
 from sbp_core.compile import (
     CompileOptions,
     PhysicalPlan,
@@ -28,6 +25,7 @@ from sbp_core.compile import (
 from sbp_core.graph import InputKind
 from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.runtime import BatchPart, Number, Runtime, Session, StatePiece, state_slots
 from sbp_torch.boxing.execute import shard

@@ -6,8 +6,6 @@
             return build(MyConfig())
 
 A data set that also fulfils `TextDataset` or `AugmentedDataset` is checked as one.
-
-Stability: stable.
 """
 
 from __future__ import annotations

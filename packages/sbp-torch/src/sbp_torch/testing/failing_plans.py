@@ -1,7 +1,4 @@
-"""Plans that fail: an operator that refuses what is too large, and plans that call it.
-
-Stability: internal.
-"""
+"""Plans that fail: an operator that refuses what is too large, and plans that call it."""
 
 from __future__ import annotations
 

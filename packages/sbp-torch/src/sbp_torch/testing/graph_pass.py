@@ -7,8 +7,6 @@
 A pass runs among others, before the accumulation over micro-batches. It is tried on the captured
 step of a small MLP; `make_step` may be overridden. A pass that reorders sums sets `tolerance` above
 zero.
-
-Stability: stable.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from sbp_aten.passes import prepare_step, tie_step_counters
 from sbp_core.graph import LogicalGraph, graph_hash, verify_graph
 from sbp_core.plugins import GraphPass
-from sbp_torch.capture import capture
+from sbp_torch.graph_capture import capture
 from sbp_torch.testing.programs import (
     OneDeviceStep,
     TinyMlp,

@@ -1,7 +1,4 @@
-"""The part of the suite of runtimes that is about loading; `testing.runtime` has the rest.
-
-Stability: stable.
-"""
+"""The part of the suite of runtimes that is about loading; `testing.runtime` has the rest."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@
 
 Batches should have samples that differ. A model that also fulfils `LanguageModel` is checked as
 one; it says how many tokens it knows in `vocabulary`.
-
-Stability: stable.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.kinds import LanguageModel, TrainableModel
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_equal, assert_near

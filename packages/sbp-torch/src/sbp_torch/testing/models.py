@@ -2,8 +2,6 @@
 
 `PROGRAMS` lists them; `eager_step` and `eager_states` train them without any of our code. What the
 conformance suites plan and run is in `testing.programs`.
-
-Stability: internal.
 """
 
 from __future__ import annotations

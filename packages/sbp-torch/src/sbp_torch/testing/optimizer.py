@@ -6,8 +6,6 @@
 
 The update is captured with the step of a small MLP, and compared with PyTorch's own: bit for bit,
 unless the suite says otherwise.
-
-Stability: stable.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.graph import InputKind
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.runtime import Number
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_torch.graph_capture import capture, initial_states, scalar_values
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -9,8 +9,6 @@
 Beside what `sbp_core.testing.planner` asks, every strategy must run (under the reference runtime)
 to the losses and shards of one device. A planner that plans only some programs overrides
 `make_step`.
-
-Stability: stable.
 """
 
 from __future__ import annotations

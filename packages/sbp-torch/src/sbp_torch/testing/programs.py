@@ -2,8 +2,6 @@
 
 `capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
 every plan of a step must come to.
-
-Stability: internal.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import Number
-from sbp_torch.capture import capture, initial_states
+from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 
 __all__ = ["small_cluster"]

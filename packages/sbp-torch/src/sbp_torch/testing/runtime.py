@@ -8,8 +8,6 @@ Every case captures, plans, compiles and checks a training step of a small MLP, 
 compares every loss and every rank's shard of every state, bit for bit with the reference runtime
 and within 1e-9 (float64) with one device. Of a runtime that says `uses_backend`, the bytes that the
 backend moves are compared with those of the plan.
-
-Stability: stable.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
                    rules=RuleRegistry({"mylib.myop.default": my_rule}))
 
 Samples should have extents that 2 and 3 do not divide, and some below 7.
-
-Stability: stable.
 """
 
 from __future__ import annotations

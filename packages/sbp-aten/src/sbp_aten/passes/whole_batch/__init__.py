@@ -16,8 +16,6 @@ divide by. `rewriting` puts it together.
 
 What is not linear in a value with coefficients is unknown, and so is what depends on the places of
 samples. A result that is unknown is refused, with the line where the unknown begins.
-
-Stability: internal.
 """
 
 from sbp_aten.passes.whole_batch.rewriting import whole_batch_loss

@@ -53,7 +53,7 @@ _ACCEPTED = (
 _TODO = (
     "set trainer.micro_batches=1, or trainer.loss=mean_of_micro_batches to train on the mean of "
     "the losses of micro-batches; of parallelize: micro_batches=1, "
-    "loss_is='mean_of_micro_batches'"
+    "MicroBatches(..., loss='mean_of_micro_batches')"
 )
 
 _BY_PLACE = "here samples meet each other, or are told apart by their places"

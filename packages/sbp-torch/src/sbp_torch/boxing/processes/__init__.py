@@ -3,8 +3,6 @@
 `packed_buffer` makes flat messages of what a `Manifest` says, `exchange` is the communicator.
 `agreement` compares a text over all ranks, `fingerprint` every step; both serve any backend.
 `rendezvous_store` is where the processes meet.
-
-Stability: internal.
 """
 
 from __future__ import annotations

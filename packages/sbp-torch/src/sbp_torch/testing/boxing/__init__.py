@@ -51,8 +51,6 @@ The package: `conversion_cases` (what is converted), `families` (which cases the
 (their tensors, by the definition alone), `convert` (what ranks run, and how it is judged),
 `in_flight` (what they run to have several steps under way), `failures` (what they run when
 something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
-
-Stability: stable.
 """
 
 from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State

@@ -1,0 +1,135 @@
+"""What users write: the loss of a batch. Whether it can be called, and what it may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbp_core.errors import CaptureError, SbpTypeError
+from sbp_torch.graph_capture.diagnostics import short
+
+#: The loss of a batch, or the loss and metrics.
+Loss = Callable[[nn.Module, Any], Any]
+
+_ACCEPTED = (
+    "one floating number (a 0-d tensor); a pair of it and a mapping of metrics; or a mapping with "
+    "the key 'loss'"
+)
+
+
+def kind_told(value: object) -> str:
+    """Return what messages say of a value of a wrong type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"of type {type(value).__name__}"
+
+
+def check_loss(loss: object) -> None:
+    """Check that a loss can be called with a model and a batch; criteria of PyTorch take tensors.
+
+    Raises:
+        SbpTypeError: it is something else.
+    """
+    if not callable(loss) or type(loss).__module__ == nn.MSELoss.__module__:
+        raise SbpTypeError(
+            f"loss is {kind_told(loss)}",
+            accepted="a function loss(model, batch) that calls the model and returns its loss",
+            todo='such as lambda model, batch: criterion(model(batch["x"]), batch["y"])',
+        )
+    function: Any = loss  # the one of Python that a call of it ends in, if there is one
+    while type(function) is partial:
+        function = function.func
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        function = inspect.getattr_static(type(function), "__call__")
+    function = function.__func__ if inspect.ismethod(function) else function
+    claims = hasattr(function, "__signature__") or hasattr(loss, "__signature__")
+    if not inspect.isfunction(function) or claims:  # of another function: nothing can be told
+        return
+    # A wrapper may take other arguments than the function that it wraps.
+    signature = inspect.signature(loss, follow_wrapped=False)
+    try:
+        signature.bind("model", "batch")
+    except TypeError:
+        code = function.__code__
+        raise SbpTypeError(
+            f"loss takes {signature}, and is called as loss(model, batch)",
+            where=f"{short(code.co_filename)}:{code.co_firstlineno}",
+            accepted="a function of two positional arguments, the model and a batch",
+            todo="let it take both: def loss(model, batch); what else it needs can be bound by "
+            "functools.partial or a lambda",
+        ) from None
+
+
+def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the loss and the metrics in what a loss function returned.
+
+    Of a mapping without a pair around it (such as a model's own output) the other 0-d tensors are
+    the metrics.
+
+    Raises:
+        CaptureError: it holds no loss, or a metric that is no tensor.
+    """
+    metrics: Mapping[str, Any] = {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
+        made, metrics = made
+    elif isinstance(made, Mapping) and "loss" in made:
+        _check_metrics(
+            {k: v for k, v in made.items() if k != "loss" and isinstance(v, int | float)}
+        )
+        metrics = {
+            name: value
+            for name, value in made.items()
+            if name != "loss" and isinstance(value, Tensor) and value.dim() == 0
+        }
+        made = made["loss"]
+    if not isinstance(made, Tensor) or made.dim() != 0 or not made.dtype.is_floating_point:
+        raise _no_loss(made)
+    _check_metrics(metrics)
+    return made, metrics
+
+
+def _no_loss(made: object) -> CaptureError:
+    """Return the error for what a loss function returned in the place of a loss."""
+    what, todo = type(made).__name__, "return the loss, a 0-d tensor that was computed by the model"
+    if isinstance(made, Tensor):
+        what = f"{made.dtype} of shape {tuple(made.shape)}"
+        todo = (
+            "make it one number: loss.mean() or loss.sum()"
+            if made.dim()
+            else "return a loss of floating numbers; counts can be metrics"
+        )
+    elif isinstance(made, int | float | complex | torch.SymFloat | torch.SymInt | torch.SymBool):
+        what = "a number of Python, not a tensor"
+        todo = "drop .item() or float() in the loss function: return the tensor"
+    elif isinstance(made, tuple | list):
+        parts = ("Tensor" if isinstance(part, Tensor) else type(part).__name__ for part in made)
+        what = f"a {what} of {', '.join(parts) or 'nothing'}"
+        todo = (
+            "name the metrics by a mapping: return loss, {'accuracy': accuracy}; add several "
+            "losses up to one: return a + b, {'a': a, 'b': b}"
+        )
+    elif isinstance(made, Mapping):
+        what = f"a mapping of {', '.join(map(repr, made)) or 'nothing'}, without 'loss'"
+        todo = "call the loss so: {'loss': loss, 'accuracy': accuracy}"
+    elif made is None:
+        what, todo = "None", "end the loss function with return loss"
+    return CaptureError(f"the loss is {what}", accepted=_ACCEPTED, todo=todo)
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or name == "loss":
+            raise CaptureError(
+                f"the metric {name!r} is {type(value).__name__}",
+                accepted="tensors, by other names than 'loss'",
+                todo="leave it out, because the loop knows it; or return a tensor, which follows a "
+                f"float that changes: {{{name!r}: "
+                f"{name if name.isidentifier() else 'value'} * torch.ones(())}}"
+                if isinstance(value, int | float)
+                else "",
+            )

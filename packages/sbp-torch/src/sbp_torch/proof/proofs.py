@@ -1,0 +1,315 @@
+"""`prove`: the step that is planned, and the step that was captured, before any step is taken.
+
+What was proved is kept between runs. A form is two graphs, so it is proved once for all meshes and
+planners that plan the same graph, and for all processes and later runs of a user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_core.errors import GraphError, SbpError
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, graph_hash
+from sbp_core.passes import accumulate, unalias_outputs
+from sbp_core.units import format_seconds
+from sbp_core.user_paths import cache_folder
+from sbp_torch.proof.drawing import Draw
+from sbp_torch.proof.parts import Sweep
+from sbp_torch.proof.running import run_s, widened
+from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
+from sbp_torch.result_file import ResultFile
+
+#: Raised whenever what a file means, or what is compared, changes.
+FORMAT = 2
+
+_PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProof:
+    """What was proved of a step.
+
+    Args:
+        operators: Of the planned step.
+        alike: How many of them compute what operators of the captured step compute, as they are
+            the same on the same values; part by part.
+        parts: Different parts in which the others were run.
+        num_not_run: Operators that would take too long, or do not run in float64 on the CPU.
+        not_run: Where the first of them is.
+        draws: Of whole steps: which rows were ignored in each.
+        of: Whole steps of what, if not of all rows.
+        but: What differs where the loss itself is no number.
+        reason: Why nothing was proved; empty if something was.
+        took_s: What it took, in seconds.
+        is_known: Whether this form was proved earlier.
+    """
+
+    operators: int
+    alike: int = 0
+    parts: int = 0
+    num_not_run: int = 0
+    not_run: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
+    of: str = ""
+    but: str = ""
+    reason: str = ""
+    took_s: float = 0.0
+    is_known: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the step was proved."""
+        return not self.reason and not self.num_not_run
+
+    def lines(self) -> list[str]:
+        """Return what is reported."""
+        when = "by an earlier run" if self.is_known else f"in {format_seconds(self.took_s)}"
+        if self.reason:
+            return [f"not proved that the planned step is the captured one: {self.reason}"]
+        if self.draws:
+            rows = ", ".join(self.draws)
+            return [
+                f"proved {when}: loss, metrics and new states are those of the captured step, "
+                f"run{self.of} in float64 on random data (rows ignored: {rows})",
+                *([f"  {self.but}"] if self.but else []),
+            ]
+        run = self.operators - self.alike - self.num_not_run
+        lines = [
+            f"proved {when}: of {self.operators} operators {self.alike} are those of the captured "
+            f"step, {run} give the same in float64 on random data"
+        ]
+        if self.num_not_run:
+            lines.append(
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do "
+                f"not run: {', '.join(self.not_run)}"
+            )
+        return lines
+
+
+def _from_json(value: Mapping[str, Any]) -> StepProof:
+    known = {one.name for one in fields(StepProof)} & value.keys()
+    found: Any = {name: value[name] for name in known}
+    found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    return StepProof(**found)
+
+
+#: What a whole step may take, in budgets, where its parts were seen to differ: it decides.
+_SUSPECT = 30.0
+
+#: What operators raise that do not run on the numbers that they are given.
+_FAILURES = (SbpError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A step as it was captured and as it is planned.
+
+    Args:
+        before: As captured: of the whole batch, or of one micro-batch.
+        after: As it is planned; its types are those of one micro-batch.
+        example: A batch of the captured step, by name.
+    """
+
+    before: LogicalGraph
+    after: LogicalGraph
+    example: Mapping[str, Tensor]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the captured step takes the rows of several micro-batches at once."""
+        return any(
+            self.before.types[entry.name] != self.after.types[entry.name]
+            for entry in self.after.inputs
+            if entry.kind is InputKind.BATCH
+        )
+
+
+def prove(
+    step: PlannedStep,
+    *,
+    states: Callable[[], Mapping[str, Tensor]] = dict,
+    small: Callable[[], PlannedStep] | None = None,
+    budget_s: float = 10.0,
+    cache: bool | Path = True,
+) -> StepProof:
+    """Run a step as it is planned, and the step as it was captured, on small random data.
+
+    Loss, metrics and new states are compared in double precision. A step of one micro-batch is
+    compared part by part: only operators that differ are run (`proof.parts`). So is one whose
+    micro-batches have a loss of their own each: with the captured step, accumulated. A step of the
+    loss of the whole batch takes all rows at once, and cut into micro-batches (`proof.whole`).
+
+    Args:
+        step: What is compared.
+        states: Returns values of its states, of which buffers are taken; those on `meta` have none.
+        small: Makes the same step of fewer rows, if the step would take too long.
+        budget_s: Most seconds that running may take, as estimated.
+        cache: Keep what was proved in the user's cache folder, or in the folder given here, and
+            prove no form twice; False neither reads nor writes.
+
+    Returns:
+        What was proved, and how. What takes too long or does not run is not proved, and it says so.
+
+    Raises:
+        GraphError: an output differs; names it, both numbers and a line of the user's code.
+    """
+    entry = None
+    if cache is not False:
+        packages = (f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+        texts = [f"format {FORMAT}", f"torch {torch.__version__}", *packages]
+        key = ", ".join([*texts, f"{graph_hash(step.before)} as {graph_hash(step.after)}"])
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        folder = cache_folder("proofs") if cache is True else cache
+        entry = ResultFile(
+            path=folder / f"{digest[:32]}.json",
+            key=key,
+            budget=budget_s,  # what was not proved for want of time is tried again with more
+            what="proofs",
+            dump=asdict,
+            load=_from_json,
+            is_whole=attrgetter("is_whole"),
+        )
+        known = entry.read()
+        if known is not None:
+            return replace(known, is_known=True)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        found = _proved(step, states, small, budget_s)
+    found = replace(found, took_s=time.perf_counter() - begin)
+    if entry is not None:
+        entry.write(found)
+    return found
+
+
+def _proved(
+    step: PlannedStep,
+    states: Callable[[], Mapping[str, Tensor]],
+    small: Callable[[], PlannedStep] | None,
+    budget_s: float,
+) -> StepProof:
+    if step.is_cut:
+        copy, of = step, ""
+        if _whole_s(step) > budget_s and small is not None:
+            try:
+                copy = small()
+            except SbpError as error:
+                reason = f"a smaller batch: {error.what}"
+                return StepProof(operators=len(step.after.nodes), reason=reason)
+            after = copy.after
+            batch = (after.tensor(e.name).shape for e in after.inputs if e.kind is InputKind.BATCH)
+            rows = next((shape[0] for shape in batch if shape), 1)
+            of = f" of {after.num_micro_batches} micro-batches of {rows} samples"
+        before, after = widened(copy.before), widened(copy.after)
+        whole = WholeStep(before=before, after=after, example=copy.example, states=states())
+        return _run_whole(whole, copy, [], None, budget_s, of)
+    before, after = step.before, step.after
+    if after.num_micro_batches > 1:
+        count, updates = after.num_micro_batches, after.num_updates
+        before = accumulate(unalias_outputs(before), count, num_updates=updates)
+    before, after = widened(before), widened(after)
+    found = Sweep(before, after, budget_s).run()
+    if not found.open:
+        return StepProof(
+            operators=len(after.nodes),
+            alike=found.alike,
+            parts=found.parts,
+            not_run=tuple(", ".join(node.where()) for node in found.skipped[:1]),
+            num_not_run=len(found.skipped),
+        )
+    whole = WholeStep(before=before, after=after, example=step.example, states=states())
+    return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
+
+
+def _whole_s(step: PlannedStep) -> float:
+    """Return the seconds of a step drawn once: the captured one is taken twice."""
+    return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
+
+
+def _run_whole(
+    whole: WholeStep,
+    step: PlannedStep,
+    suspects: list[str],
+    first: Node | None,
+    budget_s: float,
+    of: str,
+) -> StepProof:
+    """Take whole steps, as many as the budget allows."""
+    made = StepProof(operators=len(step.after.nodes), of=of)
+    each_s = _whole_s(step)
+    if each_s > budget_s:
+        about = f"it would take about {format_seconds(each_s)}"
+        seen = f"; {', '.join(suspects[:3])} may differ" if suspects else ""
+        return replace(made, reason=about + seen)
+    draws: Sequence[Draw] = DRAWS if whole.can_ignore() else DRAWS[:1]
+    draws = draws[: max(1, int(budget_s / max(each_s, 1e-9)))]
+    told = ""
+    for near in (False, True):
+        try:
+            found = list(replace(whole, near=near).differences(draws))
+        except _FAILURES as error:
+            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            continue
+        but = ""
+        real = [one for one in found if not one.is_rounding]
+        if real and real[0].has_loss:
+            raise _refusal(real, step, first, of)
+        if found and not real:
+            but = (
+                f"{found[0].name!r} is a rounding error, {found[0].wanted:.3g} of one and "
+                f"{found[0].found:.3g} of the other, of which nothing can be said"
+            )
+        elif found:
+            draws = draws[:-1]
+            but = (
+                f"with all rows ignored, the loss is no number in both, and {real[0].name!r} is "
+                f"{real[0].found:.6g} instead of {real[0].wanted:.6g}"
+            )
+        return replace(made, draws=tuple(how.ignored for how in draws), but=but)
+    return replace(made, reason=f"it does not run on random numbers: {told}")
+
+
+def _refusal(
+    found: list[OutputDifference], step: PlannedStep, first: Node | None, of: str
+) -> GraphError:
+    """Return the error for outputs that differ."""
+    order = (OutputKind.LOSS, OutputKind.METRIC, OutputKind.STATE)
+    worst = min(found, key=lambda one: order.index(one.kind))
+    others = len(found) - 1
+    more = f", and {others} more output{'s' * (others > 1)} differ" if others else ""
+    after = step.after
+    several = after.num_micro_batches > 1 and step.is_cut
+    todo = "leave out the pass that changes it: compile.plugins, or a switch of compile.passes"
+    if several:
+        todo = "train with micro_batches=1, or with MicroBatches(..., loss='mean_of_micro_batches')"
+    return GraphError(
+        f"the step that is planned gives another {worst.kind.value} {worst.name!r} than the one "
+        f"that was captured: {worst.found:.9g} instead of {worst.wanted:.9g}{more}",
+        where=(
+            *_where(worst, step.before, first),
+            f"both, run on random numbers in float64{of}; rows ignored: {worst.ignored}",
+        ),
+        accepted="rewrites that change no loss, metric or new state",
+        todo=f"{todo}; compile.prove=false takes such steps all the same",
+    )
+
+
+def _where(worst: OutputDifference, before: LogicalGraph, first: Node | None) -> tuple[str, ...]:
+    """Return the line of a value that differs first; else that of the output's first use."""
+    if first is not None:
+        return first.where()
+    value = {out.name: out.value for out in before.outputs}.get(worst.name, worst.name)
+    if worst.kind is OutputKind.STATE:
+        value = before.input_kinds[worst.name].of or worst.name
+        return next((node.where() for node in before.users[value] if node.source), ())
+    node = before.producers.get(value)
+    return node.where() if node is not None else ()
