@@ -451,7 +451,9 @@ class Otherwise(CombinedOptimizer):
 
 
 def test_several_optimizers_step_as_they_are() -> None:
-    assert_refused(lambda m: Otherwise([optim.SGD(m.parameters())]), "Otherwise steps otherwise")
+    assert_refused(
+        lambda m: Otherwise([optim.SGD(m.parameters())]), "Otherwise is a CombinedOptimizer, but"
+    )
 
 
 def test_options_that_would_be_ignored_are_refused() -> None:

@@ -2,8 +2,8 @@
 
 A schedule says which rank does what in which order; the compiler derives the rest. In the order of
 use: `schedule` (the values), `policies` (the rules that are known by name, and what they ask for),
-`timing` (what waits for what, and how long: a schedule in time), `automatic` (from a name to a
-schedule, and one that is searched for). What a stage computes is known to nobody here.
+`schedule_times` (what waits for what, and how long: a schedule in time), `automatic` (from a name
+to a schedule, and one that is searched for). What a stage computes is known to nobody here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from __future__ import annotations
 from sbp_core.exports import moved_names
 from sbp_core.pipeline.automatic import SCHEDULES, pipeline_schedule
 from sbp_core.pipeline.schedule import Action, ActionKind, PipelineSchedule
-from sbp_core.pipeline.timing import SimulatedSchedule, StageTimes, TimedAction, simulate_schedule
+from sbp_core.pipeline.schedule_times import (
+    SimulatedSchedule,
+    StageTimes,
+    TimedAction,
+    simulate_schedule,
+)
 
 __all__ = [
     "SCHEDULES",

@@ -23,7 +23,7 @@ from itertools import accumulate, product
 from sbp_core.errors import ConfigError, unknown_name
 from sbp_core.pipeline.policies import POLICIES, loop_placement, named_schedule, v_placement
 from sbp_core.pipeline.schedule import Action, ActionKind, PipelineSchedule
-from sbp_core.pipeline.timing import (
+from sbp_core.pipeline.schedule_times import (
     Duration,
     Precedence,
     StageTimes,
