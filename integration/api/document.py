@@ -90,9 +90,9 @@ _RULES = """
 The name of a plugin of kind `signature` is the operator (`build` returns a `Rule`) or the namespace
 (`build` returns a `RuleSet`). A wrong setting raises `sbp_core.errors.ConfigError` in the
 `__post_init__` of its config. If the setting is wrong because of another one that was chosen with
-it, `check_beside` of the config raises it (`ChecksOthers`). A plugin whose `SBP_API_VERSION` is
-newer than that of sbp-core is set aside and named. [Versions of the hooks](../hooks.md) says what
-changed between versions, and how long each is served.
+it, `check_combination` of the config raises it (`ChecksCombination`). A plugin whose
+`SBP_API_VERSION` is newer than that of sbp-core is set aside and named. [Versions of the
+hooks](../hooks.md) says what changed between versions, and how long each is served.
 """
 
 _INTERNAL = f"""# Internal names

@@ -26,7 +26,7 @@ from typing import Any
 WAYS: Mapping[str, str | None] = {
     "ddp": None,
     "data_parallel": "manual/data_parallel",
-    "infer": "infer",
+    "propagate": "propagate",
 }
 
 VOCABULARY, CONTEXT, NUM_LAYERS, NUM_HEADS, HIDDEN = 8192, 128, 4, 4, 256

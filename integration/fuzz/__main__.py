@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fuzz.kinds import KINDS
 from fuzz.watch import outcomes, work
-from sbp_core.testing.fuzz import Outcome, edited_file
+from sbp_core.testing.fuzz import EditOutcome, edited_file
 
 #: Faults of a kind that are shown.
 _SHOWN = 5
@@ -79,7 +79,7 @@ def _tally(console: Console, name: str, *, first: int, last: int) -> tuple[Count
     return found, slowest_s
 
 
-def _show(console: Console, name: str, outcome: Outcome) -> None:
+def _show(console: Console, name: str, outcome: EditOutcome) -> None:
     told = f"{name}, seed {outcome.seed}: {outcome.fault}"
     console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
 

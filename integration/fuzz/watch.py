@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from fuzz.kinds import KINDS
-from sbp_core.testing.fuzz import Outcome, try_edit
+from sbp_core.testing.fuzz import EditOutcome, try_edit
 
 #: Memory that a worker may take beside what it has when it begins.
 MOST_BYTES = 4 << 30
@@ -62,7 +62,7 @@ def outcomes(
     *,
     command_of: Callable[[str, int, int], list[str]] = worker,
     most_silence_s: float = MOST_SILENCE_S,
-) -> Iterator[Outcome]:
+) -> Iterator[EditOutcome]:
     """Try edits in processes that are watched; yield what came of each.
 
     Args:
@@ -90,7 +90,7 @@ def outcomes(
             if at < stop:
                 errors.seek(0)
                 last_words = errors.read()[-1000:].decode("utf-8", "replace")
-                yield Outcome(
+                yield EditOutcome(
                     seed=at,
                     error="ended",
                     fault=f"the process ended with code {code}, or said nothing: {last_words}",
@@ -99,7 +99,7 @@ def outcomes(
                 at += 1
 
 
-def _told(pipe: IO[bytes], most_silence_s: float) -> Iterator[Outcome]:
+def _told(pipe: IO[bytes], most_silence_s: float) -> Iterator[EditOutcome]:
     """Yield what a worker says, until it ends or says nothing for too long."""
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -115,4 +115,4 @@ def _told(pipe: IO[bytes], most_silence_s: float) -> Iterator[Outcome]:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line.startswith(b"{"):
-                    yield Outcome(**json.loads(line))
+                    yield EditOutcome(**json.loads(line))

@@ -177,7 +177,9 @@ MISTAKES: dict[str, Mistake] = {
     "a plan over a plan": Mistake(
         command=("sbp_launch.apps.plan", "out=good.yaml"), says=("good.yaml",)
     ),
-    "calibrating nobody": Mistake(command=("sbp_launch.calibrate.app", "ranks=0"), says=("ranks",)),
+    "calibrating nobody": Mistake(
+        command=("sbp_launch.calibrate.command", "ranks=0"), says=("ranks",)
+    ),
     # Edited strategies.
     "an input too many": _strategy("extra_input.yaml", "line", "gelu", imports_torch=True),
     "a dim that is not there": _strategy(

@@ -14,7 +14,7 @@ from mistakes.table import Mistake
 from sbp_core.testing.forked_programs import ForkedPrograms
 
 #: What commands import before they look at their settings.
-APP = ("sbp_launch.apps.app", "sbp_launch.settings.check", "sbp_launch.apps.plan")
+APP = ("sbp_launch.apps.hydra_app", "sbp_launch.settings.check", "sbp_launch.apps.plan")
 
 _IMPORTED = "torch imported\n"
 

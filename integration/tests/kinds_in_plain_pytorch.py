@@ -76,7 +76,7 @@ class PlainStep:
             module.training = mode
         return loss.item()
 
-    def beside(
+    def add_step(
         self,
         loss: Callable[[nn.Module, Any], Tensor],
         batch: Any,

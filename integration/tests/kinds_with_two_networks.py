@@ -73,7 +73,7 @@ def gan(start: Start) -> Trained:
     model, losses = made(DCGAN), []
     optimizer_d, optimizer_g = _optimizers(model)
     step_d = start(model, _loss_d, _images(0), optimizer_d)
-    step_g = step_d.beside(_loss_g, {"noise": _images(0)["noise"]}, optimizer_g)
+    step_g = step_d.add_step(_loss_g, {"noise": _images(0)["noise"]}, optimizer_g)
     with step_d:
         for index in range(NUM_ROUNDS):
             batch = _images(index)
@@ -137,7 +137,7 @@ def wasserstein_gan(start: Start) -> Trained:
         return {"real": normal(index, 8, 1, 4, 4), "noise": normal(100 + index, 8, NOISE)}
 
     step_d = start(model, _penalised, batch(0), optimizer_d)
-    step_g = step_d.beside(_liked, {"noise": batch(0)["noise"]}, optimizer_g)
+    step_g = step_d.add_step(_liked, {"noise": batch(0)["noise"]}, optimizer_g)
     with step_d:
         for index in range(3):
             losses += [float(step_d(batch(2 * index))), float(step_d(batch(2 * index + 1)))]
@@ -193,7 +193,7 @@ def actor_critic(start: Start) -> Trained:
 
     example = play(0)
     step_critic = start(model, _loss_critic, example, optimizer_critic)
-    step_actor = step_critic.beside(_loss_actor, example, optimizer_actor)
+    step_actor = step_critic.add_step(_loss_actor, example, optimizer_actor)
     with step_critic:
         for index in range(4):
             step_critic.copy_to(model)

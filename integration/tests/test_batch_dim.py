@@ -128,8 +128,8 @@ def test_a_single_tensor_and_a_second_program_have_dims_of_their_own():
 
     with parallelize(model, losses[0], x, optimizer, batch_dim={"batch": 1}, **SPLIT) as step:
         with pytest.raises(ConfigError, match="dim for 'batch', and the batch has no tensor"):
-            step.beside(losses[1], (x,), micro_batches=4)
-        second = step.beside(losses[1], (x,), micro_batches=4, batch_dim={"0": 1})
+            step.add_step(losses[1], (x,), micro_batches=4)
+        second = step.add_step(losses[1], (x,), micro_batches=4, batch_dim={"0": 1})
         with step.no_update(), second.no_update():
             assert abs(float(step(x)) - wanted[0]) <= 1e-12
         assert step.strategy.storage["batch"].sbp == (S(0),)

@@ -152,7 +152,9 @@ def test_padding_that_is_not_neutral_is_refused_with_the_usual_causes(make, loss
     states = copy.deepcopy(model.state_dict())
     pad_to = {**PAD_TO, "values": {**PAD_TO["values"], **values}}
 
-    with pytest.raises(ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*'prove': False"):
+    with pytest.raises(
+        ConfigError, match=rf"{told}(.|\n)*usual causes: labels(.|\n)*'prove': False"
+    ):
         start(model, loss=loss, pad_to=pad_to)
 
     assert model.training and all(module.training for module in model.modules())
@@ -289,7 +291,7 @@ REFUSED = {
     ),
     "is missing": (
         lambda batch: {"input_id": batch["input_ids"], "labels": batch["labels"]},
-        r"'input_ids' is to be padded, and the batch has no tensor(.|\n)*mean 'input_id'\?",
+        r"'input_ids' and the batch has no tensor(.|\n)*mean 'input_id'\?",
     ),
     "has no dim": (
         lambda batch: {**batch, "labels": batch["labels"][:, 0]},

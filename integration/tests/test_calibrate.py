@@ -31,7 +31,7 @@ def run(folder: Path, module: str, *arguments: str) -> str:
 
 def calibrate(folder: Path, *arguments: str) -> Cluster:
     tiny = ["sizes=[1024,8192,65536]", "repetitions=2", "time_s=1"]
-    run(folder, "sbp_launch.calibrate.app", *tiny, *arguments)
+    run(folder, "sbp_launch.calibrate.command", *tiny, *arguments)
     return Cluster.load(folder / "cluster.json")
 
 
@@ -82,7 +82,7 @@ def test_a_plan_is_priced_with_the_operators_of_a_traced_run(tmp_path: Path) -> 
     run(tmp_path, "sbp_launch.apps.train", *plan, *steps, *quiet)
     found = json.loads((tmp_path / "traced" / "operators.json").read_text("utf-8"))
     replace(machine, machine=found["machine"]).save(tmp_path / "cluster.json")
-    run(tmp_path, "sbp_launch.calibrate.app", "ops=traced")
+    run(tmp_path, "sbp_launch.calibrate.command", "ops=traced")
 
     operators = Cluster.load(tmp_path / "cluster.json").calibrations["local"].operators
     assert {"aten.addmm.default", "aten.native_layer_norm.default"} <= {one.op for one in operators}

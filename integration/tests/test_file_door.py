@@ -86,14 +86,14 @@ ALLOWED = {
         "own.read_text": OWN,
     },
     "sbp_core/serialize/file.py": {"os.open": "the door itself", "FileIO": "the door itself"},
-    "sbp_launch/checkpoint/files.py": {
+    "sbp_launch/checkpoint/durable_files.py": {
         "mmap.mmap": "memory without a file",
         "os.open": "a folder, to flush it",
     },
     "sbp_launch/checkpoint/formats/torch_file.py": {
         "zipfile.ZipFile": "a window of what the door has opened"
     },
-    "sbp_launch/checkpoint/local.py": {"os.open": "a lock that is written"},
+    "sbp_launch/checkpoint/folder_storage.py": {"os.open": "a lock that is written"},
     "sbp_launch/checkpoint/objects.py": {
         "self.files.open": "objects of a storage, which has neither pipes nor devices",
         "files.open": "an object that is written",

@@ -357,7 +357,7 @@ def test_a_model_that_another_step_trains_is_no_constant():
             other(batch)
             with pytest.raises(RunError, match=r"'maker\.weight', which another step") as caught:
                 step(batch)
-    assert "step.beside(loss, batch, optimizer)" in str(caught.value)
+    assert "step.add_step(loss, batch, optimizer)" in str(caught.value)
 
 
 def test_a_model_whose_training_is_over_is_a_constant_again():

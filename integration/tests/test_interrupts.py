@@ -20,7 +20,7 @@ from plain_training import batch_of, loss_of, make_model, make_optimizer
 from programs import registry
 
 from sbp_core.processes import Line, supervise
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_launch import parallelize
 
 NUM_MOMENTS = 12

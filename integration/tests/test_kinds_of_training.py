@@ -25,7 +25,7 @@ from sbp_launch import MicroBatches, parallelize
 LAYOUTS = {
     "sharded states": {"mesh": 4, "planner": "manual/zero"},
     "data parallel": {"mesh": 2, "planner": "manual/data_parallel"},
-    "inferred": {"mesh": (2, 2), "planner": "infer"},
+    "inferred": {"mesh": (2, 2), "planner": "propagate"},
 }
 
 #: Forms of the first program, where there are others than the first.

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import saved_states
 from small_runs import DATA, SMALL, losses
 
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 

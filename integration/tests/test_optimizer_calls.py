@@ -116,7 +116,7 @@ def test_the_optimizer_of_a_step_beside_is_told_of_too(caplog):
         return lambda pair, batch: pair[name](batch).square().mean()
 
     with parallelize(pair, loss("a"), BATCH, optimizers["a"]) as step:
-        second = step.beside(loss("b"), BATCH, optimizers["b"])
+        second = step.add_step(loss("b"), BATCH, optimizers["b"])
         step(BATCH)
         second(BATCH)
         optimizers["b"].step()

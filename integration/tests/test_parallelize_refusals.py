@@ -50,7 +50,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     refused("which is an argument of its own", cluster={"name": "local", "mesh": [2]})
     refused("connects one process a rank", boxing="torch", mesh=2)
     refused("update.clip_norm", update={"clip_norm": -1.0})
-    refused("compile.autocast", compile={"autocast": "int8"})
+    refused("'int8'", compile={"autocast": "int8"})
     refused("compile.bucket_byte", compile={"bucket_byte": 1})
     refused("model is wrapped", SbpTypeError, model=nn.DataParallel(make_model()))
     other = make_optimizer(make_model())
@@ -66,9 +66,9 @@ def test_arguments_of_another_type_are_refused():
     refused("the batch has no samples", batch={name: v[:0] for name, v in batch_of(0).items()})
     step = parallelize(model, loss_of, batch_of(0), optimizer)
     with pytest.raises(ConfigError, match="optimizer is the class SGD"):
-        step.beside(loss_of, batch_of(0), torch.optim.SGD)
+        step.add_step(loss_of, batch_of(0), torch.optim.SGD)
     with pytest.raises(ConfigError, match="loss is None"):
-        step.beside(None, batch_of(0))
+        step.add_step(None, batch_of(0))
 
 
 def test_states_that_do_not_fit_are_refused():

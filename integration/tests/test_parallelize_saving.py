@@ -29,7 +29,7 @@ from sbp_launch import parallelize
 from sbp_launch.checkpoint import LocalStorage
 
 SAVES = "sbp_launch.checkpoint.background"
-CREATE = "sbp_launch.checkpoint.local._StagedLocal.create"
+CREATE = "sbp_launch.checkpoint.folder_storage._StagedLocal.create"
 
 
 def test_what_was_saved_goes_on_on_another_mesh(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import saved_states
 
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 
 SMALL = (
     "model.num_layers=1",

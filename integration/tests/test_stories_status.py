@@ -13,7 +13,7 @@ import pytest
 from small_runs import DATA, SMALL
 from test_launchers import process_of_rank, text_until
 
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 
 #: Seconds in which ranks that are not stopped are waited for.
 PATIENCE_S = 60.0

@@ -67,7 +67,7 @@ def test_time_that_ranks_cut_is_warned_about_once_and_the_numbers_are_right(kind
     path = "inner.self_attn" if kind == "nn.MultiheadAttention" else "inner"
     assert told.startswith(f"{kind} {path!r} goes through dim 0 of the batch as time (")
     assert "ranks cut" in told
-    assert told.endswith("say along which dim samples lie, such as batch_dim=1")
+    assert told.endswith("give the dim of the samples, such as batch_dim=1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +92,7 @@ def test_micro_batches_that_would_cut_a_recurrent_state_are_refused(loss_is):
         parallelize(model, loss_of, BATCH, optimizer, micro_batches=MicroBatches(2, loss=loss_is))
 
     assert "nn.LSTM 'inner' goes through dim 0 of the batch as time" in refused.value.what
-    assert refused.value.todo.startswith("say along which dim samples lie, such as batch_dim=1")
+    assert refused.value.todo.startswith("give the dim of the samples, such as batch_dim=1")
     given = {"micro_batches": 2, "batch_dim": 1}
     if loss_is != "each_micro_batch":  # which trains otherwise
         assert_trained_as_plain(model, optimizer, BATCH, **SPLIT, **given)

@@ -112,7 +112,7 @@ def test_a_run_leaves_its_plan_metrics_and_states(
     (folder,) = (tmp_path / "runs").iterdir()
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-    assert json.loads((folder / "plan.json").read_text("utf-8"))["planner"] == "infer"
+    assert json.loads((folder / "plan.json").read_text("utf-8"))["planner"] == "propagate"
     assert (folder / "plan.txt").read_text("utf-8").count("\n") > 100
     states = saved_states(folder)
     assert states["head.weight"].shape == (256, 32)

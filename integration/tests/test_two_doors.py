@@ -89,9 +89,9 @@ def decided(folder: Path) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param("infer", (2,), LOOSE, 1),
+    pytest.param("propagate", (2,), LOOSE, 1),
     pytest.param("osdp", (2,), TIGHT, "auto"),
-    pytest.param("infer", (4,), TIGHT, "auto", marks=slow),
+    pytest.param("propagate", (4,), TIGHT, "auto", marks=slow),
     pytest.param("manual/tensor_parallel", (2,), LOOSE, 2, marks=slow),
     pytest.param("osdp", (4,), TIGHT, 1, marks=slow),
     pytest.param("greedy", (2,), LOOSE, 2, marks=slow),

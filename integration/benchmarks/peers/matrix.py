@@ -100,7 +100,7 @@ def auto_beside_presets(
     """Return what `auto` chooses beside every preset, and what is pinned by hand."""
     ways = {
         "auto": over_both("auto"),
-        "infer": over_both("infer"),
+        "propagate": over_both("propagate"),
         "data parallel": over_both("manual/data_parallel"),
         "ZeRO-1": over_both("manual/zero1"),
         "ZeRO-3": over_both("manual/zero"),
@@ -123,7 +123,7 @@ def auto_beside_presets(
 
 def pinned_or_not(pins: Mapping[str, Any]) -> dict[str, Ours]:
     ours = over_both("manual/custom", pins=pins)
-    return {**ours, "MPI, nothing pinned": Ours(preset="infer", boxing="mpi")}
+    return {**ours, "MPI, nothing pinned": Ours(preset="propagate", boxing="mpi")}
 
 
 #: Blocks of each stage: of `gpt`, whose head weighs two and a half blocks, and of `deep gpt`.

@@ -125,7 +125,7 @@ _MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
     "forward": ("sbp_actor_runtime.worker", _patch_forward),
     "update": ("sbp_actor_runtime.worker", _patch_update),
     "writing": ("sbp_launch.checkpoint.writing", _patch_writing),
-    "commit": ("sbp_launch.checkpoint.local", _patch_commit),
+    "commit": ("sbp_launch.checkpoint.folder_storage", _patch_commit),
     "end": ("sbp_launch.trainer.trainer", _patch_end),
 }
 

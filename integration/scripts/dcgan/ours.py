@@ -28,7 +28,7 @@ def main():
     optimizerG = torch.optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
     noise = torch.zeros(16, 16, 1, 1)
     step_d = parallelize(model, loss_d, (torch.zeros(16, 1, 16, 16), noise), optimizerD)
-    step_g = step_d.beside(loss_g, noise, optimizerG)
+    step_g = step_d.add_step(loss_g, noise, optimizerG)
     with step_d:
         for i in range(30):
             real, noise = blobs(16), torch.randn(16, 16, 1, 1)

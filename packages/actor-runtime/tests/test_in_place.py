@@ -32,7 +32,7 @@ from sbp_core.errors import PlanError, RunError
 from sbp_core.graph.ir import InputKind, Phase, Rate, Ref
 from sbp_core.memory import predict_memory
 from sbp_core.plan_check import check
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import compile_case

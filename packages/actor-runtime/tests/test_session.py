@@ -38,7 +38,7 @@ from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import WorkerReport
 from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import compile_case, reference_run, shards_of
 from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, too_large
@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
     assert_states(session, before)
     with caplog.at_level(logging.WARNING):
         session.close()
-    assert "left behind" in caplog.text
+    assert "is abandoned" in caplog.text
 
 
 def test_a_rank_that_fails_after_the_deadline_is_the_cause_and_not_whoever_waited() -> None:

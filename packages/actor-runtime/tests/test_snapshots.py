@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sbp_core.runtime import NotFiniteStepError, Snapshot, StatePiece
-from sbp_torch.runtime.devices import Aside, CpuDevice
+from sbp_torch.runtime.devices import CpuDevice, HostCopy
 from sbp_torch.segments import segment_maker
 from sbp_torch.testing.cases import assert_pieces
 
@@ -32,7 +32,7 @@ class HoldingDevice(CpuDevice):
     def __init__(self, held: set[int]) -> None:
         self.held, self.opening = held, threading.Event()
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         if value.data_ptr() in self.held:
             assert self.opening.wait(20.0)
         return super().copy_aside(value, since, buffer)
@@ -69,7 +69,7 @@ class SlowDevice(CpuDevice):
     def __init__(self, delays: Iterable[float]) -> None:
         self.delays = cycle(delays)
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         time.sleep(next(self.delays))
         return super().copy_aside(value, since, buffer)
 
@@ -127,7 +127,7 @@ class CountingDevice(SlowDevice):
         super().__init__(delays)
         self.lock, self.now_bytes, self.most_bytes = threading.RLock(), 0, 0
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         if buffer is None:
             memory = Memory(value.nbytes)
             buffer = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)

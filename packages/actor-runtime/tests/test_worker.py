@@ -11,13 +11,13 @@ from actor_plans import HANGS_S, PIPELINE, gate, operator, training_step, wait_u
 
 from sbp_actor_runtime.message import (
     Acknowledge,
+    FilledRegister,
     Message,
-    Request,
     StepOrder,
     ThreadId,
     WorkerReport,
 )
-from sbp_actor_runtime.worker import PATIENCE, Stopped, Worker
+from sbp_actor_runtime.worker import PATIENCE, ActorThread, Stopped
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.sbp import local_shape
@@ -40,7 +40,7 @@ class Alone:
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         backend = LocalBackend()
         backend.open([part.rank for part in self.plan.ranks])
-        self.worker = Worker(
+        self.worker = ActorThread(
             self.plan,
             (0, "compute"),
             [0],
@@ -137,7 +137,7 @@ def test_a_message_for_another_thread_goes_through_its_inbox() -> None:
     messages = all_messages(alone)
     alone.end()
 
-    requests = [(thread, m) for thread, m in messages if isinstance(m, Request)]
+    requests = [(thread, m) for thread, m in messages if isinstance(m, FilledRegister)]
     assert requests, "the boxing thread was asked for nothing"
     assert {thread for thread, _ in requests} == {(0, "boxing")}
     assert all(isinstance(v, torch.Tensor) for _, m in requests for v in m.values.values())
@@ -162,7 +162,7 @@ def test_a_filling_is_acknowledged_to_the_thread_that_made_it() -> None:
     value = torch.zeros(shape, dtype=torch.float64)
     for consumer in answered.consumers:
         filling = dict.fromkeys(answered.keys, value)
-        alone.worker.inbox.put(Request(answered.name, consumer, filling))
+        alone.worker.inbox.put(FilledRegister(answered.name, consumer, filling))
     messages = all_messages(alone)
     alone.end()
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
-from sbp_boxing_nccl.nccl.group import NATIVE
+from sbp_boxing_nccl.nccl.nccl_group import NATIVE
 
 DTYPES = {name: dtype for dtype, name in NATIVE.items()}
 

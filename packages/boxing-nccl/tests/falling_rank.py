@@ -15,7 +15,7 @@ import torch
 from mpi_rank import write
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.placement import Placement

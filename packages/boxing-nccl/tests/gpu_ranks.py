@@ -55,7 +55,7 @@ class GpuRanks:
 
 def _work(rank: int, pipe: Any, config: dict[str, Any]) -> None:
     from sbp_boxing_nccl.configs import NcclBoxingConfig
-    from sbp_boxing_nccl.nccl.backend import NcclBackend
+    from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 
     while (order := pipe.recv()) is not None:
         num_ranks, place, job = order

@@ -9,8 +9,8 @@ import torch
 
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
 from sbp_boxing_nccl.nccl.device import load_device
-from sbp_boxing_nccl.nccl.group import launch
-from sbp_core.boxing.call import CollectiveCall
+from sbp_boxing_nccl.nccl.nccl_group import launch
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement

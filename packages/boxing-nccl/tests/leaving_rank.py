@@ -11,7 +11,7 @@ import time
 import torch
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_core.boxing.router import route
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P

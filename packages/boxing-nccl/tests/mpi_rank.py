@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 
 
 def main(folder: Path) -> None:

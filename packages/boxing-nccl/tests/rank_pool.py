@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi_rank import write
 
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 
 #: (rank, its open backend) -> picklable result.
 Job = Callable[[int, MpiBackend], Any]

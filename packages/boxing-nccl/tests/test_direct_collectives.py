@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbp_boxing_nccl.mpi import direct_collectives
 from sbp_boxing_nccl.mpi.direct_collectives import DirectCollectives
-from sbp_boxing_nccl.mpi.group import MpiWork
+from sbp_boxing_nccl.mpi.mpi_group import MpiWork
 from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
 from sbp_boxing_nccl.mpi.job import load_mpi
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_core.errors import BoxingError
 from sbp_core.processes import Siblings
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_core.errors import BoxingError
 from sbp_core.processes.supervisor import Line, supervise
 
 _PROGRAM = """
 import os, time
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 backend = MpiBackend(MpiBoxingConfig())
 backend.open([0, 1])
@@ -70,7 +70,7 @@ def test_all_ranks_end_when_one_does(how):
 
 
 def test_without_mpi4py_nothing_is_started(monkeypatch):
-    monkeypatch.setattr("sbp_boxing_nccl.mpi.backend.find_spec", lambda name: None)
+    monkeypatch.setattr("sbp_boxing_nccl.mpi.mpi_backend.find_spec", lambda name: None)
 
     with pytest.raises(BoxingError, match="needs mpi4py, which is missing") as caught:
         MpiBackend(MpiBoxingConfig()).launch_specs(2, [sys.executable, "-c", "pass"])

@@ -10,8 +10,8 @@ from steps import collective, transfer
 from thread_ranks import DictStore, Ranks
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.bootstrap import check_devices
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError

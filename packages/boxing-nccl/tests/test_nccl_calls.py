@@ -9,7 +9,7 @@ from fake_device import Call, FakeEvent
 from steps import collective, expected, parts, transfer
 from thread_ranks import Ranks
 
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import B, P, S
 

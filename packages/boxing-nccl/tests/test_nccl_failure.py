@@ -11,7 +11,7 @@ from steps import collective, transfer
 from test_nccl_bootstrap import HANGS_S, told
 from thread_ranks import Ranks
 
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import B, P
 
@@ -85,7 +85,7 @@ def test_an_abort_that_hangs_is_abandoned(caplog: pytest.LogCaptureFixture) -> N
         ranks.devices[0].hold_abort.set()
 
     assert "did not arrive: 1" in said
-    assert "rank 0 leaves 3 communicators behind" in caplog.text
+    assert "rank 0 abandons 3 communicators" in caplog.text
 
 
 def test_a_call_that_nccl_keeps_is_freed_at_its_deadline_and_says_who_did_not_come() -> None:

@@ -20,7 +20,7 @@ from gpu_ranks import GpuRanks
 from sbp_boxing_nccl.nccl import device as device_module
 from sbp_boxing_nccl.nccl.bootstrap import release
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
-from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, launch
+from sbp_boxing_nccl.nccl.nccl_group import NcclGroup, NcclWork, launch
 from sbp_core.errors import BoxingError
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 

@@ -10,7 +10,7 @@ from fake_device import FakeEvent
 from steps import transfer
 from thread_ranks import Ranks
 
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_core.sbp import B
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_started_for_a_message_before_its_receiver_asks_for_it() -> N
 def test_a_rank_that_closes_waits_for_a_receiver_that_is_far_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sbp_boxing_nccl.nccl.connections.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("sbp_boxing_nccl.nccl.nccl_connections.CLOSE_TIMEOUT_S", 0.1)
 
     def job(rank: int, backend: NcclBackend) -> float:
         communicator, step = backend.communicator(rank), transfer([0], [1], B, B)

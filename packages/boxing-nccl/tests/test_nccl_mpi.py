@@ -8,8 +8,8 @@ import torch
 from steps import collective, expected, parts, transfer
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import B, P, S

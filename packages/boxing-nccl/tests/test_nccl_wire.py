@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sbp_boxing_nccl.nccl.group import NATIVE, reducible, restored
+from sbp_boxing_nccl.nccl.nccl_group import NATIVE, reducible, restored
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 

@@ -13,7 +13,7 @@ from thread_ranks import DictStore
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl import world as world_module
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_boxing_nccl.nccl.world import rendezvous, rendezvous_by_mpi
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError, ConfigError

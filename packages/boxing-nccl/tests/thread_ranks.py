@@ -7,7 +7,7 @@ from typing import Any
 from fake_device import FakeDevice, ThreadNetwork
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.processes import KeyValueControlStore
 

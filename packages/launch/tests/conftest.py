@@ -25,7 +25,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs() -> Iterator[ForkedPrograms]:
     """What runs the app in processes without PyTorch."""
     found = ForkedPrograms(
-        ["sbp_launch.apps.app", "sbp_launch.settings.check", "sbp_launch.apps.plan"]
+        ["sbp_launch.apps.hydra_app", "sbp_launch.settings.check", "sbp_launch.apps.plan"]
     )
     yield found
     found.close()

@@ -25,7 +25,7 @@ from sbp_core.plugins import TrainerState
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_core.testing.fuzz import FileKind
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.places import look, open_tensors
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.folder import load_run, save_run

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sbp_launch.checkpoint.cover import index_of
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.tensors import LazyTensors
 
 
-class Held(Tensors):
+class Held(LazyTensors):
     """Tensors in memory that are read like those of a file."""
 
     def __init__(self, held: Mapping[str, Tensor] | None = None, **named: Tensor) -> None:

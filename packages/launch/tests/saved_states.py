@@ -13,8 +13,8 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.manifest import Manifest, Metadata
+from sbp_launch.checkpoint.folder_storage import LocalStorage
+from sbp_launch.checkpoint.manifest import CheckpointManifest, Metadata
 from sbp_launch.checkpoint.places import FOLDER, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.steps import step_of
@@ -64,7 +64,7 @@ def save(
     name: str,
     pieces: Mapping[int, list[StatePiece]],
     metadata: Metadata | None = None,
-) -> Manifest:
+) -> CheckpointManifest:
     """Save as one process a rank."""
     staged = storage.stage(name)
     metadata = metadata or Metadata(step=step_of(name) or 1, seed=0)

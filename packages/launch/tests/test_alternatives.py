@@ -11,8 +11,8 @@ from trainable import registry, run_config, run_of
 from sbp_core.errors import ConfigError
 from sbp_core.infer import PinValue
 from sbp_core.sbp import NdSbp
-from sbp_launch.explaining.why import (
-    Tensors,
+from sbp_launch.explaining.alternatives import (
+    MatchedTensors,
     alternative,
     holds,
     present,
@@ -21,7 +21,7 @@ from sbp_launch.explaining.why import (
 )
 from sbp_launch.planning.flow import Planned
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 PIN = ("head.weight", "S(0)")
 
@@ -30,8 +30,8 @@ PIN = ("head.weight", "S(0)")
 def test_a_parameter_is_stored_a_module_and_a_use_are_used() -> None:
     graph = found_plan("replicated").graph
 
-    assert tensors_of(graph, "head.weight") == Tensors(stored=("head.weight",), used=())
-    assert tensors_of(graph, "use:head.weight") == Tensors(stored=(), used=("head.weight",))
+    assert tensors_of(graph, "head.weight") == MatchedTensors(stored=("head.weight",), used=())
+    assert tensors_of(graph, "use:head.weight") == MatchedTensors(stored=(), used=("head.weight",))
     assert tensors_of(graph, "embed").used
     with pytest.raises(ConfigError, match="matches no tensor"):
         tensors_of(graph, "heda")
@@ -41,7 +41,7 @@ def test_a_parameter_is_stored_a_module_and_a_use_are_used() -> None:
 def test_how_tensors_are_cut_in_a_plan_is_read_from_its_strategy() -> None:
     for name, expected in (("replicated", "B"), ("sharded", "S(0)")):
         planned = found_plan(name)
-        tensors = Tensors(stored=("head.weight",), used=())
+        tensors = MatchedTensors(stored=("head.weight",), used=())
 
         assert present(planned.graph, planned.strategy, tensors) == [NdSbp.parse(expected)]
 
@@ -49,8 +49,8 @@ def test_how_tensors_are_cut_in_a_plan_is_read_from_its_strategy() -> None:
 @pytest.mark.slow
 def test_every_way_is_looked_at_on_few_axes_and_one_axis_at_a_time_on_many() -> None:
     planned = found_plan("two axes")
-    stored = Tensors(stored=("head.weight",), used=())
-    used = Tensors(stored=(), used=("head.weight",))
+    stored = MatchedTensors(stored=("head.weight",), used=())
+    used = MatchedTensors(stored=(), used=("head.weight",))
     one, two = NdSbp.parse("B"), NdSbp.parse("B, B")
     (stage,) = planned.strategy.stages
 

@@ -30,7 +30,7 @@ def loss(model, batch):
         (check_loss, {"x": torch.ones(1)}, "loss is of type dict", _ORDER),
         (check_loss, torch.ones(()), "loss is of type Tensor", "lambda model, batch"),
         (check_optimizer, [_ADAM, _ADAM], "optimizer is of type list", "CombinedOptimizer"),
-        (check_optimizer, {"a": _ADAM}, "optimizer is of type dict", r"step\.beside"),
+        (check_optimizer, {"a": _ADAM}, "optimizer is of type dict", r"step\.add_step"),
         (check_optimizer, [*_MODEL.parameters()], "type list", r"AdamW\(model\.parameters"),
         (check_optimizer, _MODEL.parameters(), "generator", r"AdamW\(model\.parameters"),
         (check_optimizer, torch.optim.Adam, "the class Adam", r"Adam\(model\.parameters"),

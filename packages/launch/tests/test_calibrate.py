@@ -26,12 +26,12 @@ from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import measuring
+from sbp_launch.calibrate.calibration import link_of, make_cluster, plain
+from sbp_launch.calibrate.calibration_config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
-from sbp_launch.calibrate.config import CALL_KINDS, CalibrateConfig, CalibrateRun
-from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
-from sbp_launch.calibrate.kept import Kept
+from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, Progress, Rates
+from sbp_launch.calibrate.kept_measurements import KeptMeasurements
 from sbp_launch.calibrate.measuring import CalibrationShards, RankMeasurer, Stopwatch, measure_rates
-from sbp_launch.calibrate.run import link_of, make_cluster, plain
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
@@ -48,8 +48,8 @@ RELU = MeasuredOperator(
 TINY = CalibrateConfig(ranks=2, sizes=(1024, 4096, 16_384), repetitions=2, time_s=60)
 
 
-def job_of(config: CalibrateConfig, max_call_bytes: int = 2**40) -> Job:
-    return Job(
+def job_of(config: CalibrateConfig, max_call_bytes: int = 2**40) -> CalibrationJob:
+    return CalibrationJob(
         boxing=PluginChoice(name="local"),
         runtime=PluginChoice(name="reference"),
         device="cpu",
@@ -83,7 +83,9 @@ def on_ranks(num_ranks: int, work: Callable[[Any], Any]) -> list[Any]:
     return results
 
 
-def measure(job: Job, tell: Callable[[Progress], None] = lambda progress: None) -> list[Any]:
+def measure(
+    job: CalibrationJob, tell: Callable[[Progress], None] = lambda progress: None
+) -> list[Any]:
     """Measure on threads; return (samples, measurer) of every rank."""
     config = job.settings
 
@@ -203,7 +205,7 @@ def test_a_job_and_what_was_found_are_read_back(tmp_path: Path) -> None:
     job.save(tmp_path)
     found.save(tmp_path)
 
-    assert Job.load(tmp_path) == job
+    assert CalibrationJob.load(tmp_path) == job
     assert CalibrationResult.load(tmp_path) == found
 
 
@@ -414,7 +416,7 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
         settings=TINY,
     )
     kept = Calibration.of([replace(sample, backend="mpi") for sample in linear(1e-4, 1e-9)])
-    run = replace(run, kept=Kept(calibrations={"mpi": kept}, operators=(RELU,)))
+    run = replace(run, kept=KeptMeasurements(calibrations={"mpi": kept}, operators=(RELU,)))
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
     found = CalibrationResult(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.plugins import PluginRegistry
-from sbp_core.testing.interrupts import hears_signals
-from sbp_launch.calibrate import config
-from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
-from sbp_launch.calibrate.rank import indexed_device
-from sbp_launch.calibrate.run import call_table
+from sbp_core.testing.signals import hears_signals
+from sbp_launch.calibrate import calibration_config
+from sbp_launch.calibrate.calibration import call_table
+from sbp_launch.calibrate.calibration_config import CALL_KINDS, check_calibrate
+from sbp_launch.calibrate.measuring_rank import indexed_device
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
 
@@ -30,7 +30,7 @@ def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         [
             sys.executable,
             "-m",
-            "sbp_launch.calibrate.app",
+            "sbp_launch.calibrate.command",
             "boxing=local",
             "runtime=reference",
             *arguments,
@@ -76,7 +76,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen = PluginChoice(name="theirs"), SimpleNamespace(device="auto")
-    monkeypatch.setattr(config, "choose", lambda *arguments: chosen)
+    monkeypatch.setattr(calibration_config, "choose", lambda *arguments: chosen)
     composed = ComposedConfig(values={"boxing": {}, "ranks": 3}, files={}, overrides=())
 
     run = check_calibrate(composed, PluginRegistry())
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "sbp_launch.calibrate.app",
+        "sbp_launch.calibrate.command",
         "boxing=local",
         "runtime=reference",
         "sizes=[1024]",

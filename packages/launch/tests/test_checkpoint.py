@@ -24,10 +24,10 @@ from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp, S, Sbp
 from sbp_launch.checkpoint import manifest, reading, writing
 from sbp_launch.checkpoint.cover import covers, cut
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import (
+    CheckpointManifest,
     DamagedError,
-    Manifest,
     Metadata,
     manifest_bytes,
     parse_manifest,
@@ -401,7 +401,7 @@ def test_files_are_opened_as_they_are_needed_and_never_too_many(
 
 
 def test_a_manifest_is_written_as_it_is_read(tmp_path: Path) -> None:
-    manifest: Manifest = save_whole(tmp_path, "step-1").manifest
+    manifest: CheckpointManifest = save_whole(tmp_path, "step-1").manifest
 
     assert parse_manifest(manifest_bytes(manifest), "m") == manifest
 
@@ -455,7 +455,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
     write_part(staged, 0, Metadata(step=9, seed=0), [])
     commit(staged, [0])
 
-    with pytest.raises(DamagedError, match="step-00000012 is that of step 9") as refused:
+    with pytest.raises(DamagedError, match="step-00000012 is of step 9") as refused:
         manifest.read_manifest(storage, "step-00000012")
     assert "step-00000009" in str(refused.value)
 

@@ -21,7 +21,7 @@ from sbp_core.runtime import Snapshot, StatePiece
 from sbp_core.sbp import B, NdSbp, S
 from sbp_launch.checkpoint import background
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes

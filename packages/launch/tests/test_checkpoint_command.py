@@ -92,7 +92,7 @@ def test_json_has_the_keys_that_are_documented(
         (["convert", "{}/run", "{}/x", "--to", "hff"], "invalid choice: 'hff'"),
         (["convert", "{}/run", "{}/x", "--to", "safetensors"], "accepted here: FILE.safetensors"),
         (["convert", "{}/run", "{}/x", "--to", "hf", "--rename", "a"], "does not say to what"),
-        (["convert", "{}/run", "{}/run", "--to", "dcp"], "would lie in what it is made of"),
+        (["convert", "{}/run", "{}/run", "--to", "dcp"], "would be inside of its source"),
         (["convert", "{}/run", "{}/old", "--to", "dcp"], "is there already"),
         (["convert", "{}/run", "{}/x.safetensors", "--rename", "netwrk.="], "'network.'?"),
         (["convert", "{}/run", "{}/x.safetensors", "--rename", "network.1.=network.2."],

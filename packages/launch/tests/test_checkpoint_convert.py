@@ -127,8 +127,8 @@ def other_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "target", "says"),
     [
-        (lambda folder: None, "run", "would lie in what it is made of"),
-        (lambda folder: None, "run/checkpoints/step-00000100/new", "would lie in what it is made"),
+        (lambda folder: None, "run", "would be inside of its source"),
+        (lambda folder: None, "run/checkpoints/step-00000100/new", "would be inside of its source"),
         (
             lambda folder: None,
             "step-00000007",

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_launch.checkpoint import files
-from sbp_launch.checkpoint.files import GATHERED_BYTES, DirectFile
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint import durable_files
+from sbp_launch.checkpoint.durable_files import GATHERED_BYTES, DirectFile
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 
 DATA = os.urandom(2 * GATHERED_BYTES + 777)
 
@@ -93,7 +93,7 @@ def test_a_file_system_without_such_writes_gets_others(
             raise OSError(errno.EINVAL, "Invalid argument")
         return control(file, command, flags)
 
-    monkeypatch.setattr(files.fcntl, "fcntl", refusing)
+    monkeypatch.setattr(durable_files.fcntl, "fcntl", refusing)
 
     with DirectFile(tmp_path / "a.bin") as file:
         file.write(DATA)

@@ -27,8 +27,8 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.placement import Placement
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.checkpoint import local
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint import folder_storage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
@@ -79,10 +79,10 @@ class FailingAt:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         for owner, name in (
             (Path, "mkdir"),
-            (local, "DirectFile"),
+            (folder_storage, "DirectFile"),
             (Path, "rename"),
-            (local.os, "fsync"),
-            (local, "sync"),
+            (folder_storage.os, "fsync"),
+            (folder_storage, "sync"),
         ):
             patch.setattr(owner, name, self._failing(getattr(owner, name)))
 
@@ -243,7 +243,7 @@ def quiet(**changes: object) -> RunConfig:
 def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = local._StagedLocal.commit
+    write = folder_storage._StagedLocal.commit
     refused: list[ConfigError] = []
 
     def meanwhile(self: object, *given: object) -> None:
@@ -252,7 +252,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
         refused.append(caught.value)
         write(self, *given)
 
-    monkeypatch.setattr(local._StagedLocal, "commit", meanwhile)
+    monkeypatch.setattr(folder_storage._StagedLocal, "commit", meanwhile)
 
     trainer.train(quiet(), registry(), tmp_path)
 
@@ -278,18 +278,18 @@ def test_a_run_that_is_refused_leaves_no_folder_of_checkpoints(
 def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    create = local._StagedLocal.create
+    create = folder_storage._StagedLocal.create
     files: list[str] = []
 
     @contextmanager
-    def filling(self: local._StagedLocal, file: str) -> Iterator[BinaryIO]:
+    def filling(self: folder_storage._StagedLocal, file: str) -> Iterator[BinaryIO]:
         files.append(file)
         with create(self, file) as opened:
             yield opened
             if len(files) > 3:  # the three files of the first checkpoint fit
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local._StagedLocal, "create", filling)
+    monkeypatch.setattr(folder_storage._StagedLocal, "create", filling)
     config = quiet(checkpoint=CheckpointConfig(every=1, wait=True))
 
     with pytest.raises(RunError, match="step-00000002 cannot be written: No space left") as caught:
@@ -311,10 +311,13 @@ def test_a_run_whose_disk_takes_no_more_goes_on_from_what_it_saved(
     fault: str, wait: bool, tmp_path: Path
 ) -> None:
     folder, away = tmp_path / "run" / "checkpoints", tmp_path / "away"
-    create, number = local._StagedLocal.create, {"full": errno.ENOSPC, "read-only": errno.EROFS}
+    create, number = (
+        folder_storage._StagedLocal.create,
+        {"full": errno.ENOSPC, "read-only": errno.EROFS},
+    )
 
     @contextmanager
-    def failing(self: local._StagedLocal, file: str) -> Iterator[BinaryIO]:
+    def failing(self: folder_storage._StagedLocal, file: str) -> Iterator[BinaryIO]:
         if self.name != "step-00000001" and fault == "gone" and folder.exists():
             folder.rename(away)  # as a disk that is no longer mounted
         with create(self, file) as opened:
@@ -324,7 +327,7 @@ def test_a_run_whose_disk_takes_no_more_goes_on_from_what_it_saved(
 
     config = quiet(checkpoint=CheckpointConfig(every=1, wait=wait))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local._StagedLocal, "create", failing)
+        patch.setattr(folder_storage._StagedLocal, "create", failing)
         with pytest.raises(RunError, match=r"step-0000000[234] cannot be written: ") as caught:
             trainer.train(config, registry(), tmp_path / "run")
 

@@ -30,7 +30,7 @@ def test_inspect_shows_the_newest_checkpoint_of_a_run(
 
     assert code == 0
     assert "step 100, seed 7" in printed
-    assert "older ones beside it: step-00000050" in printed
+    assert "older ones next to it: step-00000050" in printed
     assert "network.*.weight       2  [4, 6]  float32  192 B\n" in printed
     assert "network.positions      1  [4]     int64     32 B\n" in printed
     assert (

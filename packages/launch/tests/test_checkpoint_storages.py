@@ -11,8 +11,8 @@ import pytest
 from sbp_core.errors import ConfigError
 from sbp_core.plugins.kinds import CheckpointStorage, StorageFactory
 from sbp_core.testing.storage import StorageConformance
-from sbp_launch.checkpoint import local
-from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
+from sbp_launch.checkpoint import folder_storage
+from sbp_launch.checkpoint.folder_storage import LocalStorage, LocalStorageConfig, build_local
 from sbp_launch.checkpoint.objects import FsspecConfig, FsspecStorage, build_fsspec
 
 
@@ -43,7 +43,7 @@ def test_the_name_of_the_run_is_part_of_the_address() -> None:
 
 @pytest.mark.parametrize("url", ["somewhere", "nowhere://run"])
 def test_an_address_that_fsspec_does_not_know_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address|nothing that is installed here reaches"):
+    with pytest.raises(ConfigError, match=r"is no address|no installed package reaches"):
         build_fsspec(FsspecConfig(url=url))(Path("run"))
 
 
@@ -156,16 +156,16 @@ def test_a_claim_removes_the_folder_that_it_made_unless_something_is_in_it(tmp_p
 def test_a_lock_that_its_last_holder_removes_meanwhile_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, taken = tmp_path / "kept", local._lock
+    root, taken = tmp_path / "kept", folder_storage._lock
     root.mkdir()
 
     def take(descriptor: int, path: Path) -> None:
         taken(descriptor, path)
-        monkeypatch.setattr(local, "_lock", taken)
+        monkeypatch.setattr(folder_storage, "_lock", taken)
         (root / ".lock").unlink()
         root.rmdir()
 
-    monkeypatch.setattr(local, "_lock", take)
+    monkeypatch.setattr(folder_storage, "_lock", take)
 
     with LocalStorage(root).claim():
         assert (root / ".lock").exists()

@@ -20,11 +20,11 @@ from sbp_launch.run.run import Run
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.other_plan import planned_as
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.run_program import RunProgram, make_program
 
 
 @cache
-def planner() -> tuple[StepPlanner, Run, Program]:
+def planner() -> tuple[StepPlanner, Run, RunProgram]:
     run = run_of(run_config())
     program = make_program(run)
     return planner_of(run, program), run, program

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 import sbp_launch
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
+from sbp_launch.hydra_config import compose as composed_config
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.check import check, choose
 from sbp_launch.settings.compose import (
@@ -19,6 +20,7 @@ from sbp_launch.settings.compose import (
     expand_globs,
     read,
     refuse_conflicts,
+    renamed_overrides,
     sweep_jobs,
 )
 from sbp_launch.settings.config import Application
@@ -26,6 +28,41 @@ from sbp_launch.settings.config import Application
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "renamed"),
+    [
+        ("planner=infer", "planner=propagate"),
+        ("planner=infer,osdp", "planner=propagate,osdp"),
+        ("+planner.tries={a: {}}", "+planner.pin_sets={a: {}}"),
+        ("trainer.other_data=true", "trainer.allow_other_data=true"),
+    ],
+)
+def test_former_names_of_options_and_settings_are_replaced(text: str, renamed: str) -> None:
+    others = [
+        "planner=file",
+        "planner.path=infer",
+        "~planner",
+        "trainer.steps=3",
+        "model=mine/infer",
+    ]
+
+    found = renamed_overrides([text, *others], make_catalog(discover()))
+
+    assert found == {text: renamed}
+
+
+def test_a_config_folder_may_use_the_former_name_of_an_option(tmp_path: Path) -> None:
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "mine.yaml").write_text("defaults: [infer]\nchunks: 2\n", "utf-8")
+
+    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
+        config = composed_config(["planner=infer"])
+    mine = composed_config(["planner=mine"], config_dir=tmp_path)
+
+    assert (config.planner.name, mine.planner.name, mine.planner.chunks) == (*["propagate"] * 2, 2)
+    assert "infer" not in make_catalog(discover()).options("planner")
 
 
 def test_a_sweep_is_the_product_of_its_choices() -> None:
@@ -45,7 +82,7 @@ def test_what_only_another_sweeper_understands_is_left_out() -> None:
 
 @pytest.mark.parametrize("text", ["trainer.steps=range(5,5)", "x=range(1,0)"])
 def test_a_sweep_over_no_value_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands for no value"):
+    with pytest.raises(ConfigError, match="has no values"):
         sweep_jobs(["y=1,2", text])
 
 
@@ -72,7 +109,7 @@ def test_a_glob_names_the_options_that_it_stands_for(
 
 @pytest.mark.parametrize("text", ["optimizer=glob(x*)", "optimizer=glob(*/*)", "nothing=glob(*)"])
 def test_a_glob_that_stands_for_no_option_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands for no option of the group") as caught:
+    with pytest.raises(ConfigError, match="matches no option of the group") as caught:
         expand_globs([text], make_catalog(LAUNCH_ONLY))
 
     assert "optimizer" in caught.value.accepted or "adamw" in caught.value.accepted
@@ -255,7 +292,7 @@ def test_deleting_what_is_not_there_is_answered_with_the_nearest_name(tmp_path: 
     ("first", "second"),
     [
         ("trainer.steps=5", "trainer.steps=7"),
-        ("planner=osdp", "planner=infer"),
+        ("planner=osdp", "planner=propagate"),
         ("+planner.pins={}", "planner.pins={a: B}"),
         ("hydra.run.dir=a", "hydra.run.dir=b"),
         ("trainer.steps=1,2", "trainer.steps=3"),
@@ -278,7 +315,7 @@ def test_the_same_twice_is_no_conflict_and_neither_is_a_part_of_a_mapping() -> N
     [
         (b"steps: [2\nseed: 1\n", "expected ',' or ']', but got ':'", ", line 2: seed: 1"),
         (b"steps: 2\nschedule:\n\tdecay: linear\n", "a tab", ", line 3: decay: linear"),
-        (b"steps: 2\nsteps: 3\n", "'steps' stands twice, the first time in line 1", ", line 2"),
+        (b"steps: 2\nsteps: 3\n", "'steps' occurs twice, the first time in line 1", ", line 2"),
         (b"- steps\n", "is a list, not a mapping", ", line 1"),
         (b"\xff\xfe", "is no UTF-8", ""),
         (b"steps: !!python/object:os.system {}\n", "python/object:os.system", ", line 1"),
@@ -341,7 +378,7 @@ def test_option_files_that_stand_for_values_without_end_are_refused(tmp_path: Pa
         lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 4)}]")
     (tmp_path / "model" / "mine.yaml").write_text("\n".join(lines), encoding="utf-8")
 
-    with pytest.raises(ConfigError, match="almost without end") as refused:
+    with pytest.raises(ConfigError, match="expand to a value of extreme size") as refused:
         composed("model=mine", config_dir=tmp_path)
 
     assert refused.value.where == (str(tmp_path / "model" / "mine.yaml"),)

@@ -226,7 +226,7 @@ class MeshConfig:
 class PickyConfig:
     """The config of a model that refuses any data."""
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         raise ConfigError(f"{sorted(others)}: data.x does not fit", accepted="data.x=1")
 
 

@@ -12,7 +12,7 @@ from sbp_core.plugins import Callback
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory
 from sbp_core.testing.callback import CallbackConformance
-from sbp_core.testing.cluster import ClusterConformance
+from sbp_core.testing.cluster_suite import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
 from sbp_launch.clusters import nvidia

@@ -164,7 +164,7 @@ def test_other_data_another_order_or_seed_are_refused_when_a_run_goes_on() -> No
     ):
         with pytest.raises(ConfigError, match=f"the run stopped in other data: {says}") as caught:
             cursor.check_same_data(replace(known, **changes), where="manifest.json")
-        assert "trainer.other_data=true" in caught.value.todo
+        assert "trainer.allow_other_data=true" in caught.value.todo
 
 
 @pytest.mark.parametrize("settings", [{"num_samples": 0}, {"num_samples": 2**62 + 1}])

@@ -155,7 +155,7 @@ def test_a_run_does_not_go_on_in_other_data(
     monkeypatch.setattr(trainable.Rows, "samples", last_is_other)
     refused("the samples of the train split are not those that they were")
 
-    trainer.train(config(resume="auto", other_data=True), registry(), tmp_path)
+    trainer.train(config(resume="auto", allow_other_data=True), registry(), tmp_path)
 
     out = capsys.readouterr().out
     assert "other than in step-00000002: the samples of the train split are not those" in out

@@ -18,7 +18,7 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.evaluation import Evaluator
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.run_program import RunProgram, make_program
 from sbp_torch.update_options import UpdateOptions
 
 DECAY = 0.75
@@ -64,7 +64,7 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
     assert found != pytest.approx(trained, abs=1e-6)
 
 
-def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
+def plan_evaluation(run: Run, program: RunProgram, train: Planned) -> Planned:
     """Plan the evaluation of a run, of averages where there are some."""
     example = program.example(run.config.trainer.micro_batch_size)
     return plan_forward(program.one_device, example, train.settings, train, Mode.AVERAGED)

@@ -23,7 +23,7 @@ from sbp_launch.apps import feasible
 from sbp_launch.apps.feasible import (
     MOST_FOUND,
     MOST_S,
-    Search,
+    FeasibilitySearch,
     Setup,
     feasible_lines,
     outside_of_hydra,
@@ -34,7 +34,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 RECOMPUTE = "compile.passes.recompute.memory_bytes"
 
@@ -71,13 +71,13 @@ def peak_of(*overrides: str) -> int:
 
 
 @cache
-def search_of(limit_bytes: float, **changed: object) -> Search:
+def search_of(limit_bytes: float, **changed: object) -> FeasibilitySearch:
     fields = {"batch_size": 32, "micro_batches": 1, "sharding": ("planner=manual/zero",)}
     setup = Setup(limit_bytes=limit_bytes, **{**fields, **changed})
     with pytest.MonkeyPatch.context() as patch:
         # No time passes, so that a search finds what it finds however busy the machine is.
         patch.setattr(feasible, "perf_counter", lambda: 0.0)
-        found = Search(setup, lambda more: planned_with(tuple(more)), planned_with(()))
+        found = FeasibilitySearch(setup, lambda more: planned_with(tuple(more)), planned_with(()))
         found.run()
     return found
 
@@ -159,8 +159,9 @@ def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named
 
     assert search.attempts == [] and search.is_cut_short
     assert list(feasible_lines(search)) == [
-        "other settings were not tried, as each takes long; planner=ilp and planner=auto look for "
-        "a plan that fits, and with trainer.micro_batches=auto for how many of them it takes"
+        "other settings were not tried, because each takes long; planner=ilp and planner=auto "
+        "look for a plan that fits, and with trainer.micro_batches=auto for how many of them it "
+        "takes"
     ]
 
 
@@ -175,7 +176,7 @@ def test_how_long_a_plan_takes_is_learned_from_the_attempts(
         raise PlanError("no plan")
 
     setup = Setup(limit_bytes=1.0, batch_size=32, micro_batches=1, sharding=("unknown=1",))
-    search = Search(setup, plan, None)
+    search = FeasibilitySearch(setup, plan, None)
     search.run()
 
     assert len(search.attempts) == 1 and search.is_cut_short

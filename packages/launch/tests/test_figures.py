@@ -19,7 +19,7 @@ from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.figures import Predicted, StepMeter, far_off, prediction_basis, time_text
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.graph_capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig

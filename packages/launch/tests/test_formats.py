@@ -223,11 +223,11 @@ def stored(shape: tuple[int, ...] = (2, 3), dtype: str = "int16", **piece: Any) 
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [
-        (stored(offset=-1), "lies at bytes -1 to 11 of f, which has 16"),
-        (stored(offset=5), "lies at bytes 5 to 17 of f, which has 16"),
+        (stored(offset=-1), "is at bytes -1 to 11 of f, which has 16"),
+        (stored(offset=5), "is at bytes 5 to 17 of f, which has 16"),
         (stored(strides=(1, 1)), "has the strides"),
         (stored(strides=(3, -1)), "has the strides"),
-        (stored(strides=(4, 1)), "lies at bytes 4 to 18"),
+        (stored(strides=(4, 1)), "is at bytes 4 to 18"),
         (stored(bounds=((0, 2), (0, 4))), "has a piece"),
         (stored(bounds=((0, 2), (-1, 3))), "has a piece"),
         (stored(bounds=((0, 2),)), "has a piece"),
@@ -273,7 +273,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), "the header is a list"),
     "twice": (
         lambda path: path.write_bytes(b"\x11" + bytes(7) + b'{"a": {},"a": {}}'),
-        "'a' stands twice",
+        "'a' occurs twice",
     ),
     "data left": (header(), "the tensors end at byte 10, and the file has 18"),
     "dtype": (header(x=entry("F31")), "'x' has the dtype 'F31'"),

@@ -38,7 +38,7 @@ def test_a_home_folder_that_is_not_known_is_refused_in_the_same_words(
         DOORS[door]("~nobodyhere/x")
 
     named = "resume=" * (door == "resume=")
-    said = f"{named}~nobodyhere/x: the home folder that ~ stands for is not known"
+    said = f"{named}~nobodyhere/x: the home folder of ~ is not known"
     assert refused.value.what == said
     assert refused.value.todo == "write the whole path"
     assert refused.value.where == (("step.save",) if door == "step.save" else ())

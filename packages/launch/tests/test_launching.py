@@ -17,7 +17,7 @@ from sbp_core.errors import RunError
 from sbp_core.placement import Placement
 from sbp_core.processes import ExitReport, LaunchRequest, Line, one_process_per_rank
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.launching import launching
 from sbp_launch.launching.launchers import Spawn

@@ -81,7 +81,7 @@ def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match="needs the package tensorboard") as caught:
-        TensorboardConfig().check_beside({})
+        TensorboardConfig().check_combination({})
 
     assert caught.value.todo == "pip install 'sbp-launch[tensorboard]'"
 

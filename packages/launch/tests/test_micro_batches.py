@@ -14,7 +14,7 @@ from sbp_core.memory import predict_memory
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 
 def auto(memory_bytes: int, **changes: object) -> RunConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from sbp_core.errors import RunError
 from sbp_launch.parallel import ParallelStep, ProgramStep
-from sbp_launch.step.missing_attributes import OF_STEPS, OF_STEPS_BESIDE
+from sbp_launch.step.missing_attributes import OF_ADDED_STEPS, OF_STEPS
 
 
 class Broken(ParallelStep):
@@ -49,8 +49,8 @@ def test_other_attributes_are_as_python_answers_them():
 
 def test_there_is_a_way_out_only_for_what_a_step_does_not_have():
     assert not [name for name in OF_STEPS if hasattr(ParallelStep, name)]
-    assert not [name for name in OF_STEPS_BESIDE if hasattr(ProgramStep, name)]
-    only_first = OF_STEPS_BESIDE.keys() - OF_STEPS.keys()
+    assert not [name for name in OF_ADDED_STEPS if hasattr(ProgramStep, name)]
+    only_first = OF_ADDED_STEPS.keys() - OF_STEPS.keys()
     assert only_first == {
         name for name in {*dir(ParallelStep)} - {*dir(ProgramStep)} if not name.startswith("_")
     }

@@ -24,8 +24,8 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import discover
 from sbp_core.runtime import Span, SpanKind, measured_operators
 from sbp_core.signatures import OpCall
-from sbp_launch.calibrate import app
-from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
+from sbp_launch.calibrate import command
+from sbp_launch.calibrate.calibration_config import CalibrateRun, check_calibrate
 from sbp_launch.calibrate.operators import merged
 from sbp_launch.clusters.local import MeasuredConfig, load
 from sbp_launch.machine import describe_machine
@@ -198,7 +198,7 @@ def check(out: str, ops: Any, time_s: float = 120.0) -> CalibrateRun:
 
 
 def add(out: str, ops: Any, folder: Path, time_s: float = 120.0) -> None:
-    app._calibrate(check(out, ops, time_s), discover(), folder)
+    command._calibrate(check(out, ops, time_s), discover(), folder)
 
 
 def test_times_are_added_to_a_cluster_file_for_their_backend(

@@ -61,7 +61,7 @@ def test_every_comment_that_is_written_is_read(names: list[str], data: st.DataOb
     [
         ("a: 1\nb: [2\nc: 3\n", "line 3", "expected ',' or ']'"),
         ("a:\n\tb: 1\n", "line 2", "a tab where YAML takes spaces only"),
-        ("a: 1\nb: 2\na: 3\n", "line 3", "'a' stands twice, the first time in line 1"),
+        ("a: 1\nb: 2\na: 3\n", "line 3", "'a' occurs twice, the first time in line 1"),
         ("- a\n- b\n", "line 1", "is a list, not a mapping"),
         ("just text\n", "line 1", "is a str, not a mapping"),
     ],
@@ -91,7 +91,7 @@ def _references(levels: int) -> str:
 @pytest.mark.parametrize("text", [_references(30), "name: toy\na: &a [*a]", "a: &a {b: *a}"])
 def test_references_do_not_stand_for_values_without_end(text: str) -> None:
     for check in (refuse_expansion, refuse_faults):
-        with pytest.raises(ConfigError, match="almost without end") as refused:
+        with pytest.raises(ConfigError, match="expand to a value of extreme size") as refused:
             check(text, "toy.yaml")
         assert refused.value.where == ("toy.yaml",)
     assert comments(text) == {}

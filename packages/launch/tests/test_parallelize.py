@@ -115,6 +115,13 @@ def test_the_ranks_of_one_process_are_threads_whoever_started_it():
         backend_of(one, "torch", choices, mesh)
 
 
+def test_the_former_name_of_a_planner_is_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
+        option = Choices().option("planner", "infer")
+
+    assert (option.chosen, option.name) == ("propagate", "propagate")
+
+
 @pytest.mark.parametrize("given", ["x", "0.1", None, [0.1], torch.ones(2)], ids=str)
 def test_a_rate_that_is_no_number_is_refused(given):
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -42,7 +42,7 @@ def test_stages_of_an_asynchronous_pipeline_say_how_old_their_parameters_are():
 
     first, *stages, _ = pipeline_lines(plan, strategy, found.module_rows, found.simulation.step_s)
 
-    assert first.endswith("schedule PipeDream, an update behind each micro-batch")
+    assert first.endswith("schedule PipeDream, an update after each micro-batch")
     assert stages[0].endswith(", 2 in flight, parameters up to 1 update old")
     assert stages[1].endswith(", 1 in flight")
 
@@ -55,7 +55,7 @@ def test_updates_by_several_micro_batches_are_said():
         replace(found.plan, num_updates=2), strategy, found.module_rows, found.simulation.step_s
     )
 
-    assert first.endswith("schedule 2BW, an update behind every 2 micro-batches")
+    assert first.endswith("schedule 2BW, an update after every 2 micro-batches")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.apps.pipeline_command import is_asked, run_pipeline
 
 OF_THE_ISSUE = ["pipeline=1f1b", "stages=4", "micro_batches=8", "times=[1,1.25,0.75]"]
 

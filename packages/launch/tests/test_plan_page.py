@@ -229,8 +229,8 @@ def test_another_plan_stands_beside_it_with_what_is_printed_of_both() -> None:
     words = {word.strip() for word in page.words}
     for cells in figure_rows(this, other):
         assert {cell.strip() for cell in cells} <= words | {""}
-    assert "runs/<other>" in words and "Beside another plan" in words
-    assert "Beside another plan" not in page_of("replicated")
+    assert "runs/<other>" in words and "Next to another plan" in words
+    assert "Next to another plan" not in page_of("replicated")
 
 
 def test_a_page_says_how_fast_the_plan_is_and_sets_details_of_reasons_apart() -> None:

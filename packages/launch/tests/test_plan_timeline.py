@@ -14,7 +14,7 @@ from sbp_launch.apps import plan
 from sbp_launch.apps.plan import PlanConfig, PlanRun
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 
 @cache

@@ -14,12 +14,12 @@ from saved_states import STATES, pieces_of
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.formats.writers import (
     write_distributed_checkpoint,
     write_safetensors,
     write_sharded,
 )
-from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint

@@ -101,7 +101,7 @@ def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> No
     assert headline == "Adam with decoupled weight decay"
 
 
-PLANNERS = ["infer", "manual/data_parallel", "manual/tensor_parallel", "manual/zero", "osdp"]
+PLANNERS = ["propagate", "manual/data_parallel", "manual/tensor_parallel", "manual/zero", "osdp"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from test_rows import found_plan, plan_of
 from trainable import run_config
 
 from sbp_core.memory import predict_memory
-from sbp_core.memory.kinds import MemoryKind
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature

@@ -11,10 +11,10 @@ from trainable import plan_step, planned, run_config, run_of
 from sbp_core.compile import COMMIT
 from sbp_core.graph import Phase
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.moves import When
+from sbp_launch.planning.moves import MoveTime
 from sbp_launch.planning.rows import ModuleRow, plan_text
 from sbp_launch.settings.config import PluginChoice, RunConfig
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.update_options import UpdateOptions
 
 
@@ -132,9 +132,9 @@ def test_a_stage_sends_its_output_to_the_next_and_gradients_back():
         if move.sent_bytes
     ]
 
-    assert (0, When.AFTER, Phase.FORWARD, "output", "to stage 1 (rank 1)") in sent
-    assert (1, When.AFTER, Phase.BACKWARD, "input gradient", "to stage 0 (rank 0)") in sent
-    assert all(when is When.AFTER for _, when, *_ in sent)
+    assert (0, MoveTime.AFTER, Phase.FORWARD, "output", "to stage 1 (rank 1)") in sent
+    assert (1, MoveTime.AFTER, Phase.BACKWARD, "input gradient", "to stage 0 (rank 0)") in sent
+    assert all(when is MoveTime.AFTER for _, when, *_ in sent)
 
 
 def test_modules_come_in_the_order_of_the_forward_pass():

@@ -21,7 +21,7 @@ from sbp_launch.planning.savings import saving_lines
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.graph_capture import scalar_values
 from sbp_torch.memory.meter import MemoryMeter

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sbp_launch.launching import slurm_job
-from sbp_launch.launching.slurm_job import Job, run_task
+from sbp_launch.launching.slurm_job import SlurmJob, run_task
 
 SETTINGS = {
     "num_ranks": 4,
@@ -82,7 +82,7 @@ def submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_asks_for_what_the_settings_say(tmp_path: Path) -> None:
-    Job(tmp_path, SETTINGS, ["train", "it"])
+    SlurmJob(tmp_path, SETTINGS, ["train", "it"])
 
     asked = MadeUpExecutor.asked
     assert (asked["nodes"], asked["tasks_per_node"], asked["cpus_per_task"]) == (2, 2, 3)
@@ -95,7 +95,7 @@ def test_a_job_asks_for_what_the_settings_say(tmp_path: Path) -> None:
 def test_lines_of_rank_0_are_passed_on_whole_without_those_of_submitit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert Job(tmp_path, SETTINGS, ["train"]).wait() == 0
+    assert SlurmJob(tmp_path, SETTINGS, ["train"]).wait() == 0
 
     assert capsys.readouterr().out == "job 77 is submitted\nstep 1\nstep 2\n"
 
@@ -117,7 +117,7 @@ def test_the_first_task_that_fails_gives_the_exit_code_and_all_are_named(
 ) -> None:
     MadeUpExecutor.job = MadeUpJob(tmp_path, outcomes)
 
-    assert Job(tmp_path, SETTINGS, ["train"]).wait() == code
+    assert SlurmJob(tmp_path, SETTINGS, ["train"]).wait() == code
     failures = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
     assert failures == [f"task {line}" for line in told]
 
@@ -125,7 +125,7 @@ def test_the_first_task_that_fails_gives_the_exit_code_and_all_are_named(
 def test_a_second_signal_cancels_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command))
-    job = Job(tmp_path, SETTINGS, ["train"])
+    job = SlurmJob(tmp_path, SETTINGS, ["train"])
 
     job.stop(signal.SIGINT)
     assert asked == [["scancel", "--signal=TERM", "77"]]

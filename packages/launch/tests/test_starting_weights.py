@@ -20,9 +20,9 @@ from sbp_launch.checkpoint.formats.writers import write_distributed_checkpoint, 
 from sbp_launch.checkpoint.names import SHARED, model_names
 from sbp_launch.checkpoint.places import look, open_tensors
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.tensors import LazyTensors
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.graph_capture import copied_states, initial_states, update
 from sbp_torch.update_options import LossScaling, UpdateOptions
 
@@ -193,7 +193,7 @@ def test_other_forms_of_numbers_are_taken_as_pytorch_takes_them(
     options = UpdateOptions(ema_decay=0.9)
     optimizer = torch.optim.AdamW(model.parameters())
     with found.over(initial_states(model, optimizer, options)) as started:
-        like = started.like(name) if isinstance(started, Tensors) else started[name]
+        like = started.like(name) if isinstance(started, LazyTensors) else started[name]
         assert (started[name].dtype, like.shape) == (wanted.dtype, wanted.shape)
         assert torch.equal(started[name], wanted)
     assert torch.equal(plain.state_dict()[name], wanted)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_launch.run.status import StatusSignal, outlive_status_signals, status_signals
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.world import World

@@ -13,7 +13,7 @@ from saved_states import states_of_run
 from trainable import registry, run_config
 
 from sbp_core.errors import RunError
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_launch.checkpoint import saving
 from sbp_launch.metrics.files import JsonlSink
 from sbp_launch.run.stopping import StopSignals, Terminated

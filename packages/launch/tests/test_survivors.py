@@ -22,11 +22,11 @@ from sbp_core.plugins import TrainerState
 from sbp_core.runtime import StatePiece, state_owners
 from sbp_core.sbp import B, NdSbp, S
 from sbp_launch.checkpoint import saving, survivors
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes
-from sbp_launch.trainer.survivors import save_with_survivors
+from sbp_launch.trainer.survivor_saving import save_with_survivors
 
 MESH = Placement.grid((3,), ("data",))
 WHOLE = torch.arange(12.0).reshape(6, 2)
@@ -164,7 +164,7 @@ def test_a_part_that_only_the_lost_rank_held_is_named_and_nothing_is_saved(tmp_p
 def test_ranks_behind_different_steps_save_nothing(tmp_path: Path) -> None:
     said = fail(tmp_path, NdSbp(B), steps=(3, 4))
 
-    wanted = "the ranks that are left do not stand behind one step (step 3: 1; step 4: 2)"
+    wanted = "the surviving ranks have not taken the same steps (step 3: 1; step 4: 2)"
     assert said == [wanted] * 2
     assert LocalStorage(tmp_path).names() == []
 

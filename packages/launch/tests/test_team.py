@@ -13,7 +13,7 @@ import torch
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_launch.run.stopping import StopSignals, Terminated
 from sbp_launch.team import Team, fail_together, stop_together
-from sbp_launch.trainer.figures import Measured
+from sbp_launch.trainer.figures import MeasuredUsage
 from sbp_torch.boxing import LocalBackend
 
 
@@ -109,11 +109,11 @@ def test_texts_are_gathered_in_order() -> None:
 
 
 def test_what_all_processes_measured_is_put_together() -> None:
-    def measured(rank: int, team: Team) -> Measured:
-        own = Measured(peak_bytes=10 + rank, sent_bytes=0.5 + rank)
-        return Measured.of_all(team.gather(own.to_text()))
+    def measured(rank: int, team: Team) -> MeasuredUsage:
+        own = MeasuredUsage(peak_bytes=10 + rank, sent_bytes=0.5 + rank)
+        return MeasuredUsage.of_all(team.gather(own.to_text()))
 
-    assert among(2, measured) == [Measured(peak_bytes=11, sent_bytes=2.0)] * 2
+    assert among(2, measured) == [MeasuredUsage(peak_bytes=11, sent_bytes=2.0)] * 2
 
 
 def stopping(rank: int, team: Team, number: int = 0, problem: Exception | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import ConfigError
-from sbp_launch.checkpoint.formats.torch_file import SavedTensor, read_tensor
+from sbp_launch.checkpoint.formats.torch_file import TorchFileTensor, read_tensor
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
@@ -23,7 +23,7 @@ def saved(folder: Path, value: object) -> Path:
     return path
 
 
-def found_in(path: Path, before: int = 0) -> SavedTensor:
+def found_in(path: Path, before: int = 0) -> TorchFileTensor:
     return read_tensor(path, before, path.stat().st_size - before, "a test")
 
 

@@ -12,10 +12,10 @@ from traces import FIRING_NS, spans_of
 from trainable import plan_step, run_config, run_of
 
 from sbp_core.compile import BoxingActor
-from sbp_core.runtime import Held, Span, SpanKind
+from sbp_core.runtime import MemorySample, Span, SpanKind
 from sbp_launch.planning.flow import Planned
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 
 @cache
@@ -137,7 +137,7 @@ def test_arrows_lead_from_each_send_to_its_receive() -> None:
 
 
 def test_ranks_and_threads_are_named_and_memory_is_counted() -> None:
-    held = [Held(1, 5_000, 4096)]
+    held = [MemorySample(1, 5_000, 4096)]
     _, value = trace_of("data", held=held, hosts={0: "one, process 7"})
 
     names = {(e["name"], e["pid"]): e["args"] for e in events_of(value, "M")}

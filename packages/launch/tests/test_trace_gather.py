@@ -5,23 +5,30 @@ from dataclasses import replace
 
 import pytest
 
-from sbp_core.runtime import Held, Span, SpanKind, Trace
-from sbp_launch.tracing.tracer import Part, gather_parts, own_part, pack, unpack, with_one_clock
+from sbp_core.runtime import MemorySample, Span, SpanKind, Trace
+from sbp_launch.tracing.tracer import (
+    ProcessTrace,
+    gather_parts,
+    own_part,
+    pack,
+    unpack,
+    with_one_clock,
+)
 from sbp_torch.boxing.local import LocalBackend
 
 
-def part(rank: int, *, host: str = "one", ahead_ns: int = 0, jitter_ns: int = 0) -> Part:
+def part(rank: int, *, host: str = "one", ahead_ns: int = 0, jitter_ns: int = 0) -> ProcessTrace:
     """Return the part of a rank whose clock is ahead."""
     begin = 1_000_000 + ahead_ns
     span = Span(
         SpanKind.BLOCKED, rank, "compute", 4, "forward.0", 1, begin, begin + 500, "data … of rank 1"
     )
-    return Part(
+    return ProcessTrace(
         ranks=(rank,),
         host=host,
         process=100 + rank,
         spans=(span,),
-        held=(Held(rank, begin, 64),),
+        held=(MemorySample(rank, begin, 64),),
         exits_ns=tuple(ahead_ns + 1000 * n + jitter_ns * (n % 3) for n in range(9)),
     )
 
@@ -34,7 +41,7 @@ def test_the_parts_of_all_ranks_reach_each_of_them() -> None:
     backend = LocalBackend()
     backend.open([0, 1])
 
-    def gather(rank: int) -> list[Part]:
+    def gather(rank: int) -> list[ProcessTrace]:
         trace = Trace()
         for number in range(50 * rank + 1):  # of different lengths
             trace.note(replace(part(rank).spans[0], step=number))

@@ -9,7 +9,7 @@ from trainable import plan_step, planned, run_config, run_of
 from sbp_core.compile import Collective, PhysicalPlan, Receive, Send
 from sbp_core.runtime import Span, SpanKind
 from sbp_launch.tracing.times import late_ranks, rank_times, time_table
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 MS = 1_000_000
 

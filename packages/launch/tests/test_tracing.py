@@ -16,7 +16,7 @@ from sbp_launch.team import Team
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer import session as session_module
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.graph_capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig

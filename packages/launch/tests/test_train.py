@@ -10,20 +10,20 @@ import pytest
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch.apps import train
 from sbp_launch.launching import launching
-from sbp_launch.launching.meeting import Meeting, Told
+from sbp_launch.launching.rendezvous import Rendezvous, RunOrder
 from sbp_launch.world import World
 
 
-class MadeUpMeeting(Meeting):
+class MadeUpMeeting(Rendezvous):
     """Keeps what it is told; the others receive what is given."""
 
-    def __init__(self, given: Sequence[Told] = ()) -> None:
-        self.given, self.told, self.left = list(given), list[Told](), list[int]()
+    def __init__(self, given: Sequence[RunOrder] = ()) -> None:
+        self.given, self.told, self.left = list(given), list[RunOrder](), list[int]()
 
-    def tell(self, told: Told) -> None:
+    def broadcast(self, told: RunOrder) -> None:
         self.told.append(told)
 
-    def receive(self) -> Told:
+    def receive(self) -> RunOrder:
         return self.given.pop(0)
 
     def leave(self, code: int) -> None:
@@ -41,12 +41,12 @@ def exit_code(
     world = World(rank=rank, size=2, local_rank=rank, local_size=2, launcher="torchrun")
     monkeypatch.setattr(train.World, "of_environment", lambda: world)
 
-    def meet(world: World) -> Meeting:
+    def connect(world: World) -> Rendezvous:
         if isinstance(meeting, Exception):
             raise meeting
         return meeting
 
-    monkeypatch.setattr(train, "meet", meet)
+    monkeypatch.setattr(train, "connect", connect)
     with pytest.raises(SystemExit) as caught:
         train.main()
     return caught.value.code
@@ -66,7 +66,7 @@ def test_rank_0_tells_the_others_how_it_ended(
     meeting = MadeUpMeeting()
 
     assert exit_code(monkeypatch, 0, meeting) == code
-    assert (meeting.told, meeting.left) == ([Told(code=code)], [code])
+    assert (meeting.told, meeting.left) == ([RunOrder(code=code)], [code])
 
 
 def test_the_others_are_told_of_a_mistake_of_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_the_others_are_told_of_a_mistake_of_ours_too(monkeypatch: pytest.Monkey
 
     with pytest.raises(KeyError):
         exit_code(monkeypatch, 0, meeting)
-    assert meeting.told == [Told(code=1)]
+    assert meeting.told == [RunOrder(code=1)]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_another_rank_follows_from_run_to_run_of_a_sweep_and_until_one_fails_or_
 
     monkeypatch.setattr(launching, "run_rank", run_rank)
     folders = [Path("0"), Path("1")]
-    told = [Told(folder=folder, of_sweep=of_sweep) for folder in folders]
-    meeting = MadeUpMeeting([*told, Told(code=last)])
+    told = [RunOrder(folder=folder, of_sweep=of_sweep) for folder in folders]
+    meeting = MadeUpMeeting([*told, RunOrder(code=last)])
 
     assert exit_code(monkeypatch, 1, meeting) == code
     assert ran == folders[:runs]
@@ -135,7 +135,7 @@ def test_a_setting_that_keeps_ranks_from_meeting_is_said_once_and_a_failure_by_e
 
 def test_ctrl_c_ends_a_rank_that_waits_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(MadeUpMeeting):
-        def receive(self) -> Told:
+        def receive(self) -> RunOrder:
             raise KeyboardInterrupt
 
     assert exit_code(monkeypatch, 1, Waiting()) == 130

@@ -21,7 +21,7 @@ from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.team import DEADLINE_S, vote_deadline_s
 from sbp_launch.trainer import planned, trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program, model_loss
+from sbp_launch.trainer.run_program import make_program, model_loss
 from sbp_launch.trainer.session import make_backend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions

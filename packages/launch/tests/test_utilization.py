@@ -13,7 +13,7 @@ from sbp_core.passes import RecomputeOptions
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.utilization import ModelWork, samples_of_step, speed_line
 from sbp_launch.settings.config import PluginChoice
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 DEVICE = Device(memory_bytes=10**9, flop_per_s={"float32": 1e6}, memory_bytes_per_s=1e9)
 

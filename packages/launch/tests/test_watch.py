@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sbp_core.errors import SbpError
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 from sbp_launch.apps.watch import main, picture
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.run.status import StatusSignal, answer, ask, listen

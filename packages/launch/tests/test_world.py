@@ -152,7 +152,9 @@ def test_a_world_says_which_variables_say_so(environment: Mapping[str, str], tol
 
 def test_one_process_needs_no_rank_and_what_is_missing_is_named_with_what_is_there() -> None:
     assert stands(World.of_environment({"WORLD_SIZE": "1"})) == ("torchrun", 0, 1, 0, 1)
-    with pytest.raises(ConfigError, match="does not say RANK, beside MASTER_ADDR=here, WORLD_SIZ"):
+    with pytest.raises(
+        ConfigError, match="does not say RANK, together with MASTER_ADDR=here, WORLD_SIZ"
+    ):
         World.of_environment({"WORLD_SIZE": "2", "MASTER_ADDR": "here"})
-    with pytest.raises(ConfigError, match="does not say PMI_SIZE, beside PMI_RANK=0"):
+    with pytest.raises(ConfigError, match="does not say PMI_SIZE, together with PMI_RANK=0"):
         World.of_environment({"PMI_RANK": "0"})

@@ -125,7 +125,7 @@ class Outcome:
 # Runs an app, and reports on the last line of stderr what only the process itself knows.
 CHILD = """
 import json, sys, traceback
-from sbp_launch.apps.app import run
+from sbp_launch.apps.hydra_app import run
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application
 from sbp_launch.apps.plan import check_plan

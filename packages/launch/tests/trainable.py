@@ -21,14 +21,14 @@ from sbp_core.plugins.kinds import GraphPass
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.moves import When
+from sbp_launch.planning.moves import MoveTime
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.planned import planner_of, whole_example
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.run_program import RunProgram, make_program
 from sbp_launch.trainer.trainer import make_step
 from sbp_torch.boxing.local import LocalBackend
 
@@ -318,7 +318,7 @@ def planned(**trainer: object) -> Planned:
 def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> ModuleRow:
     """Return a row of the plan's table, with boxing if something is moved."""
     move = ModuleMove(
-        when=When.AFTER,
+        when=MoveTime.AFTER,
         phase=Phase.FORWARD,
         what="output",
         kind=StepKind.ALL_REDUCE,
@@ -336,7 +336,7 @@ def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> Mod
     )
 
 
-def plan_step(run: Run, program: Program) -> Planned:
+def plan_step(run: Run, program: RunProgram) -> Planned:
     """Return the checked and proved plan of a run."""
     planner = planner_of(run, program)
     planned = planner.plan()
@@ -344,11 +344,11 @@ def plan_step(run: Run, program: Program) -> Planned:
     return planner.proved(planned, whole_example(run, program))
 
 
-def step_of(run: Run, program: Program) -> TrainingStep:
+def step_of(run: Run, program: RunProgram) -> TrainingStep:
     """Return the planned step of a run, whose ranks are threads."""
     return make_step(run, program, LocalBackend()).step
 
 
-def held_out_loss(run: Run, program: Program, step: TrainingStep) -> float:
+def held_out_loss(run: Run, program: RunProgram, step: TrainingStep) -> float:
     """Return the mean loss over held-out data of what a step has trained."""
     return Evaluator(run, program, step).metrics()["held_out_loss"]

@@ -18,10 +18,10 @@ from sbp_models.click_log import build
 
 
 def read(path: Path, log: bool = False) -> dict[str, list[float]]:
-    settings = {"dense": ("I1",), "sparse": ("C1",), "rows": (1000,), "log": log, "held_out": 0.5}
+    settings = {"dense": ("I1",), "sparse": ("C1",), "rows": (1000,), "held_out": 0.5}
     return {
         name: v.flatten().tolist()
-        for name, v in everything(build(config(path, **settings))).items()
+        for name, v in everything(build(config(path, log_transform=log, **settings))).items()
     }
 
 

@@ -91,7 +91,7 @@ def test_values_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_numbers_are_as_they_are_without_log(tmp_path: Path) -> None:
-    found = everything(build(config(written(tmp_path, "csv"), log=False)))
+    found = everything(build(config(written(tmp_path, "csv"), log_transform=False)))
 
     assert np.allclose(found["dense"][:, 1].numpy(), np.arange(100) / 4 - 3)
 
@@ -217,11 +217,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(
 
 
 def test_columns_that_do_not_fit_the_model_are_refused() -> None:
-    DlrmConfig(num_dense=2, rows=(6, 5)).check_beside({"data": config(Path("x"))})
+    DlrmConfig(num_dense=2, rows=(6, 5)).check_combination({"data": config(Path("x"))})
     with pytest.raises(ConfigError, match=r"data\.dense names 2 columns, and model=dlrm takes 3"):
-        DlrmConfig(num_dense=3, rows=(6, 5)).check_beside({"data": config(Path("x"))})
+        DlrmConfig(num_dense=3, rows=(6, 5)).check_combination({"data": config(Path("x"))})
     with pytest.raises(ConfigError, match="has tables of"):
-        DlrmConfig(num_dense=2, rows=(6, 4)).check_beside({"data": config(Path("x"))})
+        DlrmConfig(num_dense=2, rows=(6, 4)).check_combination({"data": config(Path("x"))})
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -247,7 +247,7 @@ def test_other_columns_have_rows_of_their_own_and_another_part_held_out_has_not(
     build(config(file, cache=cache))
     build(config(file, cache=cache, held_out=0.5))
     assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 1
-    build(config(file, cache=cache, log=False))
+    build(config(file, cache=cache, log_transform=False))
     build(config(file, cache=cache, rows=(6, 6)))
 
     assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ChecksOthers
+from sbp_core.plugins import ChecksCombination
 from sbp_models import plugin
 from sbp_models.configs import (
     BertConfig,
@@ -78,16 +78,16 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("model", "data"), FITS)
-def test_data_that_fit_are_taken(model: ChecksOthers, data: object) -> None:
-    model.check_beside({"data": data})
+def test_data_that_fit_are_taken(model: ChecksCombination, data: object) -> None:
+    model.check_combination({"data": data})
 
 
 @pytest.mark.parametrize(("model", "data", "says", "accepted"), MISFITS)
 def test_data_that_do_not_fit_are_refused(
-    model: ChecksOthers, data: object, says: str, accepted: str
+    model: ChecksCombination, data: object, says: str, accepted: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        model.check_beside({"data": data})
+        model.check_combination({"data": data})
 
     assert says in caught.value.what
     assert accepted in caught.value.accepted
@@ -98,9 +98,9 @@ def test_every_model_is_asked_and_passes_over_data_that_it_does_not_know(name: s
     config = plugin.sbp_models()[name].config
     made = HfConfig(kind="gpt2") if config is HfConfig else config()
 
-    assert isinstance(made, ChecksOthers)
-    made.check_beside({"data": object()})
-    made.check_beside({})
+    assert isinstance(made, ChecksCombination)
+    made.check_combination({"data": object()})
+    made.check_combination({})
 
 
 @pytest.mark.parametrize("task", ["nxt", "image_classification", ""])

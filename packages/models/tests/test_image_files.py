@@ -185,7 +185,7 @@ def test_a_file_that_says_that_it_is_huge_is_refused(tmp_path: Path, side: int) 
 def test_what_is_no_folder_of_classes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(picture(1))
 
-    with pytest.raises(ConfigError, match="lies in no folder of a class"):
+    with pytest.raises(ConfigError, match="is not in the folder of a class"):
         image_folder.build(ImageFolderConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match="does not exist"):
         image_folder.build(ImageFolderConfig(path=str(tmp_path / "no")))
@@ -315,11 +315,11 @@ def test_digits_are_scaled_by_whole_numbers_and_fit_a_model() -> None:
     assert torch.equal(batch["images"][:, 1, ::2, 1::2], small["images"][:, 0])
     assert small["images"].min() == -1 and small["images"].max() == 1
     assert plain.num_samples() + plain.num_samples("validation") == 1797
-    VitConfig(image_size=16, channels=3).check_beside(
+    VitConfig(image_size=16, channels=3).check_combination(
         {"data": DigitsConfig(image_size=16, channels=3)}
     )
     with pytest.raises(ConfigError, match=r"data\.image_size=8, and model=vit takes 16"):
-        VitConfig(image_size=16).check_beside({"data": DigitsConfig()})
+        VitConfig(image_size=16).check_combination({"data": DigitsConfig()})
 
 
 @pytest.mark.parametrize("kind", ["image_folder", "webdataset"])

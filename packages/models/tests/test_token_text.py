@@ -196,15 +196,15 @@ def test_a_model_that_knows_too_few_tokens_is_refused_before_the_tokenizer_is_lo
     config = TokensConfig(path="x", tokenizer=train_tokenizer(tmp_path), context=8)
 
     assert config.vocabulary == Tokenizer.from_file(config.tokenizer).get_vocab_size()
-    GptConfig(vocabulary=config.vocabulary, context=8).check_beside({"data": config})
+    GptConfig(vocabulary=config.vocabulary, context=8).check_combination({"data": config})
     with pytest.raises(
         ConfigError, match=r"vocabulary=256 is less than the \d+ tokens of data=tok"
     ):
-        GptConfig(context=8).check_beside({"data": config})
+        GptConfig(context=8).check_combination({"data": config})
     with pytest.raises(
         ConfigError, match="learns masked tokens, and data=tokens asks for the next"
     ):
-        BertConfig(vocabulary=1000).check_beside({"data": config})
+        BertConfig(vocabulary=1000).check_combination({"data": config})
 
 
 @given(st.text("aä€😀\n", max_size=60), st.integers(5, 20))

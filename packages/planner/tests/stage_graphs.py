@@ -6,7 +6,7 @@ from math import inf
 
 from hypothesis import strategies as st
 
-from sbp_planner.stages import Block, BlockGraph, Flow, Level, Stage, evaluate
+from sbp_planner.stages import AtomicBlock, BlockGraph, Flow, MachineLevel, Stage, evaluate
 from sbp_planner.stages.pipeline import WeightVersions
 
 
@@ -16,7 +16,7 @@ def graphs(draw, max_blocks=5):
     count = draw(st.integers(1, max_blocks))
     costs = st.integers(0, 6)
     blocks = tuple(
-        Block(
+        AtomicBlock(
             name=f"n{at}",
             forward_s=draw(costs),
             backward_s=draw(costs),
@@ -38,7 +38,7 @@ def graphs(draw, max_blocks=5):
 @st.composite
 def machines(draw, topologies):
     return tuple(
-        Level(components=n, bytes_per_s=draw(st.sampled_from([0.5, 1.0, 4.0])))
+        MachineLevel(components=n, bytes_per_s=draw(st.sampled_from([0.5, 1.0, 4.0])))
         for n in draw(st.sampled_from(topologies))
     )
 

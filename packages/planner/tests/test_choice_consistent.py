@@ -12,9 +12,9 @@ from hypothesis import given, settings
 
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.large.consistent import consistent
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 
 def planted(count: int, strategies: int, density: float, forbidden: float) -> ChoiceProblem:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.large.forest import Forests
 from sbp_planner.choice.large.moves import TreeMoves
 from sbp_planner.choice.large.neighbourhood import Neighbourhoods
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 
 def left(problem):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from sbp_planner.choice import ChoiceProblem, evaluate, reduce
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
 from sbp_planner.choice.large.dual import DualAscent
 from sbp_planner.choice.large.neighbourhood import Neighbourhoods
 from sbp_planner.choice.problem import memory_rows
 from sbp_planner.choice.program import solve_program
 from sbp_planner.choice.reduce import reduce_further, reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 
 def best_of(compact):

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice import ChoiceProblem, evaluate, solve, solver
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
-from sbp_planner.choice.large import search
-from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.large import large_search
+from sbp_planner.choice.large.large_search import LargeSearch
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.record import Part, Record
+from sbp_planner.choice.record import Record, RemainingProblem
 from sbp_planner.choice.reduce import reduce_problem
 
 
@@ -136,7 +136,7 @@ def test_a_problem_without_edges_is_searched_too(monkeypatch: pytest.MonkeyPatch
 def test_each_way_to_search_has_a_turn_and_then_its_share_of_the_time() -> None:
     problem = transformer_problem(4, seed=3, slack=0.05)
     record = Record(problem, 100.0, 0.0, None)
-    search = Search(record, Part(reduce_problem(problem, inf), record), None)
+    search = LargeSearch(record, RemainingProblem(reduce_problem(problem, inf), record), None)
     first = []
     for seconds in (4.0, 0.5, 0.5):
         first.append(search._drawn_way())
@@ -153,11 +153,11 @@ def test_messages_are_made_to_fit_long_before_they_have_settled(
 ) -> None:
     problem = transformer_problem(6, seed=3, slack=0.05)
     record = Record(problem, 100.0, 0.0, None)
-    part = Part(reduce_problem(problem, inf), record)
+    part = RemainingProblem(reduce_problem(problem, inf), record)
     compact = part.compact
     held = np.bincount(compact.held_column, compact.held_bytes, len(compact.cost))
     most = np.array([own.argmax() for own in np.split(held, compact.first[1:-1])])
-    found = Search(record, part, most)
+    found = LargeSearch(record, part, most)
     fitted, given_s, fits = found.whole.fitted, [], []
 
     def passed(until: float) -> None:
@@ -168,7 +168,7 @@ def test_messages_are_made_to_fit_long_before_they_have_settled(
         return most if len(fits) < 3 else fitted(values, prices, until)
 
     monkeypatch.setattr(found, "_pass_messages", passed)
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(large_search, "time", SimpleNamespace(monotonic=lambda: 100.0))
     monkeypatch.setattr(found.whole, "fitted", fit)
     monkeypatch.setattr(found.whole, "improve", lambda values, prices: values)
     assert not found.near.fits

@@ -9,12 +9,12 @@ import pytest
 
 from sbp_planner.choice.compact import compacted
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
-from sbp_planner.choice.large.worker import Task, Worker
+from sbp_planner.choice.large.worker import SolverProcess, Task
 from sbp_planner.choice.program import ProgramResult, solve_program
 from sbp_planner.choice.reduce import reduce_problem
 
 
-def result_of(worker: Worker) -> ProgramResult:
+def result_of(worker: SolverProcess) -> ProgramResult:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for message in worker.messages():
@@ -27,7 +27,7 @@ def result_of(worker: Worker) -> ProgramResult:
 
 @pytest.mark.slow
 def test_tasks_are_solved_one_after_the_other():
-    worker = Worker()
+    worker = SolverProcess()
     try:
         for seed in (1, 2):
             compact, _ = compacted(reduce_problem(transformer_problem(3, seed=seed), -inf))
@@ -45,7 +45,7 @@ def test_tasks_are_solved_one_after_the_other():
 
 
 def test_a_process_that_ends_is_told():
-    worker = Worker()
+    worker = SolverProcess()
     worker._process.kill()
     worker._process.wait()
     until = time.monotonic() + 30

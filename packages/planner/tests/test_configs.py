@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ChecksOthers, merge_settings
+from sbp_core.plugins import ChecksCombination, merge_settings
 from sbp_planner.configs import (
     AXES,
     FileConfig,
@@ -84,12 +84,12 @@ def test_the_words_that_mend_a_mesh_name_one_of_as_many_ranks_that_is_taken(mesh
 def test_a_preset_looks_at_the_mesh_before_anything_is_captured():
     config = ManualConfig(needs_axes=("pipe",))
 
-    assert isinstance(config, ChecksOthers)
-    config.check_beside({"cluster": SimpleNamespace(mesh=(2,), axes=("pipe",))})
+    assert isinstance(config, ChecksCombination)
+    config.check_combination({"cluster": SimpleNamespace(mesh=(2,), axes=("pipe",))})
     with pytest.raises(ConfigError) as caught:
-        config.check_beside({"cluster": SimpleNamespace(mesh=(2,), axes=("data",))})
+        config.check_combination({"cluster": SimpleNamespace(mesh=(2,), axes=("data",))})
     assert "cluster.axes=[pipe];" in caught.value.todo
-    assert "planner=infer" in caught.value.todo
+    assert "planner=propagate" in caught.value.todo
 
 
 @settings(derandomize=True, max_examples=200)
@@ -102,7 +102,7 @@ def test_the_words_that_mend_a_mesh_for_osdp_lead_to_one_that_it_takes(mesh, nam
     axes = tuple(names[: len(mesh)])
     config = OsdpConfig(axis=axis)
     try:
-        config.check_beside({"cluster": SimpleNamespace(mesh=tuple(mesh), axes=axes)})
+        config.check_combination({"cluster": SimpleNamespace(mesh=tuple(mesh), axes=axes)})
     except ConfigError as error:
         said = re.search(r"cluster\.mesh=\[(\d+)\] cluster\.axes=\[(\w+)\]", error.todo)
         assert int(said[1]) == prod(mesh)

@@ -7,7 +7,7 @@ from small_steps import Experts, LongSequence, Mlp, Table, captured, draws
 from torch import nn
 
 from sbp_core.testing.graphs import mlp
-from sbp_planner.dim_groups import Part, dim_groups
+from sbp_planner.dim_groups import GroupRole, dim_groups
 
 
 def group_of(graph, name, dim, num_ranks=2, num_before=1):
@@ -27,8 +27,8 @@ def test_hidden_units_are_made_by_one_parameter_and_contracted_by_another():
     hidden = group_of(graph, "up.weight", 0)
 
     assert hidden == group_of(graph, "down.weight", 1)
-    assert parameters(hidden, Part.MAKES) == ["up.weight"]
-    assert parameters(hidden, Part.CONTRACTS) == ["down.weight"]
+    assert parameters(hidden, GroupRole.MAKES) == ["up.weight"]
+    assert parameters(hidden, GroupRole.CONTRACTS) == ["down.weight"]
     assert ("up.bias", 0) in hidden.dims
     assert not hidden.ends
 
@@ -40,8 +40,8 @@ def test_heads_end_where_there_are_fewer_than_ranks():
         group_of(graph, "blocks.0.attention.qkv.weight", 0, num_ranks) for num_ranks in (4, 8)
     )
 
-    assert parameters(few, Part.CONTRACTS) == ["blocks.0.attention.proj.weight"]
-    assert not parameters(many, Part.CONTRACTS)
+    assert parameters(few, GroupRole.CONTRACTS) == ["blocks.0.attention.proj.weight"]
+    assert not parameters(many, GroupRole.CONTRACTS)
     assert many.ends
 
 
@@ -50,7 +50,7 @@ def test_heads_are_no_samples_however_many_ranks_split_these():
 
     heads = group_of(graph, "blocks.0.attention.qkv.weight", 0, num_ranks=2, num_before=4)
 
-    assert parameters(heads, Part.CONTRACTS) == ["blocks.0.attention.proj.weight"]
+    assert parameters(heads, GroupRole.CONTRACTS) == ["blocks.0.attention.proj.weight"]
 
 
 def test_a_residual_stream_ends_at_a_norm():
@@ -58,7 +58,7 @@ def test_a_residual_stream_ends_at_a_norm():
 
     stream = group_of(graph, "blocks.0.mlp.down.weight", 0)
 
-    assert parameters(stream, Part.MAKES) == [
+    assert parameters(stream, GroupRole.MAKES) == [
         "blocks.0.attention.proj.weight",
         "blocks.0.mlp.down.weight",
     ]
@@ -73,8 +73,8 @@ def test_rows_of_a_table_are_looked_up():
 
     rows, columns = (group_of(graph, "table.weight", dim) for dim in (0, 1))
 
-    assert parameters(rows, Part.LOOKS_UP) == ["table.weight"]
-    assert parameters(columns, Part.CONTRACTS) == ["head.weight"]
+    assert parameters(rows, GroupRole.LOOKS_UP) == ["table.weight"]
+    assert parameters(columns, GroupRole.CONTRACTS) == ["head.weight"]
 
 
 def test_experts_have_a_part_of_their_own_of_parameters_and_activations():
@@ -82,9 +82,9 @@ def test_experts_have_a_part_of_their_own_of_parameters_and_activations():
 
     experts, hidden = (group_of(graph, "up", dim) for dim in (0, 2))
 
-    assert parameters(experts, Part.BATCHES) == ["up", "down"]
-    assert parameters(hidden, Part.MAKES) == ["up"]
-    assert parameters(hidden, Part.CONTRACTS) == ["down"]
+    assert parameters(experts, GroupRole.BATCHES) == ["up", "down"]
+    assert parameters(hidden, GroupRole.MAKES) == ["up"]
+    assert parameters(hidden, GroupRole.CONTRACTS) == ["down"]
 
 
 def test_a_bias_alone_makes_no_dim():
@@ -137,9 +137,13 @@ def test_of_a_chain_of_layers_each_dim_between_is_a_group_of_its_own(widths, num
     weights = [entry.name for entry in graph.inputs if len(graph.types[entry.name].shape) == 2
                and entry.kind.value == "parameter"]  # fmt: skip
 
-    groups = [group for group in dim_groups(graph, num_ranks).groups if group.of(Part.MAKES)]
+    groups = [group for group in dim_groups(graph, num_ranks).groups if group.of(GroupRole.MAKES)]
 
-    inner = [group for group in groups if group.of(Part.CONTRACTS)]
-    assert [parameters(group, Part.MAKES) for group in inner] == [[one] for one in weights[:-1]]
-    assert [parameters(group, Part.CONTRACTS) for group in inner] == [[one] for one in weights[1:]]
+    inner = [group for group in groups if group.of(GroupRole.CONTRACTS)]
+    assert [parameters(group, GroupRole.MAKES) for group in inner] == [
+        [one] for one in weights[:-1]
+    ]
+    assert [parameters(group, GroupRole.CONTRACTS) for group in inner] == [
+        [one] for one in weights[1:]
+    ]
     assert all(group.is_consistent for group in inner)

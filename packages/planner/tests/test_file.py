@@ -35,7 +35,7 @@ def made(asked: PlanRequest) -> Strategy:
 
 
 def from_file(path: Path, asked: PlanRequest, *, other_graph: bool = False) -> Strategy:
-    return build(FileConfig(path=str(path), other_graph=other_graph)).plan(asked)
+    return build(FileConfig(path=str(path), allow_other_graph=other_graph)).plan(asked)
 
 
 @pytest.mark.parametrize("name", ["strategy.yaml", "strategy.json"])
@@ -124,7 +124,7 @@ def test_names_that_are_too_many_or_lacking_are_refused(
         ("a.yaml", "", "the file is empty", ""),
         ("a.yaml", "[1, 2", "this is no YAML", ", line 1, column 6"),
         ("a.yaml", "planner: manual\n\tgraph_hash: 1", "this is no YAML", ", line 2, column 1"),
-        ("a.yaml", "planner: manual\nplanner: x", "'planner' stands twice", ", line 2, column 1"),
+        ("a.yaml", "planner: manual\nplanner: x", "'planner' occurs twice", ", line 2, column 1"),
         ("a.yaml", "planner: 2001-99-99", "'2001-99-99' cannot be read", ", line 1, column 10"),
         ("a.yaml", "planner: a\nin_flight: \1", "no YAML: the character", ", line 2"),
         ("a.yaml", "planner: manual", "has no", ", line 1"),

@@ -82,7 +82,7 @@ def take(layout: str, form: str, random: Random, folder: Path) -> str:
     path.write_text(text, encoding="utf-8", newline="")
     begin = process_time()
     try:
-        found = build(FileConfig(path=str(path), other_graph=True)).plan(asked)
+        found = build(FileConfig(path=str(path), allow_other_graph=True)).plan(asked)
         check(compile_plan(asked.graph, found))
     except ConfigError as error:
         assert error.what

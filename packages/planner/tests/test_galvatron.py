@@ -23,7 +23,15 @@ from sbp_core.sbp import NdSbp, S
 from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.galvatron import build
-from sbp_planner.layer_search import AXES, Kind, LayerSearch, Way, layer_program, pins_of, ways_of
+from sbp_planner.layer_search import (
+    AXES,
+    Kind,
+    LayerParallelism,
+    LayerSearch,
+    layer_program,
+    pins_of,
+    ways_of,
+)
 from sbp_planner.model_blocks import model_blocks
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped
@@ -65,7 +73,7 @@ def layer_of(graph, cluster, block, way):
 @pytest.mark.slow
 def test_columns_and_rows_come_out_of_the_operators_of_a_layer():
     graph, cluster = gpt_step(), request((2,), ("data",)).cluster
-    way = Way(kinds=(Kind.TP, Kind.TP), sizes=(4, 1))
+    way = LayerParallelism(kinds=(Kind.TP, Kind.TP), sizes=(4, 1))
 
     _, kept = layer_of(graph, cluster, 1, way)
 
@@ -78,7 +86,7 @@ def test_columns_and_rows_come_out_of_the_operators_of_a_layer():
 def test_states_are_whole_under_dp_and_in_shards_under_zdp():
     graph, cluster = mlp((16, 16, 16), num_micro_batches=2), nodes_of_two(inside=1e9, between=1e9)
     whole, sharded = (
-        layer_of(graph, cluster, 1, Way(kinds=(kind, kind), sizes=(4, 1)))
+        layer_of(graph, cluster, 1, LayerParallelism(kinds=(kind, kind), sizes=(4, 1)))
         for kind in (Kind.DP, Kind.ZDP)
     )
 

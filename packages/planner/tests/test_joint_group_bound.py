@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Request
+from sbp_core.infer import FORBIDDEN_S, ConversionGroup, ConversionRequest
 from sbp_planner.joint import group_bound
-from sbp_planner.joint.group_bound import GroupBound, Paid
+from sbp_planner.joint.group_bound import BoundTerm, GroupBound
 from sbp_planner.joint.layers import TiedStep
 
 seeds = st.integers(0, 10**6)
@@ -28,10 +28,11 @@ def step(seed, num_variables=5, num_groups=5):
         costs[random.random(costs.shape) < 0.1] = FORBIDDEN_S
         users = random.choice(num_variables, size=int(random.integers(1, 6)))
         requests = [
-            Request(int(user), random.integers(num_targets, size=sizes[user])) for user in users
+            ConversionRequest(int(user), random.integers(num_targets, size=sizes[user]))
+            for user in users
         ]
         if random.random() < 0.2:
-            requests.append(Request(-1, np.array([random.integers(num_targets)])))
+            requests.append(ConversionRequest(-1, np.array([random.integers(num_targets)])))
         groups.append(
             ConversionGroup(
                 value=f"v{number}", source=source, costs=costs, requests=tuple(requests)
@@ -100,7 +101,7 @@ def test_the_least_of_what_is_paid_for_a_value_is_exact(seed, num_users):
     random = np.random.default_rng(seed)
     costs, classes = random.random((3, 3)), np.array([0, 2, 1, 2])
     users = [random.integers(3, size=int(random.integers(1, 4))) for _ in range(num_users)]
-    term = Paid(costs, classes, users, tuple(range(num_users + 1)))
+    term = BoundTerm(costs, classes, users, tuple(range(num_users + 1)))
     potentials = [random.normal(size=len(of)) for of in (classes, *users)]
     for place, shift in enumerate(potentials):
         term.add(place, shift)
@@ -126,7 +127,10 @@ def test_a_chain_of_values_is_bounded_by_what_it_costs():
         start=[0] * 6,
         groups=[
             ConversionGroup(
-                value=f"v{at}", source=at, costs=table, requests=(Request(at + 1, np.arange(4)),)
+                value=f"v{at}",
+                source=at,
+                costs=table,
+                requests=(ConversionRequest(at + 1, np.arange(4)),),
             )
             for at, table in enumerate(costs)
         ],

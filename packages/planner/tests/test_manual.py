@@ -305,4 +305,4 @@ def test_a_preset_for_some_models_says_so_to_another_and_names_presets_for_any()
         planner.plan(request((2,), ("data",)))
 
     assert f"this preset is for {fits}" in caught.value.what
-    assert "planner=infer" in caught.value.todo
+    assert "planner=propagate" in caught.value.todo

@@ -33,17 +33,17 @@ from sbp_planner import (
     galvatron,
     greedy,
     ilp,
-    infer,
     manual,
     mcmc,
     optcnn,
     osdp,
     pipelines,
     placers,
+    propagate,
     search_configs,
     tofu,
 )
-from sbp_planner.configs import InferConfig, ManualConfig, OsdpConfig
+from sbp_planner.configs import ManualConfig, OsdpConfig, PropagateConfig
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -60,7 +60,7 @@ _PLANNERS: dict[str, Callable[..., Planner]] = {
     "gpipe": lambda **s: pipelines.build_gpipe(search_configs.GpipeConfig(**s)),
     "greedy": lambda **s: greedy.build(search_configs.GreedyConfig(**s)),
     "ilp": lambda **s: ilp.build(search_configs.IlpConfig(**s)),
-    "infer": lambda **s: infer.build(InferConfig(**s)),
+    "propagate": lambda **s: propagate.build(PropagateConfig(**s)),
     "manual": lambda **s: manual.build(ManualConfig(pins={"batch": "S(0)"}, **s)),
     "mcmc": lambda **s: mcmc.build(search_configs.McmcConfig(proposals=2, **s)),
     "optcnn": lambda **s: optcnn.build(search_configs.OptcnnConfig(**s)),
@@ -130,9 +130,9 @@ def test_every_planner_refuses_names_where_there_is_no_host(planner: str) -> Non
     made = _PLANNERS[planner](offload=("*.exp_avg",))
     cluster = SimpleNamespace(mesh=(2,), axes=("data",), host_memory_bytes=None)
 
-    with pytest.raises(ConfigError, match="have no memory of a host beside their own"):
-        made.config.check_beside({"cluster": cluster})  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="have no memory of a host beside their own"):
+    with pytest.raises(ConfigError, match="have no host memory"):
+        made.config.check_combination({"cluster": cluster})  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="have no host memory"):
         made.plan(asked(host_bytes=None))
 
 

@@ -19,8 +19,8 @@ from sbp_core.planning.host_states import offloading, with_states
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
-from sbp_planner import auto, infer, manual
-from sbp_planner.configs import InferConfig, ManualConfig
+from sbp_planner import auto, manual, propagate
+from sbp_planner.configs import ManualConfig, PropagateConfig
 from sbp_planner.search_configs import AutoConfig
 
 _LINK = Link(latency_s=1e-6, bytes_per_s=1e7)
@@ -69,18 +69,20 @@ def test_a_pattern_that_names_no_state_is_refused(inferred: Strategy) -> None:
 
 
 def test_devices_without_a_host_offload_nothing(inferred: Strategy) -> None:
-    with pytest.raises(ConfigError, match="have no memory of a host beside their own"):
+    with pytest.raises(ConfigError, match="have no host memory"):
         offloading(_request(None), inferred, ["optimizer_states"])
 
 
-@pytest.mark.parametrize("planner", ["manual", "infer"])
+@pytest.mark.parametrize("planner", ["manual", "propagate"])
 def test_presets_offload_what_they_are_told_to(planner: str) -> None:
     asked = _request()
     pins = {"batch": "S(0)"}
     made = (
         manual.build(ManualConfig(pins=pins, offload=("optimizer_states",)))
         if planner == "manual"
-        else infer.build(InferConfig(tries={"batch": pins}, offload=("optimizer_states",)))
+        else propagate.build(
+            PropagateConfig(pin_sets={"batch": pins}, offload=("optimizer_states",))
+        )
     )
 
     strategy = made.plan(asked)

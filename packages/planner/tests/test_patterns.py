@@ -9,7 +9,7 @@ from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.graph import from_json, to_json
 from sbp_planner.configs import PATTERNS
-from sbp_planner.dim_groups import Part
+from sbp_planner.dim_groups import GroupRole
 from sbp_planner.patterns import LOOKED_FOR, Patterns, parameter_names
 
 
@@ -40,8 +40,11 @@ def test_settings_know_the_patterns():
 def test_columns_and_rows_of_a_gpt_are_those_of_megatron():
     found = patterns(gpt_step()).find("tensor")
 
-    assert names(found, Part.MAKES) == ["blocks.*.mlp.up.weight", "blocks.*.attention.qkv.weight"]
-    assert names(found, Part.CONTRACTS) == [
+    assert names(found, GroupRole.MAKES) == [
+        "blocks.*.mlp.up.weight",
+        "blocks.*.attention.qkv.weight",
+    ]
+    assert names(found, GroupRole.CONTRACTS) == [
         "blocks.*.mlp.down.weight",
         "blocks.*.attention.proj.weight",
     ]
@@ -55,7 +58,7 @@ def test_nothing_hangs_on_names():
 
     found = patterns(renamed).find("tensor")
 
-    assert names(found, Part.MAKES) == ["blocks.*.d.e.weight", "blocks.*.a.b.weight"]
+    assert names(found, GroupRole.MAKES) == ["blocks.*.d.e.weight", "blocks.*.a.b.weight"]
 
 
 def test_of_a_chain_every_other_layer_is_made_in_columns():
@@ -63,8 +66,8 @@ def test_of_a_chain_every_other_layer_is_made_in_columns():
 
     found = patterns(graph).find("tensor")
 
-    assert names(found, Part.MAKES) == ["layers.0.weight", "layers.2.weight"]
-    assert names(found, Part.CONTRACTS) == ["layers.1.weight", "layers.3.weight"]
+    assert names(found, GroupRole.MAKES) == ["layers.0.weight", "layers.2.weight"]
+    assert names(found, GroupRole.CONTRACTS) == ["layers.1.weight", "layers.3.weight"]
 
 
 def test_wide_dims_are_split_rather_than_narrow_ones():
@@ -85,7 +88,7 @@ def test_wide_dims_are_split_rather_than_narrow_ones():
 def test_a_table_is_split_if_it_is_larger_than_what_is_looked_up_in_it():
     large, small = (captured(Table(size, 4), looked_up).graph for size in (64, 3))
 
-    assert names(patterns(large).find("tables"), Part.LOOKS_UP) == ["table.weight"]
+    assert names(patterns(large).find("tables"), GroupRole.LOOKS_UP) == ["table.weight"]
     with pytest.raises(ConfigError, match=r"these are not: table\.weight"):
         patterns(small).find("tables")
 
@@ -94,7 +97,7 @@ def test_classes_are_split_where_their_softmax_is_in_parts():
     model, whole = Classes(8, 2048), PassOptions(split_classes=None)
     in_parts, one = (captured(model, labelled, options=how).graph for how in (None, whole))
 
-    assert names(patterns(in_parts).find("classes"), Part.MAKES) == ["head.weight"]
+    assert names(patterns(in_parts).find("classes"), GroupRole.MAKES) == ["head.weight"]
     with pytest.raises(ConfigError, match=r"split_classes.when=always.*: trunk|head\.weight"):
         patterns(one).find("classes")
 
@@ -104,7 +107,7 @@ def test_experts_are_split_and_not_their_router():
 
     (found,) = patterns(graph).find("experts")
 
-    assert names([found], Part.BATCHES) == ["up", "down"]
+    assert names([found], GroupRole.BATCHES) == ["up", "down"]
     assert "router.weight" not in found.by_value
 
 
@@ -145,4 +148,4 @@ def test_a_pattern_that_is_not_there_is_refused_with_those_that_are():
 def test_heads_that_are_fewer_than_ranks_are_named():
     found = patterns(gpt_step(), size=8).find("tensor")
 
-    assert names(found, Part.MAKES) == ["blocks.*.mlp.up.weight"]
+    assert names(found, GroupRole.MAKES) == ["blocks.*.mlp.up.weight"]

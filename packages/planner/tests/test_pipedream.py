@@ -9,7 +9,7 @@ from released_pipedream import released_stages
 from sbp_planner.pipedream import main
 from sbp_planner.stages import (
     HierarchyProblem,
-    Level,
+    MachineLevel,
     Stage,
     cut_hierarchy,
     evaluate,
@@ -57,7 +57,7 @@ MACHINES = [((4,), (1e9,)), ((6,), (1e8,)), ((2, 2), (1e9, 1e8)), ((3, 2), (1e10
 @pytest.mark.parametrize(("counts", "rates"), MACHINES)
 def test_the_released_optimizer_is_never_better(counts, rates, transfers, straight):
     levels = tuple(
-        Level(components=n, bytes_per_s=rate) for n, rate in zip(counts, rates, strict=True)
+        MachineLevel(components=n, bytes_per_s=rate) for n, rate in zip(counts, rates, strict=True)
     )
     for seed in range(4):
         graph = parse_profile(profile(seed)).graph
@@ -129,7 +129,7 @@ def test_memory_that_is_too_small_is_an_answer_with_what_is_needed(capsys, path)
 
 def test_data_parallelism_is_priced_as_one_stage(capsys, path):
     graph = parse_profile(path.read_text(encoding="utf-8")).graph
-    levels = (Level(components=3, bytes_per_s=1e8),)
+    levels = (MachineLevel(components=3, bytes_per_s=1e8),)
     whole = Stage(blocks=tuple(graph.index), replicas=(3,), segment=(0,))
 
     _, out, _ = run(capsys, path, "--topology", 3, "--bandwidth", "1e8")

@@ -17,7 +17,7 @@ from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.model_blocks import machine_levels, model_blocks
 from sbp_planner.pipelines import build_gpipe, build_pipedream
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
-from sbp_planner.stages import Level
+from sbp_planner.stages import MachineLevel
 
 
 class TestGpipe(PlannerConformance):
@@ -120,8 +120,8 @@ def test_settings_refuse_a_mesh_that_says_no_stages_before_anything_is_captured(
     beside = {"cluster": SimpleNamespace(mesh=(2, 2), axes=("data", "tensor"))}
 
     with pytest.raises(ConfigError, match="does not say what its stages are"):
-        PipedreamConfig().check_beside(beside)
-    GpipeConfig().check_beside({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
+        PipedreamConfig().check_combination(beside)
+    GpipeConfig().check_combination({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
 
 
 def test_positions_of_the_axis_pipe_are_the_stages():
@@ -156,8 +156,8 @@ def test_links_of_a_machine_are_levels_from_the_inside():
     )
 
     assert machine_levels(machine, 8) == (
-        Level(components=4, bytes_per_s=8.0),
-        Level(components=2, bytes_per_s=2.0),
+        MachineLevel(components=4, bytes_per_s=8.0),
+        MachineLevel(components=2, bytes_per_s=2.0),
     )
-    assert machine_levels(machine, 2) == (Level(components=2, bytes_per_s=8.0),)
-    assert machine_levels(machine, 6) == (Level(components=6, bytes_per_s=2.0),)
+    assert machine_levels(machine, 2) == (MachineLevel(components=2, bytes_per_s=8.0),)
+    assert machine_levels(machine, 6) == (MachineLevel(components=6, bytes_per_s=2.0),)

@@ -166,7 +166,7 @@ def test_convolutions_are_data_parallel_and_large_matrices_are_on_a_rank_of_thei
     step = convolutions()
     request = asked(step, 4)
 
-    strategy = build_stanza(StanzaConfig(few=1)).plan(request)
+    strategy = build_stanza(StanzaConfig(num_fc_workers=1)).plan(request)
 
     assert places(strategy) == {
         "convs.0": "0, 1, 2",
@@ -190,7 +190,10 @@ def test_the_fastest_size_of_the_smaller_part_is_found():
 
     best = build_stanza(StanzaConfig()).plan(request)
 
-    times = [step_s(request, build_stanza(StanzaConfig(few=few)).plan(request)) for few in (1, 2)]
+    times = [
+        step_s(request, build_stanza(StanzaConfig(num_fc_workers=few)).plan(request))
+        for few in (1, 2)
+    ]
     assert step_s(request, best) == pytest.approx(min(times), rel=1e-9)
 
 
@@ -249,5 +252,5 @@ def test_a_mesh_with_stages_of_its_own_is_refused():
 
 @pytest.mark.parametrize(("num_ranks", "few"), [(1, None), (2, 2)])
 def test_parts_that_there_are_not_are_refused(num_ranks, few):
-    with pytest.raises(ConfigError, match=f"planner.few={few} of {num_ranks} positions"):
-        build_stanza(StanzaConfig(few=few)).plan(asked(branches(), num_ranks))
+    with pytest.raises(ConfigError, match=f"planner.num_fc_workers={few} of {num_ranks} positions"):
+        build_stanza(StanzaConfig(num_fc_workers=few)).plan(asked(branches(), num_ranks))

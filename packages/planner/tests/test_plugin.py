@@ -31,7 +31,7 @@ PLACERS = ["dlplacer", "stanza"]
 PIPELINES = ["alpa", "galvatron", "gpipe", "pipedream"]
 OPTIONS = [
     *(f"manual/{name}" for name in PRESETS),
-    "infer",
+    "propagate",
     "osdp",
     "file",
     *SEARCHES,
@@ -60,7 +60,15 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES, *PLACERS}
+    assert set(FACTORIES) == {
+        "propagate",
+        "manual",
+        "osdp",
+        "file",
+        *SEARCHES,
+        *PIPELINES,
+        *PLACERS,
+    }
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 
@@ -93,14 +101,15 @@ def test_every_option_file_is_tested():
         if entry.name.endswith(".yaml")
     }
 
-    assert found == {f"{name}.yaml" for name in OPTIONS}
+    former = {name for one in FACTORIES.values() for name in one.former_names}
+    assert found == {f"{name}.yaml" for name in (*OPTIONS, *former)}
 
 
 @pytest.mark.slow
 def test_planning_does_not_import_torch():
     code = (
-        "import sys, sbp_planner.plugin, sbp_planner.manual, sbp_planner.infer, sbp_planner.osdp;"
-        "import sbp_planner.file;"
+        "import sys, sbp_planner.plugin, sbp_planner.manual, sbp_planner.propagate;"
+        "import sbp_planner.osdp, sbp_planner.file;"
         "sys.exit('torch' in sys.modules)"
     )
 

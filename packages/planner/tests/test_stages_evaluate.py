@@ -2,10 +2,10 @@ import pytest
 
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages import (
-    Block,
+    AtomicBlock,
     BlockGraph,
     Flow,
-    Level,
+    MachineLevel,
     Stage,
     WeightVersions,
     chain,
@@ -15,14 +15,14 @@ from sbp_planner.stages import (
 
 GRAPH = chain(
     [
-        Block(
+        AtomicBlock(
             name=name, forward_s=seconds, backward_s=seconds, activation_bytes=10, parameter_bytes=6
         )
         for name, seconds in (("a", 6.0), ("b", 2.0), ("c", 1.0))
     ],
     [4, 2],
 )
-MACHINE = (Level(components=2, bytes_per_s=2.0), Level(components=3, bytes_per_s=1.0))
+MACHINE = (MachineLevel(components=2, bytes_per_s=2.0), MachineLevel(components=3, bytes_per_s=1.0))
 
 
 def stage(blocks, replicas, segment):
@@ -76,7 +76,7 @@ def test_micro_batches_in_flight_are_those_of_all_devices_behind():
 def test_versions_of_parameters_are_as_many_as_the_schedule_keeps(versions, expected):
     straight = [stage(name, (1,), (at,)) for at, name in enumerate("abc")]
 
-    found = evaluate(GRAPH, (Level(components=3, bytes_per_s=1.0),), straight, versions)
+    found = evaluate(GRAPH, (MachineLevel(components=3, bytes_per_s=1.0),), straight, versions)
 
     assert [price.memory_bytes for price in found.stages] == expected
 
@@ -121,12 +121,14 @@ def test_stages_that_are_no_pipeline_are_refused(stages, said):
 
 
 def test_what_one_block_sends_to_two_stages_crosses_both_boundaries():
-    blocks = tuple(Block(name=name) for name in "abc")
+    blocks = tuple(AtomicBlock(name=name) for name in "abc")
     flows = (Flow(producer="a", consumers=("b", "c"), num_bytes=3),)
     straight = [stage(name, (1,), (at,)) for at, name in enumerate("abc")]
 
     found = evaluate(
-        BlockGraph(blocks=blocks, flows=flows), (Level(components=3, bytes_per_s=1.0),), straight
+        BlockGraph(blocks=blocks, flows=flows),
+        (MachineLevel(components=3, bytes_per_s=1.0),),
+        straight,
     )
 
     assert [price.boundary_bytes for price in found.stages] == [3, 3, 0]

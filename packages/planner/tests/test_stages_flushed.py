@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from stage_graphs import chains_of_ideals, compositions, graphs, machines
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.stages import Block, Level, chain
+from sbp_planner.stages import AtomicBlock, MachineLevel, chain
 from sbp_planner.stages.flushed import FlushedProblem, cut_flushed
-from sbp_planner.stages.table import InFlight
+from sbp_planner.stages.table import InFlightLimits
 
 
 def step_s(problem, blocks, devices):
@@ -38,7 +38,7 @@ def step_s(problem, blocks, devices):
             q = max(len(group) for group in groups.values())
             sync = max(sync, 2 * (q - 1) / q * parameters / level.bytes_per_s)
         times.append(max(compute, sync / m))
-        held = m if problem.in_flight is InFlight.ALL else min(m, len(blocks) - at)
+        held = m if problem.in_flight is InFlightLimits.ALL else min(m, len(blocks) - at)
         activations = sum(own[name].activation_bytes for name in names)
         memory = max(memory, parameters + held * activations / len(used))
         if at + 1 < len(blocks):
@@ -59,7 +59,7 @@ def step_s(problem, blocks, devices):
     graphs(max_blocks=4),
     machines([(1,), (3,), (2, 2), (3, 2), (2, 1, 2)]),
     st.integers(1, 5),
-    st.sampled_from([InFlight.STAGES, InFlight.ALL]),
+    st.sampled_from([InFlightLimits.STAGES, InFlightLimits.ALL]),
     st.sampled_from([inf, 12, 25]),
     st.none() | st.integers(1, 3),
 )
@@ -93,26 +93,29 @@ def test_no_flushed_pipeline_is_faster(graph, levels, m, in_flight, memory_bytes
         assert step_s(problem, *stages)[0] == pytest.approx(expected)
 
 
-BLOCKS = [Block(name=str(at), forward_s=1.0, activation_bytes=6) for at in range(4)]
+BLOCKS = [AtomicBlock(name=str(at), forward_s=1.0, activation_bytes=6) for at in range(4)]
 
 
 def test_1f1b_fits_where_gpipe_does_not():
     problem = {
         "graph": chain(BLOCKS, [0, 0, 0]),
-        "levels": (Level(components=2, bytes_per_s=1.0),),
+        "levels": (MachineLevel(components=2, bytes_per_s=1.0),),
         "micro_batches": 8,
         "num_stages": 2,
         "memory_bytes": 24,
     }
 
     assert cut_flushed(FlushedProblem(**problem)) is not None
-    assert cut_flushed(FlushedProblem(**problem, in_flight=InFlight.ALL)) is None
+    assert cut_flushed(FlushedProblem(**problem, in_flight=InFlightLimits.ALL)) is None
 
 
 def test_a_stage_may_end_in_the_middle_of_a_node():
     # 3 of 4 devices on two nodes of two; PipeDream's recurrence knows only whole nodes.
-    blocks = [Block(name="front", forward_s=3.0), Block(name="end", parameter_bytes=1000)]
-    machine = tuple(Level(components=2, bytes_per_s=1.0) for _ in range(2))
+    blocks = [
+        AtomicBlock(name="front", forward_s=3.0),
+        AtomicBlock(name="end", parameter_bytes=1000),
+    ]
+    machine = tuple(MachineLevel(components=2, bytes_per_s=1.0) for _ in range(2))
 
     plan = cut_flushed(FlushedProblem(graph=chain(blocks, [0]), levels=machine, micro_batches=100))
 
@@ -127,7 +130,7 @@ def test_problems_that_cannot_be_are_refused():
     with pytest.raises(SbpValueError, match="share"):
         FlushedProblem(
             graph=graph,
-            levels=(Level(components=2, bytes_per_s=1.0),),
+            levels=(MachineLevel(components=2, bytes_per_s=1.0),),
             micro_batches=1,
-            in_flight=InFlight.ROUND_ROBIN,
+            in_flight=InFlightLimits.ROUND_ROBIN,
         )

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from stage_graphs import graphs
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.stages import Block, BlockGraph, Flow, chain
+from sbp_planner.stages import AtomicBlock, BlockGraph, Flow, chain
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_the_order_puts_each_block_after_all_that_it_depends_on(graph):
 
 
 def test_a_value_crosses_once_as_long_as_somebody_outside_uses_it():
-    blocks = tuple(Block(name=name) for name in "abc")
+    blocks = tuple(AtomicBlock(name=name) for name in "abc")
     flow = Flow(producer="a", consumers=("b", "c"), num_bytes=7)
     graph = BlockGraph(blocks=blocks, flows=(flow,))
 
@@ -27,7 +27,7 @@ def test_a_value_crosses_once_as_long_as_somebody_outside_uses_it():
 
 
 def test_a_chain_uses_one_after_the_other():
-    graph = chain([Block(name="a"), Block(name="b"), Block(name="c")], [3, 4])
+    graph = chain([AtomicBlock(name="a"), AtomicBlock(name="b"), AtomicBlock(name="c")], [3, 4])
 
     assert graph.successors == ((1,), (2,), ())
     assert [graph.crossing_bytes(mask) for mask in (0b001, 0b011)] == [3, 4]
@@ -35,7 +35,7 @@ def test_a_chain_uses_one_after_the_other():
 
 def test_a_chain_needs_a_boundary_between_any_two_blocks():
     with pytest.raises(ValueError, match="shorter"):
-        chain([Block(name="a"), Block(name="b")], [])
+        chain([AtomicBlock(name="a"), AtomicBlock(name="b")], [])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_chain_needs_a_boundary_between_any_two_blocks():
 def test_graphs_that_cannot_be_are_refused(names, flows, said):
     with pytest.raises(SbpValueError, match=said):
         BlockGraph(
-            blocks=tuple(Block(name=name) for name in names),
+            blocks=tuple(AtomicBlock(name=name) for name in names),
             flows=tuple(Flow(producer=p, consumers=(c,), num_bytes=1) for p, c in flows),
         )
 
@@ -60,4 +60,4 @@ def test_graphs_that_cannot_be_are_refused(names, flows, said):
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_costs_that_cannot_be_are_refused(value):
     with pytest.raises(SbpValueError, match="no block"):
-        Block(name="a", forward_s=value)
+        AtomicBlock(name="a", forward_s=value)

@@ -7,12 +7,12 @@ from stage_graphs import best_of_all, graphs, machines
 
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages import (
-    Block,
+    AtomicBlock,
     BlockGraph,
     Flow,
     HierarchyProblem,
     Infeasible,
-    Level,
+    MachineLevel,
     WeightVersions,
     chain,
     cut_hierarchy,
@@ -108,7 +108,7 @@ def test_with_idle_devices_the_best_smaller_machine_is_used(graph, levels, limit
     counts = product(*(range(1, level.components + 1) for level in levels))
     smaller = [
         tuple(
-            Level(components=n, bytes_per_s=level.bytes_per_s)
+            MachineLevel(components=n, bytes_per_s=level.bytes_per_s)
             for n, level in zip(own, levels, strict=True)
         )
         for own in counts
@@ -128,7 +128,7 @@ def test_with_idle_devices_the_best_smaller_machine_is_used(graph, levels, limit
 
 def layers(seconds, activation_bytes=0, parameter_bytes=0):
     return [
-        Block(
+        AtomicBlock(
             name=f"layer{at}",
             forward_s=own,
             activation_bytes=activation_bytes,
@@ -139,14 +139,14 @@ def layers(seconds, activation_bytes=0, parameter_bytes=0):
 
 
 def flat(count, bytes_per_s=1.0):
-    return (Level(components=count, bytes_per_s=bytes_per_s),)
+    return (MachineLevel(components=count, bytes_per_s=bytes_per_s),)
 
 
 def test_a_heavy_front_with_small_parameters_is_replicated_and_a_light_end_is_not():
     # The shape of VGG-16: convolutions compute, the classifier has the parameters.
     blocks = [
-        Block(name="convolutions", forward_s=3.0, parameter_bytes=1),
-        Block(name="classifier", forward_s=1.0, parameter_bytes=100),
+        AtomicBlock(name="convolutions", forward_s=3.0, parameter_bytes=1),
+        AtomicBlock(name="classifier", forward_s=1.0, parameter_bytes=100),
     ]
 
     plan = cut_hierarchy(HierarchyProblem(graph=chain(blocks, [0]), levels=flat(4)))
@@ -179,7 +179,7 @@ def test_too_few_places_to_cut_for_straight_stages_is_an_answer():
 
 def test_a_transfer_is_shared_by_the_replicas_of_the_side_with_fewer():
     blocks = layers([2.0, 2.0])
-    machine = (Level(components=4, bytes_per_s=1.0),)
+    machine = (MachineLevel(components=4, bytes_per_s=1.0),)
 
     plan = cut_hierarchy(HierarchyProblem(graph=chain(blocks, [0.75]), levels=machine))
 
@@ -205,7 +205,7 @@ def test_a_value_that_two_later_blocks_use_is_sent_once():
 
 def wide(branches, length, *, source=True):
     """A source (or none), branches and a sink: (length + 1) ** branches + 2 (or 1) ideals."""
-    blocks = [Block(name="source", forward_s=1.0), Block(name="sink", forward_s=1.0)]
+    blocks = [AtomicBlock(name="source", forward_s=1.0), AtomicBlock(name="sink", forward_s=1.0)]
     flows = [
         Flow(
             producer="source",
@@ -216,7 +216,7 @@ def wide(branches, length, *, source=True):
     for branch in range(branches):
         for at in range(length):
             name, after = f"b{branch}.{at}", f"b{branch}.{at + 1}"
-            blocks.append(Block(name=name, forward_s=1.0 + branch % 3, parameter_bytes=1))
+            blocks.append(AtomicBlock(name=name, forward_s=1.0 + branch % 3, parameter_bytes=1))
             flows.append(
                 Flow(producer=name, consumers=(after if at + 1 < length else "sink",), num_bytes=1)
             )
@@ -263,4 +263,4 @@ def test_problems_that_cannot_be_are_refused(changes):
 @pytest.mark.parametrize("changes", [{"components": 0}, {"bytes_per_s": 0.0}])
 def test_levels_that_cannot_be_are_refused(changes):
     with pytest.raises(SbpValueError):
-        Level(**{"components": 2, "bytes_per_s": 1.0, **changes})
+        MachineLevel(**{"components": 2, "bytes_per_s": 1.0, **changes})

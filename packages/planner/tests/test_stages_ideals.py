@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_graphs import graphs
 
-from sbp_planner.stages import Block, BlockGraph, Flow, order_ideals
+from sbp_planner.stages import AtomicBlock, BlockGraph, Flow, order_ideals
 
 
 def is_ideal(graph, mask):
@@ -54,7 +54,7 @@ def test_light_blocks_of_a_chain_are_merged_before_heavy_ones():
     # Two branches of twenty light blocks and a heavy one: merged, the light ones are few.
     names = [[f"{branch}{at}" for at in range(21)] for branch in "ab"]
     blocks = tuple(
-        Block(name=name, forward_s=100.0 if own.index(name) == 10 else 0.001)
+        AtomicBlock(name=name, forward_s=100.0 if own.index(name) == 10 else 0.001)
         for own in names
         for name in own
     )
@@ -93,6 +93,6 @@ def test_some_of_them_hold_what_they_hold_among_all(graph, count):
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_without_edges_every_set_is_an_ideal(count):
-    graph = BlockGraph(blocks=tuple(Block(name=str(at)) for at in range(count)))
+    graph = BlockGraph(blocks=tuple(AtomicBlock(name=str(at)) for at in range(count)))
 
     assert len(order_ideals(graph, 1000).masks) == 2**count

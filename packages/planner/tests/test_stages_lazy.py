@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_planner.stages import (
-    InFlight,
+    InFlightLimits,
     PricedStage,
     TableProblem,
     TableStage,
@@ -40,14 +40,14 @@ class Drawn:
             devices=devices,
             seconds=lambda own, behind: self.free[own, behind],
             held_seconds=lambda *key: self.held[key],
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             micro_batches=int(random.integers(1, 6)),
         )
         self.low = TableProblem(
             num_places=places,
             devices=devices,
             seconds=lambda own, behind: self.least[own, behind],
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             micro_batches=self.exact.micro_batches,
         )
 
@@ -94,7 +94,7 @@ def test_where_time_is_up_the_best_so_far_comes_with_a_bound(seed, patience):
     drawn = Drawn(seed, limited=False)
     best, ticks = cut_table(drawn.exact), count()
 
-    found = cut_lazily(drawn.low, drawn.price, is_late=lambda: next(ticks) >= patience)
+    found = cut_lazily(drawn.low, drawn.price, is_out_of_time=lambda: next(ticks) >= patience)
 
     assert found is None or found.bound_s <= best.objective_s * (1 + 1e-9)
     assert found is None or found.plan.objective_s >= best.objective_s * (1 - 1e-9)
@@ -121,7 +121,7 @@ def test_pipelines_that_are_priced_first_are_never_better_than_what_is_found():
     found = cut_lazily(drawn.low, drawn.price, first=[first])
 
     assert drawn.asked[0][0] == first[0]
-    late = cut_lazily(drawn.low, drawn.price, first=[first], is_late=lambda: True)
+    late = cut_lazily(drawn.low, drawn.price, first=[first], is_out_of_time=lambda: True)
     assert 0 < late.bound_s <= found.plan.objective_s <= late.plan.objective_s
     micro_batches = drawn.exact.micro_batches
     assert found.plan.objective_s <= micro_batches * drawn.free[4, 0][0, 4]

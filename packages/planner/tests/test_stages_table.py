@@ -9,7 +9,7 @@ from stage_graphs import compositions
 
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages.table import (
-    InFlight,
+    InFlightLimits,
     TableProblem,
     TableStage,
     cut_table,
@@ -32,7 +32,9 @@ def problems(draw):
     transfers = random.integers(0, 20, (5, 5, 5, size)) * draw(st.integers(0, 1))
     sizes = random.integers(1, 6, (5, size, size))
     micro_batches = draw(st.none() | st.integers(1, 6))
-    policies = [p for p in InFlight if micro_batches is not None or p is not InFlight.ALL]
+    policies = [
+        p for p in InFlightLimits if micro_batches is not None or p is not InFlightLimits.ALL
+    ]
     return TableProblem(
         num_places=size,
         devices=devices,
@@ -129,7 +131,7 @@ def test_with_many_micro_batches_the_slowest_stage_decides():
     assert (len(many.stages), many.objective_s) == (2, 35.0)
 
 
-@pytest.mark.parametrize("policy", list(InFlight))
+@pytest.mark.parametrize("policy", list(InFlightLimits))
 def test_what_is_in_flight_depends_on_the_schedule(policy):
     problem = layers([1.0] * 4, 4, micro_batches=8, in_flight=policy)
 
@@ -138,9 +140,9 @@ def test_what_is_in_flight_depends_on_the_schedule(policy):
     assert (
         held
         == {
-            InFlight.ROUND_ROBIN: [3, 3],  # ceil((2 + 3) / 2)
-            InFlight.STAGES: [1, 3],
-            InFlight.ALL: [8, 8],
+            InFlightLimits.ROUND_ROBIN: [3, 3],  # ceil((2 + 3) / 2)
+            InFlightLimits.STAGES: [1, 3],
+            InFlightLimits.ALL: [8, 8],
         }[policy]
     )
 
@@ -158,7 +160,7 @@ def test_more_stages_than_places_or_devices_are_impossible():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"devices": 0}, {"num_places": 1}, {"micro_batches": 0}, {"in_flight": InFlight.ALL}],
+    [{"devices": 0}, {"num_places": 1}, {"micro_batches": 0}, {"in_flight": InFlightLimits.ALL}],
 )
 def test_problems_that_cannot_be_are_refused(changes):
     own = {"num_places": 3, "devices": 2, "seconds": lambda own, behind: np.zeros((3, 3))}

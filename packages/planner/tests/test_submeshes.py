@@ -63,7 +63,7 @@ def test_what_is_beside_a_stage_has_its_shape_if_there_are_as_many_ranks():
 
     assert found.own.rank_list == (2, 3, 4, 5)
     assert found.before.mesh_shape == (2, 1), "two ranks are before it, of four"
-    assert found.behind.rank_list == (6, 7)
+    assert found.after.rank_list == (6, 7)
     first = stage_ranks(mesh, 0, (2, 1), ("data", "tensor"))
     assert first.before is None
-    assert first.behind.rank_list == (2, 3)
+    assert first.after.rank_list == (2, 3)

@@ -9,7 +9,7 @@ from torch import Tensor
 from sbp_aten.rules import grouped
 from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
-from sbp_core.signatures.registry import RuleRegistry
+from sbp_core.signatures.rule_registry import RuleRegistry
 from sbp_torch.signatures.verification import call_of
 from sbp_torch.testing.signatures import check_rule, sample
 

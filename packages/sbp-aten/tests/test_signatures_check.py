@@ -8,7 +8,7 @@ from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
 from sbp_core.signatures import check_signature
-from sbp_core.testing.calls import call, signature
+from sbp_core.testing.example_calls import call, signature
 
 MESH = Placement([[0, 1, 2], [3, 4, 5]], axes=("dp", "tp"))
 

@@ -15,7 +15,7 @@ from sbp_core.signatures import (
     work_flop,
 )
 from sbp_core.signatures.arguments import call_key
-from sbp_core.testing.calls import call, texts
+from sbp_core.testing.example_calls import call, texts
 
 MATMUL = call("aten.mm.default", [(4, 6), (6, 8)], [(4, 8)])
 
@@ -216,8 +216,9 @@ def test_users_ask_for_signatures_with_tensors_or_shapes() -> None:
 @pytest.mark.slow
 def test_what_operators_mean_is_known_without_torch() -> None:
     program = (
-        "import sys, sbp_aten.passes, sbp_aten.rules; from sbp_core.signatures.registry import "
-        "installed_rules; installed_rules().ops; sys.exit('torch' in sys.modules)"
+        "import sys, sbp_aten.passes, sbp_aten.rules;"
+        "from sbp_core.signatures.rule_registry import installed_rules; installed_rules().ops;"
+        "sys.exit('torch' in sys.modules)"
     )
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -8,7 +8,7 @@ from sbp_core.signatures import (
     localize,
 )
 from sbp_core.strategy import Signature
-from sbp_core.testing.calls import call, signature
+from sbp_core.testing.example_calls import call, signature
 
 MESH = Placement.grid((2, 2), axes=("a", "b"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.placement import Placement

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sbp_core.plugins import PluginRegistry, PluginSource, discover
-from sbp_core.signatures import registry
+from sbp_core.signatures import rule_registry
 from sbp_core.testing.holdings import no_thread_is_left
 
 _PATCH = pytest.MonkeyPatch()
@@ -20,7 +20,7 @@ def _small_rules() -> PluginRegistry:
 
 def pytest_configure() -> None:
     """Let `small_rules` be the only plugin with rules; before modules that make plans are read."""
-    _PATCH.setattr(registry, "discover", _small_rules)
+    _PATCH.setattr(rule_registry, "discover", _small_rules)
 
 
 def pytest_unconfigure() -> None:

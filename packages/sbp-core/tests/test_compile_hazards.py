@@ -33,7 +33,7 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.hazards import SegmentHazards, verify_overwriting
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded, fold
+from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Phase, Rate, Ref
 from sbp_core.plan_check import check
@@ -188,14 +188,14 @@ def test_no_result_and_no_other_state_lies_in_memory_that_is_overwritten(made: s
 
     for leaving in ({"emits": (("loss", made),)}, {"writes": (("v", made),)}):
         error = _refused(part(0, replace(view, **leaving), _UPDATE))
-        assert "may lie in the memory of 'w', which is overwritten in place" in str(error)
+        assert "may be in the memory of 'w', which is overwritten in place" in str(error)
         assert "actor 'view' of rank 0, which hands it out" in error.where
 
 
 def test_a_result_is_no_new_value_either_as_the_next_step_overwrites_it() -> None:
     error = _refused(part(0, replace(_UPDATE, emits=(("loss", "new"),))))
 
-    assert "the result 'loss' may lie in the memory of 'w'" in str(error)
+    assert "the result 'loss' may be in the memory of 'w'" in str(error)
 
 
 # Inside of a segment.
@@ -278,7 +278,7 @@ def test_a_view_from_elsewhere_is_looked_at_before_the_state_is_overwritten() ->
 # Ranks that do the same: what is not boxed is looked at on one of them.
 
 
-def _is_refused(plan: PhysicalPlan, folded: Folded) -> bool:
+def _is_refused(plan: PhysicalPlan, folded: FoldedPlan) -> bool:
     try:
         verify_overwriting(plan, folded, firings_of(folded.plan, folded.stands_for))
     except PlanError:

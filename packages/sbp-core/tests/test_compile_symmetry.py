@@ -13,7 +13,7 @@ from sbp_core.boxing import route
 from sbp_core.compile import CompileOptions, order
 from sbp_core.compile.actors import Collective, Compute, Instruction
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.symmetry import FoldedPlan, fold, shard_shapes
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
@@ -39,7 +39,7 @@ def _with_quota(part: RankPlan, quota: int) -> tuple[object, ...]:
 
 def _rank_by_rank(
     plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
-) -> Folded:
+) -> FoldedPlan:
     """Fold nothing: every rank is a class of its own."""
     return fold(plan, {part.rank: part.rank for part in plan.ranks})
 

@@ -15,6 +15,7 @@ MOVED = [
     ("sbp_core.plugins.Launcher", "sbp_core.processes.Launcher"),
     ("sbp_core.plugins.LaunchRequest", "sbp_core.processes.LaunchRequest"),
     ("sbp_core.plugins.Storage", "sbp_core.plugins.CheckpointStorage"),
+    ("sbp_core.plugins.ChecksOthers", "sbp_core.plugins.ChecksCombination"),
     ("sbp_core.signatures.signatures", "sbp_core.signatures.legal_signatures"),
     ("sbp_core.pipeline.simulate", "sbp_core.pipeline.simulate_schedule"),
     ("sbp_core.check.CheckReport", "sbp_core.plan_check.CheckReport"),

@@ -63,7 +63,7 @@ def test_an_order_with_too_much_or_too_little_is_refused(texts: list[str], named
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     backward_first = _of_one_rank("0B0", "0F0")
 
-    with pytest.raises(SbpValueError, match="stands still"):
+    with pytest.raises(SbpValueError, match="deadlocks"):
         simulate_schedule(backward_first, [1, 1, 1])
 
 

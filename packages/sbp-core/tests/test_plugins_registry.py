@@ -72,6 +72,19 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
     assert caught.value.where == ()
 
 
+def test_a_former_name_finds_the_plugin_with_a_warning_that_names_the_new_one() -> None:
+    (entry,) = registry("x:y").entries
+    factory = Factory(build="x:y", config=Config, former_names=("old",))
+    renamed = PluginRegistry(entries=(replace(entry, factory=factory),))
+
+    with pytest.warns(FutureWarning, match="planner=old has a new name: planner=mine"):
+        found = renamed.factory("planner", "old")
+
+    assert found is factory
+    assert renamed.names("planner") == ("mine",)
+    assert renamed.former_names("planner") == {"old": "mine"}
+
+
 def test_an_unknown_name_mentions_plugins_that_could_not_be_read() -> None:
     problem = Problem(plugin="theirs", distributions=("their-dist",), what="cannot be imported: x")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -156,6 +156,20 @@ def test_a_refusal_that_starts_with_a_field_gets_its_whole_key() -> None:
 
     assert caught.value.what == "planner.size=10 is too large"
     assert caught.value.where == ("there.yaml",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"tries": "pin_sets"}
+
+    pin_sets: int = 0
+
+
+def test_a_former_name_of_a_setting_is_taken_with_a_warning_that_names_the_new_one() -> None:
+    with pytest.warns(FutureWarning, match=r"planner\.tries has a new name: planner\.pin_sets"):
+        merged = merge_settings(Renamed, {"tries": 3, "pin_sets": 1}, key="planner")
+
+    assert merged == Renamed(pin_sets=3)
 
 
 def test_a_refusal_of_the_whole_keeps_its_own_advice() -> None:

@@ -14,10 +14,10 @@ def test_all_have_registered_once_each_has() -> None:
     here, there = stores_of(2)
 
     here.register(Member.of_this_process(0))
-    assert not here.all_said("member") and list(there.members()) == [0]
+    assert not here.all_announced("member") and list(there.members()) == [0]
     there.register(elsewhere(1))
 
-    assert here.all_said("member")
+    assert here.all_announced("member")
     assert here.members() == {0: Member.of_this_process(0), 1: elsewhere(1)}
 
 
@@ -62,13 +62,13 @@ def test_who_has_deregistered_or_acknowledged_is_known() -> None:
 
 def test_locations_and_heartbeats_are_those_sent_last() -> None:
     here, there = stores_of(2)
-    assert here.said("location", 1) is None and here.said("heartbeat", 1) is None
+    assert here.announced("location", 1) is None and here.announced("heartbeat", 1) is None
 
     for number in (1, 2):
         there.say("location", f"waits at {number}")
         there.say("heartbeat", str(number), [0])
 
-    assert here.said("location", 1) == "waits at 2" and here.said("heartbeat", 1) == "2"
+    assert here.announced("location", 1) == "waits at 2" and here.announced("heartbeat", 1) == "2"
 
 
 def test_a_lost_store_says_why_and_keeps_nobody_waiting() -> None:
@@ -79,8 +79,8 @@ def test_a_lost_store_says_why_and_keeps_nobody_waiting() -> None:
     store.deregister()
 
     assert store.failure() == "the store cannot be reached" and store.is_lost()
-    assert store.all_deregistered() and not store.all_said("member")
-    assert store.deregistered([0, 1]) == [] and store.said("location", 1) is None
+    assert store.all_deregistered() and not store.all_announced("member")
+    assert store.deregistered([0, 1]) == [] and store.announced("location", 1) is None
 
 
 def test_a_silent_store_is_no_failure_and_names_who_cannot_have_come() -> None:

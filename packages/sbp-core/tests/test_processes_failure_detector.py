@@ -249,10 +249,12 @@ def test_the_thread_reports_where_a_long_call_waits_and_reads_of_a_failure(
     calls.begin(call_of(age_s=1.0))
 
     detector.start()
-    assert store.wait_for(lambda: other.said("location", 0) == "waits in boxing step 'grad'", 10.0)
+    assert store.wait_for(
+        lambda: other.announced("location", 0) == "waits in boxing step 'grad'", 10.0
+    )
     calls.end()
     assert store.wait_for(
-        lambda: other.said("location", 0) == "was last in boxing step 'grad'", 10.0
+        lambda: other.announced("location", 0) == "was last in boxing step 'grad'", 10.0
     )
     other.announce_failure("rank 1 reported: disk full")
 
@@ -269,7 +271,7 @@ def test_ranks_on_other_hosts_get_heartbeats(monkeypatch: pytest.MonkeyPatch) ->
 
     detector.start()
 
-    assert store.wait_for(lambda: int(other.said("heartbeat", 0) or 0) >= 3, 10.0)
+    assert store.wait_for(lambda: int(other.announced("heartbeat", 0) or 0) >= 3, 10.0)
     detector.stop()
     assert not detector._thread.is_alive()
 

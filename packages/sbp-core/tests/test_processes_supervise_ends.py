@@ -15,7 +15,7 @@ from supervised import LONG_S, Heard, is_alive, python
 from sbp_core.boxing.backend import LaunchSpec
 from sbp_core.processes.reaper import end_processes, is_stopped
 from sbp_core.processes.supervisor import Line, supervise
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 
 
 def wait_for(done, limit_s: float = 30.0) -> None:

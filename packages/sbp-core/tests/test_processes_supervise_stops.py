@@ -10,7 +10,7 @@ from supervised import Heard, python
 
 from sbp_core.boxing.backend import LaunchSpec
 from sbp_core.processes.supervisor import Line, supervise
-from sbp_core.testing.interrupts import hears_signals
+from sbp_core.testing.signals import hears_signals
 
 #: Saves when it is asked to stop, which takes longer than the grace of the supervisor.
 _SAVER = """

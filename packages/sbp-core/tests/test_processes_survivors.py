@@ -52,7 +52,7 @@ def test_those_that_are_left_know_each_other_and_hear_each_other() -> None:
     stores = run_with(4, ended(1))
 
     def talk(store: DictControlStore) -> tuple[tuple[int, ...], list[str], list[str]]:
-        left = Survivors.meet(store, 20.0)
+        left = Survivors.agree(store, 20.0)
         return (
             left.ranks,
             left.gather(f"I am {store.rank}", 20.0),
@@ -65,29 +65,29 @@ def test_those_that_are_left_know_each_other_and_hear_each_other() -> None:
 def test_a_rank_that_is_not_seen_is_waited_for_until_the_time_is_over() -> None:
     stores = run_with(3, elsewhere(2))
 
-    ranks = on_each(stores, lambda store: Survivors.meet(store, 0.5).ranks)
+    ranks = on_each(stores, lambda store: Survivors.agree(store, 0.5).ranks)
 
     assert ranks == [(0, 1), (0, 1)]
 
 
 def test_what_the_first_has_seen_counts_and_who_comes_late_is_left_out() -> None:
     first, late = run_with(2)
-    assert Survivors.meet(first, 0.0).ranks == (0,)
+    assert Survivors.agree(first, 0.0).ranks == (0,)
 
     with pytest.raises(BoxingError, match=r"rank 1 cannot reach .*\[0\] did not wait for it"):
-        Survivors.meet(late, 20.0)
+        Survivors.agree(late, 20.0)
 
 
 def test_a_rank_that_has_left_the_run_is_not_waited_for() -> None:
     here, there = run_with(2)
     there.deregister()
 
-    assert Survivors.meet(here, 600.0).ranks == (0,)
+    assert Survivors.agree(here, 600.0).ranks == (0,)
 
 
 def test_one_that_ends_too_or_does_not_come_is_named() -> None:
     here, there = run_with(2)
-    left = on_each([here, there], lambda store: Survivors.meet(store, 20.0))[0]
+    left = on_each([here, there], lambda store: Survivors.agree(store, 20.0))[0]
 
     with pytest.raises(BoxingError, match="of the ranks that were left, 1 did not go on"):
         left.gather("step 3", 0.1)
@@ -101,7 +101,7 @@ def test_without_the_store_a_rank_is_alone_and_waits_for_nobody() -> None:
     here.members()
     here.trouble = lost()
 
-    left = Survivors.meet(here, 600.0)
+    left = Survivors.agree(here, 600.0)
 
     assert left.ranks == (0,)
     assert left.gather("step 3", 600.0) == ["step 3"]
@@ -114,10 +114,10 @@ def test_a_store_that_is_silent_while_its_host_stands_still_is_not_waited_for() 
     here.trouble = StoreSilentError("no answer")
 
     with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
-        Survivors.meet(here, 0.1)  # it may answer yet
+        Survivors.agree(here, 0.1)  # it may answer yet
     here._members[1] = ended(1)
     with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
-        Survivors.meet(here, 600.0)
+        Survivors.agree(here, 600.0)
 
 
 def test_the_host_of_the_store_stays_until_its_last_words_are_read(
@@ -125,7 +125,7 @@ def test_the_host_of_the_store_stays_until_its_last_words_are_read(
 ) -> None:
     monkeypatch.setattr(survivors, "_LEAVE_S", 600.0)
     here, there = run_with(2)
-    left = on_each([here, there], lambda store: Survivors.meet(store, 20.0))
+    left = on_each([here, there], lambda store: Survivors.agree(store, 20.0))
 
     with ThreadPoolExecutor(1) as pool:
         leaves = pool.submit(left[0].leave)

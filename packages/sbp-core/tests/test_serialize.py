@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.serialize import Document, Form, Keys, dump, load, parse
+from sbp_core.serialize import Document, JsonForm, Keys, dump, load, parse
 from sbp_core.serialize.lines import Lines, json_parts, repeated_key_line
 
 
@@ -45,7 +45,7 @@ class Square:
 
 
 #: A number that files have as text.
-Roman = Annotated[Any, Form(str, lambda value: "I" * value, len)]
+Roman = Annotated[Any, JsonForm(str, lambda value: "I" * value, len)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ def test_a_field_that_would_hide_the_class_is_a_mistake_of_ours() -> None:
     [
         ("{", "this is no JSON"),
         ("", "this is no JSON"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("[NaN]", "NaN is no number of JSON"),
         ("[-Infinity]", "-Infinity is no number of JSON"),
         ("1" * 5000, "this is no JSON"),

@@ -15,7 +15,7 @@ from sbp_core.signatures import (
     enumerate_signatures,
 )
 from sbp_core.strategy import Signature
-from sbp_core.testing.calls import call, texts
+from sbp_core.testing.example_calls import call, texts
 
 MATMUL = call("aten.mm.default", [(4, 6), (6, 8)], [(4, 8)])
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from sbp_core.signatures import RuleRegistry, UnknownOperator
 from sbp_core.signatures.explanation import explain_call
-from sbp_core.testing.calls import call
+from sbp_core.testing.example_calls import call
 
 
 def test_every_signature_says_where_it_comes_from() -> None:

@@ -166,7 +166,7 @@ def test_unknown_names_get_the_closest_match(before: str, after: str, what: str)
     ("before", "after", "what"),
     [
         ("(B)", "(Q)", "'Q' is no SBP value"),
-        ("x: (S(0))", "x: S(0), B", "stands outside of parentheses"),
+        ("x: (S(0))", "x: S(0), B", "is outside of parentheses"),
         ("x: (S(0))", "x: (S(0)) (B)", "is no nd-SBP"),
         ("x: (S(0))", "x: (S(0)) @1", "x is on stage 1 of 1"),
         ("  x: (S(0))", "  x: (S(0))\n  layers.1.w: (B)", r"'layers\.1\.w' is decided twice"),
@@ -180,7 +180,7 @@ def test_unknown_names_get_the_closest_match(before: str, after: str, what: str)
         ("graph_hash: '00'", "graph_hash: !!python/name:os.system x", "this is no YAML"),
         ("graph_hash: '00'", "graph_hash: &a x\nplanner: *a", "a reference"),
         ("num_micro_batches: 1", f"num_micro_batches: 1{':59' * 100_000}", "too long for a number"),
-        ("in_flight: [1]", "in_flight: [1]\nin_flight: [2]", "'in_flight' stands twice"),
+        ("in_flight: [1]", "in_flight: [1]\nin_flight: [2]", "'in_flight' occurs twice"),
         ("  x: (S(0))", "  5: (S(0))", "a name that is no text: 5"),
         ("  x: (S(0))", '  "\\ud800": (S(0))', "ud800' has half a character"),
         ("planner: test", 'planner: "\\udfff"', "udfff' has half a character"),

@@ -14,7 +14,7 @@ import torch
 from no_control_store import NoControlStore
 
 from sbp_core.boxing import BoxingStep, StepKind, route
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.processes.connections import Connections

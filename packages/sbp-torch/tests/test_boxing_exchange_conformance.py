@@ -15,7 +15,7 @@ import pytest
 import torch
 from no_control_store import NoControlStore
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.boxing.manifest import TrafficCounter
 from sbp_core.boxing.step import StepKind
 from sbp_core.processes.connections import Connections

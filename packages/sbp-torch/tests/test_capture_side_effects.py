@@ -225,14 +225,14 @@ _CHANGES = {
     "a tensor in a list, in place": (_listed_in_place, "add_ changes a tensor", "register_buffer"),
     "data": (_by_data, "assigns to run.data", "run.copy_"),
     "one tensor under two names": (_made_one, "'run' the same tensor as 'other'", "clone"),
-    "a buffer with a graph": (_with_graph, "'run' that still has its graph", "detach"),
+    "a buffer with a graph": (_with_graph, "that still has its graph to 'run'", "detach"),
     "a buffer of another shape": (
         _wider,
-        r"of shape (4,) in the place of the buffer 'run'",
+        r"of shape (4,) to the buffer 'run'",
         "shape",
     ),
     "a new buffer": (_registered, "registers or removes the buffer 'new'", "__init__"),
-    "a new parameter": (_own_parameter, "the place of the parameter 'layer.bias'", "copy_"),
+    "a new parameter": (_own_parameter, "replaces the parameter 'layer.bias'", "copy_"),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_parameter_that_the_loss_holds_otherwise_is_refused() -> None:
     model = _Model()
     held = list(model.parameters())
 
-    with pytest.raises(CaptureError, match=r"'layer\.weight' otherwise than through its module"):
+    with pytest.raises(CaptureError, match=r"'layer\.weight' outside of its module"):
         _captured(model, lambda m, b: _mse(m, b) + held[0].square().sum())
 
 

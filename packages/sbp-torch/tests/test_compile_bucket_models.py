@@ -21,8 +21,8 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, block_of
 from sbp_core.infer import infer_strategy
-from sbp_core.memory.kinds import MemoryKind, kinds_of_keys
 from sbp_core.memory.lifetime import lifetimes
+from sbp_core.memory.memory_kinds import MemoryKind, kinds_of_keys
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plan_check import check

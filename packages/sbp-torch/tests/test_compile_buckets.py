@@ -12,7 +12,7 @@ from sbp_core.compile import CompileOptions, Compute, compile_plan
 from sbp_core.compile.actors import Collective
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT
-from sbp_core.compile.items import ItemKind, Lowered
+from sbp_core.compile.items import ItemKind, LoweredItems
 from sbp_core.compile.lowering import lower
 from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
@@ -151,7 +151,7 @@ def test_gradients_are_packed_in_the_order_in_which_they_are_made() -> None:
     assert [key.split(".grad")[0] for key in pack.inputs] == ["layers.2", "layers.1", "layers.0"]
 
 
-def _lowered(bucket_bytes: int | None) -> Lowered:
+def _lowered(bucket_bytes: int | None) -> LoweredItems:
     graph = mlp((4, 8, 8, 4))
     return bucket(graph, lower(graph, _strategy(graph, LINE, _DATA)), bucket_bytes)
 

@@ -35,7 +35,7 @@ class Trained:
     def step(self, value):
         self.connected.taken_over()
         self.states = {name: torch.full_like(one, value) for name, one in self.states.items()}
-        self.connected.behind_step()
+        self.connected.note_step()
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_behind_its_end_a_model_is_an_ordinary_one(trained):
     trained.connected.read_all()
     trained.connected.disconnect()
     trained.states = {}
-    trained.connected.behind_step()
+    trained.connected.note_step()
 
     assert connected_elsewhere(trained.model) is None
     assert {type(one) for one in trained.model.parameters()} == {nn.Parameter}
@@ -288,7 +288,7 @@ def test_a_model_without_values_has_none_to_read():
     connected = ConnectedStates(model, lambda names: {})
     connected.add(optimizer, UpdateOptions(), initial_states(model, optimizer))
     connected.connect(lambda has_states: None)
-    connected.behind_step()
+    connected.note_step()
 
     assert model.weight.is_meta and connected_elsewhere(model) is None
     with pytest.raises(RunError, match=r"step\.optimizer_state_dict"):

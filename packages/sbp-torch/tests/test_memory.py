@@ -22,8 +22,8 @@ from sbp_core.memory import (
     peak_text,
     predict_memory,
 )
-from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
+from sbp_core.memory.memory_kinds import module_of_node, module_of_slot
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest

@@ -13,7 +13,7 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.symmetry import Folded, fold
+from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref
 from sbp_core.graph.ir import Phase as NodePhase
 from sbp_core.interpreter.firings import Group, firing_order
@@ -80,7 +80,7 @@ def test_any_plan_holds_no_more_than_was_predicted(
 
 
 def _ahead_by_counts(
-    folded: Folded, order: Sequence[Group], ranks: Sequence[int]
+    folded: FoldedPlan, order: Sequence[Group], ranks: Sequence[int]
 ) -> Iterator[tuple[int, Events]]:
     """Yield what `events_ahead` does, by letting one rank after the other go ahead."""
     for rank in ranks:

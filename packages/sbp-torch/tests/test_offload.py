@@ -275,7 +275,7 @@ def test_what_others_may_hold_is_not_written_over(consumers: int) -> None:
         ),
     )
 
-    with pytest.raises(PlanError, match=r"is given .* to write over, which others may hold"):
+    with pytest.raises(PlanError, match=r"is given .* to write over, which other actors may hold"):
         check(wrong)
 
 
@@ -354,7 +354,7 @@ def test_the_memory_that_does_not_fit_is_named() -> None:
         check_memory(found, found.peak - 1, found.host_peak)
     with pytest.raises(PlanError, match="rank 0 would need 1072 B of its host's memory, and has"):
         check_memory(found, found.peak, found.host_peak - 1)
-    with pytest.raises(PlanError, match="its device has none beside its own"):
+    with pytest.raises(PlanError, match="its device has no host memory"):
         check_memory(found, found.peak)
 
 

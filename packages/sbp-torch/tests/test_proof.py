@@ -19,7 +19,7 @@ from sbp_core.errors import GraphError
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Ref, graph_hash
 from sbp_core.passes import RecomputeOptions
 from sbp_torch.graph_capture import capture, initial_states
-from sbp_torch.proof import Step, prove
+from sbp_torch.proof import PlannedStep, prove
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
 from sbp_torch.proof.numbering import Numbering, numbered
 from sbp_torch.proof.running import off_by, widened
@@ -67,7 +67,7 @@ def captured(rows: int = ROWS, optimizer: str = "AdamW") -> tuple[LogicalGraph, 
 def proof_of(graph: LogicalGraph, *, rows: int = ROWS, states: Any = dict, **given: Any) -> Any:
     """Prove the step that `prepare_step` makes of a graph, with other arguments than its own."""
     after = prepare_step(graph, **given)
-    step = Step(before=graph, after=after, example=batch_of(rows))
+    step = PlannedStep(before=graph, after=after, example=batch_of(rows))
     return prove(step, states=states, cache=False)
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_sum_over_micro_batches_is_refused():
     (first, *_) = (n for n in after.nodes if n.op == "sbp.accumulate" and n.phase is Phase.BACKWARD)
     wrong = replace(first, args=(first.args[0], 0.25))
     nodes = tuple(wrong if n is first else n for n in after.nodes)
-    step = Step(before=graph, after=after.with_nodes(nodes), example=batch_of())
+    step = PlannedStep(before=graph, after=after.with_nodes(nodes), example=batch_of())
 
     with pytest.raises(GraphError, match="micro_batches=1"):
         prove(step, states=states, cache=False)
@@ -229,8 +229,8 @@ def test_a_wrong_sum_over_micro_batches_is_refused():
 def test_what_takes_too_long_is_proved_on_fewer_rows_or_not_at_all(monkeypatch):
     graph, states = captured()
     small, _ = captured(rows=2)
-    step = Step(before=graph, after=prepare_step(graph, 2, loss=WHOLE), example=batch_of())
-    few = Step(before=small, after=prepare_step(small, 2, loss=WHOLE), example=batch_of(2))
+    step = PlannedStep(before=graph, after=prepare_step(graph, 2, loss=WHOLE), example=batch_of())
+    few = PlannedStep(before=small, after=prepare_step(small, 2, loss=WHOLE), example=batch_of(2))
     monkeypatch.setattr(
         sys.modules["sbp_torch.proof.proofs"],
         "_whole_s",
@@ -248,7 +248,7 @@ def test_what_takes_too_long_is_proved_on_fewer_rows_or_not_at_all(monkeypatch):
 
 def test_a_form_is_proved_once(tmp_path):
     graph, states = captured()
-    step = Step(before=graph, after=prepare_step(graph), example=batch_of())
+    step = PlannedStep(before=graph, after=prepare_step(graph), example=batch_of())
 
     first = prove(step, states=states, cache=tmp_path)
     again = prove(step, states=states, cache=tmp_path)
@@ -266,7 +266,7 @@ def test_a_form_is_proved_once(tmp_path):
 def test_a_refused_form_is_not_kept(tmp_path):
     graph, states = captured()
     after = prepare_step(graph, extra=[scaled_gradient])
-    step = Step(before=graph, after=after, example=batch_of())
+    step = PlannedStep(before=graph, after=after, example=batch_of())
 
     for _ in range(2):
         with pytest.raises(GraphError, match=r"embed\.weight"):

@@ -16,7 +16,7 @@ from sbp_core.compile import CompileOptions, compile_plan, order
 from sbp_core.compile.actors import ActorId
 from sbp_core.compile.instructions import Instructions
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.symmetry import Folded, fold
+from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.plan_check import check
 from sbp_core.simulation import network, simulate
 
@@ -28,7 +28,7 @@ def _rank_by_rank() -> Iterator[None]:
 
     def alone(
         plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
-    ) -> Folded:
+    ) -> FoldedPlan:
         return fold(plan, {part.rank: part.rank for part in plan.ranks})
 
     def each(made: Instructions, rank: int, stages: frozenset[int]) -> tuple[int, ...]:

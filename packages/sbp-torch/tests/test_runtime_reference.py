@@ -400,7 +400,7 @@ def test_a_plan_in_a_wrong_order_comes_to_a_stand(
     order = {name: firings[::-1] for name, firings in first.orders.items()}
     broken = replace(plan, ranks=(replace(first, orders=order), *plan.ranks[1:]))
 
-    with pytest.raises(RunError, match="the step came to a stand") as caught:
+    with pytest.raises(RunError, match="the step deadlocked") as caught:
         _start(broken, states).step(gpt.batches(1)[0], _LR)
 
     assert caught.value.where[0].startswith("rank 0: ")

@@ -21,7 +21,7 @@ from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.errors import RunError
 from sbp_core.graph import Phase, Rate, Ref
 from sbp_core.runtime import StatePiece, StateSlice
-from sbp_torch.runtime.devices import Aside, CpuDevice
+from sbp_torch.runtime.devices import CpuDevice, HostCopy
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.segments.codegen import telling_segment_function
 from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
@@ -39,7 +39,7 @@ class ObservedDevice(CpuDevice):
         self.held: dict[int, threading.Event] = {}
         self.refused: set[int] = set()
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         if value.data_ptr() in self.held:
             assert self.held[value.data_ptr()].wait(_HANGS_S)
         if value.data_ptr() in self.refused:
@@ -207,12 +207,12 @@ class AsynchronousDevice(CpuDevice):
         self.started: list[tuple[Tensor, Tensor, Event]] = []
         self.followed: list[Event] = []
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         copy, event = torch.zeros_like(value), Event()
         self.started.append((copy, value, event))
-        return Aside(copy, event)
+        return HostCopy(copy, event)
 
-    def follow(self, copy: Aside) -> None:
+    def follow(self, copy: HostCopy) -> None:
         self.followed.append(copy.done)
 
     def run(self) -> None:
@@ -329,7 +329,7 @@ def test_an_update_waits_for_room_and_says_so(
     assert_pieces(found, states)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the update behind step 4 waits until its checkpoint is written further: copies of states "
+        "the update after step 4 waits until its checkpoint is written further: copies of states "
         f"may take {max(sizes.values())} B (trainer.checkpoint.copy_bytes)"
     )
 
@@ -390,7 +390,7 @@ def test_one_thread_copies_whatever_count_the_process_has_set() -> None:
     counts: list[int] = []
 
     class Counting(ObservedDevice):
-        def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
             counts.append(torch.get_num_threads())
             return super().copy_aside(value, since, buffer)
 

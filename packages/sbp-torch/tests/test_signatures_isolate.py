@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sbp_core.errors import SbpValueError  # noqa: E402 - after the check that torch is there
-from sbp_core.testing.interrupts import hears_signals  # noqa: E402
+from sbp_core.testing.signals import hears_signals  # noqa: E402
 from sbp_torch.signatures.isolate import (  # noqa: E402
     Completed,
     Crash,

@@ -16,7 +16,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.errors import CaptureError, GraphError
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.plugins.kinds import ClusterFactory, GraphPass, MetricSink, MetricSinkFactory
-from sbp_core.testing.cluster import ClusterConformance
+from sbp_core.testing.cluster_suite import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.graph_pass import GraphPassConformance

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorConfig", "ActorRuntime"]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "ActorConfig": "configs",
-        "ActorRuntime": "runtime",
-    },
-)
+__getattr__, __dir__ = lazy(__name__, {"ActorConfig": "configs", "ActorRuntime": "runtime"})

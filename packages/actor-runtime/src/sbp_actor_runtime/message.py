@@ -22,7 +22,7 @@ ThreadId = tuple[int, str]
 Values = dict[str, Any]
 
 
-class InFlight:
+class PendingResult:
     """What a boxing actor makes, from its begin on; who needs it first waits for it.
 
     Until then it holds the shard that it is made of.
@@ -54,11 +54,11 @@ class InFlight:
 
 def value_of(value: Any) -> Any:
     """Return a value, once it is there."""
-    return value.wait() if isinstance(value, InFlight) else value
+    return value.wait() if isinstance(value, PendingResult) else value
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FilledRegister:
     """A register was filled: its values, for one consumer.
 
     All consumers of a filling are handed the same dict, so nobody may change it.
@@ -131,4 +131,4 @@ class WorkerReport:
     stopped: bool = False
 
 
-Message = Request | Acknowledge | StepOrder | Stop
+Message = FilledRegister | Acknowledge | StepOrder | Stop

@@ -16,18 +16,11 @@ from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing import Communicator
-from sbp_core.compile import (
-    Actor,
-    ActorId,
-    BoxingActor,
-    Channel,
-    PhysicalPlan,
-    RankPlan,
-)
+from sbp_core.compile import Actor, ActorId, BoxingActor, Channel, PhysicalPlan, RankPlan
 from sbp_torch.segments import SegmentMaker
 
 
-class Firing(NamedTuple):
+class ActorFiring(NamedTuple):
     """One firing of an actor in a step: its number, and the registers that it fills.
 
     The number is that of its micro-batch, if the actor fires for each.
@@ -59,15 +52,15 @@ class Post:
     receives: tuple[tuple[str, ThreadId], ...]
     is_boxing: bool
 
-    def firing(self, index: int) -> Firing:
+    def firing(self, index: int) -> ActorFiring:
         """Return one of its firings."""
-        return Firing(index, tuple(end for end in self.outputs if end.is_filled_by(index)))
+        return ActorFiring(index, tuple(end for end in self.outputs if end.is_filled_by(index)))
 
-    def may_fire(self, firing: Firing) -> bool:
+    def may_fire(self, firing: ActorFiring) -> bool:
         """Whether all data and credits for a firing are there."""
         return next(self._missing(firing), None) is None
 
-    def describe_missing(self, firing: Firing) -> str:
+    def describe_missing(self, firing: ActorFiring) -> str:
         """Say which data and credits the actor waits for."""
         return "; ".join(
             f"data in register {end.name} from rank {end.producer[0]}"
@@ -76,7 +69,7 @@ class Post:
             for end in self._missing(firing)
         )
 
-    def _missing(self, firing: Firing) -> Iterator[InRegister | OutRegister]:
+    def _missing(self, firing: ActorFiring) -> Iterator[InRegister | OutRegister]:
         for register in self.inputs:
             if not register.has_filling(firing.number):
                 yield register

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from sbp_actor_runtime.message import InFlight, ThreadId, Values, value_of
+from sbp_actor_runtime.message import PendingResult, ThreadId, Values, value_of
 
 
 class InRegister:
@@ -60,12 +60,12 @@ class InRegister:
         """Whether no later firing reads what this one does."""
         return self.uses == 1 or (index + 1) % self.uses == 0
 
-    def open(self, index: int) -> Iterable[InFlight]:
+    def open(self, index: int) -> Iterable[PendingResult]:
         """Return what is in flight of the values for a firing to read."""
         if not self.is_begun or index // self.uses < self.initial:
             return ()
         values = self.fillings[0].values()
-        return [value for value in values if isinstance(value, InFlight) and value.is_open]
+        return [value for value in values if isinstance(value, PendingResult) and value.is_open]
 
     def take(self, index: int) -> Values:
         """Return the values for a firing to read; of carried states, none for the first ones."""

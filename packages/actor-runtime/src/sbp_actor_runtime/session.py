@@ -25,7 +25,7 @@ from sbp_actor_runtime.commitment import Commitment
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.status import worker_status
-from sbp_actor_runtime.worker import Worker
+from sbp_actor_runtime.worker import ActorThread
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
@@ -96,7 +96,7 @@ class ActorSession(Session):
         self.closed = False
         self._process = os.getpid()
         self._make_worker = partial(
-            Worker,
+            ActorThread,
             plan,
             ranks_here=ranks,
             post=self._post,
@@ -111,7 +111,7 @@ class ActorSession(Session):
 
     def _start_workers(self) -> None:
         """Make the workers, with all credits and no data, and start their threads."""
-        self.workers: dict[ThreadId, Worker] = {
+        self.workers: dict[ThreadId, ActorThread] = {
             (rank, name): self._make_worker(
                 thread=(rank, name), communicator=self.backend.communicator(rank)
             )
@@ -461,7 +461,7 @@ class ActorSession(Session):
             worker.os_thread.join(timeout=max(0.0, end - time.monotonic()))
             if worker.os_thread.is_alive():
                 logger.warning(
-                    "rank %s, thread %r is still in %r and is left behind",
+                    "rank %s, thread %r is still in %r and is abandoned",
                     rank,
                     name,
                     worker.current_actor,

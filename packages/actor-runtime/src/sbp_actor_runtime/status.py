@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from sbp_actor_runtime.register import OutRegister
-from sbp_actor_runtime.worker import Boxed, Worker
+from sbp_actor_runtime.worker import ActorThread, LastBoxing
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Actor, Collective, Receive, Send
 from sbp_core.graph import Rate
@@ -29,7 +29,7 @@ from sbp_core.units import format_seconds
 _MOST = 8
 
 
-def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
+def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]:
     """Return what a thread is at, in lines.
 
     Args:
@@ -57,7 +57,7 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
         lines.append(f"  under way: {', '.join(dict.fromkeys(under_way))}")
     actors = {post.actor.name: post.actor for post, _ in worker.order}
     now_s = time.monotonic()
-    boxed = list(worker.boxed.items())  # in one go, as the thread may add to it meanwhile
+    boxed = list(worker.boxed.items())  # in one go, because the thread may add to it meanwhile
     if boxed:
         boxed.sort(key=lambda one: one[1].began_s, reverse=True)
         lines.append("  last boxing:")
@@ -89,7 +89,7 @@ def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:
     return "receive" if isinstance(actor, Receive) else ""
 
 
-def _when(boxed: Boxed, now_s: float) -> str:
+def _when(boxed: LastBoxing, now_s: float) -> str:
     where = f"step {boxed.step + 1}, micro-batch {boxed.micro_batch}"
     if boxed.ended_s is None:
         return f"{where}: begun {format_seconds(max(0.0, now_s - boxed.began_s))} ago, not ended"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from sbp_actor_runtime.message import InFlight, StepOrder, Values
+from sbp_actor_runtime.message import PendingResult, StepOrder, Values
 from sbp_core.boxing import Communicator, Delivery, Pending
 from sbp_core.compile import (
     FETCH_THREAD,
@@ -53,7 +53,7 @@ SHORT_S = 3e-5
 #: The runs after which a segment is known to be short or not; the first one also warms up.
 _TRIALS = 3
 
-#: Seconds that a segment waits for its turn; then it runs beside the others.
+#: Seconds that a segment waits for its turn; then it runs next to the others.
 _LONGEST_WAIT_S = 0.1
 
 
@@ -76,7 +76,7 @@ def work_of(
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
         # What Inductor fuses and CUDA replays starts few operators; copies to and from the host
-        # wait for the device, beside the segments of others.
+        # wait for the device, next to the segments of others.
         if make_segment or actor.thread in (FETCH_THREAD, STORE_THREAD):
             return run
         return in_turn(run, _num_operators(actor), turn, (communicator.rank, actor))
@@ -266,7 +266,7 @@ def _collective(actor: Collective, plan: PhysicalPlan, communicator: Communicato
         name, deadline_s = tag(index, order), order.deadline_s
         if actor.overlaps:
             pending = communicator.begin(step, shard, tag=name, deadline_s=deadline_s)
-            return {actor.makes: InFlight(pending, shard)}
+            return {actor.makes: PendingResult(pending, shard)}
         return {actor.makes: communicator.collective(step, shard, tag=name, deadline_s=deadline_s)}
 
     return run

@@ -19,9 +19,9 @@ import torch
 
 from sbp_actor_runtime.message import (
     Acknowledge,
-    InFlight,
+    FilledRegister,
     Message,
-    Request,
+    PendingResult,
     StepOrder,
     Stop,
     ThreadId,
@@ -29,7 +29,7 @@ from sbp_actor_runtime.message import (
     WorkerReport,
     value_of,
 )
-from sbp_actor_runtime.post import Firing, Post, make_posts
+from sbp_actor_runtime.post import ActorFiring, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Receiving
 from sbp_core.boxing import Communicator
@@ -58,7 +58,7 @@ class Stopped(Exception):  # noqa: N818 (no error: another thread's failure ends
     """The session asked the thread to stop in the middle of a step."""
 
 
-class Boxed(NamedTuple):
+class LastBoxing(NamedTuple):
     """When an actor boxed last, by `time.monotonic`; `ended_s` is None while it does so.
 
     `step` counts from 0 in the session.
@@ -70,7 +70,7 @@ class Boxed(NamedTuple):
     ended_s: float | None = None
 
 
-class Worker:
+class ActorThread:
     """The posts of one thread's actors, and its loop.
 
     Args:
@@ -105,10 +105,10 @@ class Worker:
         self.post, self.report, self.num_threads = post, report, num_threads
         self.communicator = communicator
         #: What boxing has begun and nobody has waited for, with its actor.
-        self.open: dict[InFlight, str] = {}
+        self.open: dict[PendingResult, str] = {}
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The last boxing of each actor that does some.
-        self.boxed: dict[str, Boxed] = {}
+        self.boxed: dict[str, LastBoxing] = {}
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
         #: Its place in the order, or that of the last one; -1 before the first.
@@ -120,7 +120,7 @@ class Worker:
         #: the session resets it before each step.
         self.has_overwritten = False
         posts = make_posts(plan, thread, communicator, ranks_here, turn, make_segment)
-        self.order: list[tuple[Post, Firing]] = [
+        self.order: list[tuple[Post, ActorFiring]] = [
             (posts[name], posts[name].firing(index))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
@@ -212,7 +212,7 @@ class Worker:
         post.work.ask(firing.number, order)
 
     def _fire_traced(
-        self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport
+        self, post: Post, firing: ActorFiring, order: StepOrder, report: WorkerReport
     ) -> Values:
         """Do what `_fire` does, and note when it was done and what was waited for."""
         trace = order.trace
@@ -233,11 +233,13 @@ class Worker:
         made = self._fire(post, firing, order, report)
         trace.note(Span(SpanKind.FIRING, *whose, began, trace.now_ns()))
         is_boxed = isinstance(post.actor, Collective | Receive)
-        taken = [value for value in made.values() if not isinstance(value, InFlight)]
+        taken = [value for value in made.values() if not isinstance(value, PendingResult)]
         trace.count(self.id[0], taken, handed=is_boxed)
         return made
 
-    def _fire(self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport) -> Values:
+    def _fire(
+        self, post: Post, firing: ActorFiring, order: StepOrder, report: WorkerReport
+    ) -> Values:
         if self.is_stopping:
             raise Stopped
         if not post.may_fire(firing):
@@ -291,15 +293,15 @@ class Worker:
             self.has_overwritten = before
             raise Stopped
 
-    def _box(self, post: Post, firing: Firing, taken: Values, order: StepOrder) -> Values:
+    def _box(self, post: Post, firing: ActorFiring, taken: Values, order: StepOrder) -> Values:
         """Do what an actor does in boxing, and note when."""
         began_s, name = time.monotonic(), post.actor.name
-        self.boxed[name] = Boxed(order.index, firing.number, began_s)
+        self.boxed[name] = LastBoxing(order.index, firing.number, began_s)
         made = post.work(firing.number, taken, order)
         if post.actor.overlaps:
             self._begin(post, made)
         else:
-            self.boxed[name] = Boxed(order.index, firing.number, began_s, time.monotonic())
+            self.boxed[name] = LastBoxing(order.index, firing.number, began_s, time.monotonic())
         return made
 
     def _begin(self, post: Post, made: Values) -> None:
@@ -308,11 +310,11 @@ class Worker:
         if any(t != self.id for end in post.outputs for _, t in end.consumers):
             self._await(list(made.values()))  # a communicator is used by one thread
 
-    def _open_inputs(self, post: Post, firing: Firing) -> list[InFlight]:
+    def _open_inputs(self, post: Post, firing: ActorFiring) -> list[PendingResult]:
         """Return what an actor takes and is in flight."""
         return [one for end in post.inputs for one in end.open(firing.number)]
 
-    def _await(self, begun: Iterable[InFlight]) -> None:
+    def _await(self, begun: Iterable[PendingResult]) -> None:
         """Wait until some of what boxing has begun is over."""
         for one in begun:
             one.wait()
@@ -336,20 +338,20 @@ class Worker:
                 values[key] = order.states[key] if key in order.states else order.fed[index][key]
         return values
 
-    def _fill(self, register: OutRegister, made: Values, firing: Firing) -> None:
+    def _fill(self, register: OutRegister, made: Values, firing: ActorFiring) -> None:
         register.fill()
         if not register.is_taken_of(firing.number):
             return  # nobody reads it in this step; the next one begins with the newest states
         values = {key: made[key] for key in register.keys}
         if not register.keys:
             # A token says that its producer is through: who takes one of boxing waits for its end.
-            values = {key: made[key] for key in made if isinstance(made[key], InFlight)}
+            values = {key: made[key] for key in made if isinstance(made[key], PendingResult)}
         for consumer, thread in register.consumers:
-            self._send(thread, Request(register.name, consumer, values))
+            self._send(thread, FilledRegister(register.name, consumer, values))
 
     # Messages.
 
-    def _wait(self, post: Post, firing: Firing, deadline_s: float) -> None:
+    def _wait(self, post: Post, firing: ActorFiring, deadline_s: float) -> None:
         """Handle messages until the actor may fire.
 
         Raises:
@@ -371,7 +373,7 @@ class Worker:
         self.is_waiting = False
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, Request):
+        if isinstance(message, FilledRegister):
             self.inputs[(message.consumer, message.register)].fillings.append(message.values)
         elif isinstance(message, Acknowledge):
             self.outputs[message.register].acknowledge(message.consumer)
@@ -379,7 +381,7 @@ class Worker:
             assert isinstance(message, Stop), "a step is ordered when the last one is reported"
             raise Stopped
 
-    def _send(self, thread: ThreadId, message: Request | Acknowledge) -> None:
+    def _send(self, thread: ThreadId, message: FilledRegister | Acknowledge) -> None:
         """Deliver a message: by a call on this thread, else through the other's inbox."""
         if thread == self.id:
             self._handle(message)

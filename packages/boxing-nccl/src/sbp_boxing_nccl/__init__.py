@@ -1,4 +1,4 @@
-"""sbp boxing over MPI (`mpi`), and over NCCL (`nccl`): two backends, whose settings are `configs`.
+"""Boxing over MPI (`mpi`) and over NCCL (`nccl`): two backends, with their settings in `configs`.
 
 What all backends of several processes share is in `sbp_core.processes`.
 """
@@ -11,17 +11,17 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
-    from sbp_boxing_nccl.mpi.backend import MpiBackend
-    from sbp_boxing_nccl.nccl.backend import NcclBackend
+    from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
+    from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 
 __all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig"]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "MpiBackend": "mpi.backend",
+        "MpiBackend": "mpi.mpi_backend",
         "MpiBoxingConfig": "configs",
-        "NcclBackend": "nccl.backend",
+        "NcclBackend": "nccl.nccl_backend",
         "NcclBoxingConfig": "configs",
     },
 )

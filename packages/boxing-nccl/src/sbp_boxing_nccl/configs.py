@@ -14,7 +14,7 @@ _DEVICE = re.compile(r"auto|cuda:(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiBoxingConfig:
-    """Settings of `sbp_boxing_nccl.mpi.backend.MpiBackend`.
+    """Settings of `sbp_boxing_nccl.mpi.mpi_backend.MpiBackend`.
 
     Args:
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
@@ -34,7 +34,7 @@ class MpiBoxingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclBoxingConfig:
-    """Settings of `sbp_boxing_nccl.nccl.backend.NcclBackend`.
+    """Settings of `sbp_boxing_nccl.nccl.nccl_backend.NcclBackend`.
 
     Args:
         bootstrap: How the processes meet before NCCL connects them: `mpi` (started by `mpiexec`) or

@@ -15,12 +15,12 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
     """Offer the backends over MPI and over NCCL."""
     return {
         "mpi": Factory(
-            build="sbp_boxing_nccl.mpi.backend:MpiBackend",
+            build="sbp_boxing_nccl.mpi.mpi_backend:MpiBackend",
             config=MpiBoxingConfig,
             summary="one process a rank, over MPI through mpi4py",
         ),
         "nccl": Factory(
-            build="sbp_boxing_nccl.nccl.backend:NcclBackend",
+            build="sbp_boxing_nccl.nccl.nccl_backend:NcclBackend",
             config=NcclBoxingConfig,
             summary="one process and one GPU a rank, over NCCL through CuPy",
         ),

@@ -26,9 +26,9 @@ from sbp_boxing_torch._torch_compat import (
 from sbp_core.boxing import TrafficCounter
 from sbp_core.processes import CountingStore
 
-#: The time that a transport has: our own deadline speaks long before, as it knows who is missing,
-#: and counts from the end of what this rank computes meanwhile. (NCCL's watchdog would end the
-#: process.)
+#: The time that a transport has: our own deadline speaks long before, because it knows who is
+#: missing, and counts from the end of what this rank computes meanwhile. (NCCL's watchdog would end
+#: the process.)
 _ENDLESS = timedelta(days=7)
 
 #: Tags of messages are 0 .. NUM_TAGS - 1.

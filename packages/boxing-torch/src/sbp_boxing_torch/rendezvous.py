@@ -18,7 +18,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchWorld:
-    """Where this process stands in the run: its rank, the number of ranks, their store.
+    """Where this process is in the run: its rank, the number of ranks, their store.
 
     Args:
         rank: Rank of this process.

@@ -26,19 +26,20 @@ class CompileConfig:
         passes: Each pass with its switch or its settings.
         overlap: Whether collectives are begun as soon as their input is made, and waited for where
             their result is used; else the thread that boxes waits in each.
-        boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
+        boxing_thread: Whether boxing has a thread of its own on every rank, in parallel with
+            computing.
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
             block, travel together; 0 for none; null for what the price suggests.
         prefetch: With overlap or a boxing thread, how many segments ahead of its use a parameter is
             gathered.
         in_place_states: Updates write over the states, once forward and backward have succeeded on
-            every rank. Otherwise new values are kept beside the old ones to the end of the step.
+            every rank. Otherwise new values are kept next to the old ones to the end of the step.
         input_gradients_first: In a pipeline, gradients that another stage waits for are computed
             and sent before those of weights; those of activations are held until then.
         offload_in_flight: Most groups of offloaded states that are on the device at a time.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
-        prove: Whether a planned step is run beside the captured one before a step is taken, on
+        prove: Whether a planned step is run next to the captured one before a step is taken, on
             random data in float64; one that computes something else is refused.
         prove_s: Most seconds that this may take, as estimated; what would take longer is proved on
             fewer samples, or reported as not proved.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, open_dict
 
-from sbp_core.plugins import discover
+from sbp_core.plugins import discover, warn_renamed
 from sbp_launch.apps.train import make_application
 from sbp_launch.settings import compose as settings
 from sbp_launch.settings.catalog import make_catalog
@@ -40,6 +40,10 @@ def compose(
     """
     app = replace(make_application(World()), config_name=config_name)
     catalog = make_catalog(discover(), None if config_dir is None else str(config_dir))
+    renamed = settings.renamed_overrides(overrides, catalog)
+    for text, new in renamed.items():
+        warn_renamed(text, new)
+    overrides = [renamed.get(text, text) for text in overrides]
     settings.refuse_conflicts(overrides)
     config = settings.compose(catalog, app, overrides)
     app.check(settings.read(config, catalog), catalog.registry)

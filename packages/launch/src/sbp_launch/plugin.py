@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import EmptyConfig, Factory, hookimpl
-from sbp_launch.checkpoint.local import LocalStorageConfig
+from sbp_launch.checkpoint.folder_storage import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters.local import LocalConfig, MeasuredConfig
 from sbp_launch.clusters.nvidia import GpuConfig
-from sbp_launch.launching.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
+from sbp_launch.launching.launchers import (
+    AutoLauncherConfig,
+    ProcessesConfig,
+    SlurmConfig,
+    ThreadsConfig,
+)
 from sbp_launch.metrics.files import CsvConfig, JsonlConfig, TensorboardConfig
 from sbp_launch.optimizers import (
     AdafactorConfig,
@@ -100,14 +105,17 @@ def sbp_storages() -> Mapping[str, Factory]:
     """Offer places of checkpoints."""
     local = {"local": (LocalStorageConfig, "a folder, of the run if it is not named")}
     objects = {"fsspec": (FsspecConfig, "an object store, or whatever else fsspec reaches")}
-    return {**_factories("checkpoint.local", local), **_factories("checkpoint.objects", objects)}
+    return {
+        **_factories("checkpoint.folder_storage", local),
+        **_factories("checkpoint.objects", objects),
+    }
 
 
 @hookimpl
 def sbp_launchers() -> Mapping[str, Factory]:
     """Offer what starts the processes of a run."""
     kinds = {
-        "auto": (AutoConfig, "as boxing needs it, and by who started sbp-train"),
+        "auto": (AutoLauncherConfig, "as boxing needs it, and by who started sbp-train"),
         "threads": (ThreadsConfig, "all ranks in one process, as threads"),
         "spawn": (ProcessesConfig, "one process a rank on this machine, watched by sbp-train"),
         "torchrun": (ProcessesConfig, "one process a rank under torchrun"),

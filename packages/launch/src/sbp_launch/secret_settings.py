@@ -29,7 +29,7 @@ _NO_SECRETS = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
 #: What stands where a secret was.
 _HIDDEN = "***"
 
-#: What stands before the last `@` of an address, unless it is a port. Passwords may have slashes.
+#: What is before the last `@` of an address, unless it is a port. Passwords may have slashes.
 _PASSWORD = re.compile(r"(://[^@:/\s]*):(?!\d+(?:/|$))\S+@")
 
 #: A part of what follows the question mark of an address.

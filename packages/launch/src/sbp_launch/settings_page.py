@@ -1,7 +1,7 @@
 """The page of all settings: every group, option and setting, what it means, and whose it is.
 
 `python -m sbp_launch.settings_page FILE` writes it of the option files and plugins that are
-installed, or of the distributions behind `--of`; `--check` sees that FILE is up to date.
+installed, or of the distributions after `--of`; `--check` sees that FILE is up to date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.serialize import read_text
 from sbp_launch.apps.plan import PlanConfig
-from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.calibrate.calibration_config import CalibrateConfig
 from sbp_launch.settings.catalog import Catalog, make_catalog
 from sbp_launch.settings.config import GROUPS
 from sbp_launch.settings.help import plain
@@ -30,7 +30,7 @@ from sbp_launch.settings.known_keys import (
     takes_of,
 )
 
-#: The settings that an app has beside its groups, by its primary config.
+#: The settings that an app has besides its groups, by its primary config.
 _OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}
 
 _HEAD = """# Settings
@@ -118,7 +118,7 @@ def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
 
 
 def _of_app(catalog: Catalog, app: str) -> Iterator[_Row]:
-    """Yield the settings that an app has beside its groups."""
+    """Yield the settings that an app has besides its groups."""
     config = _OF_APPS[app]
     assert is_dataclass(config), "settings are a dataclass"
     comments, takes = catalog.comments(app), takes_of(config)

@@ -1,9 +1,9 @@
 """What the processes of a run say to each other between steps: whether to stop, what they measured.
 
-    rank 0   step 7   metrics cannot be written   vote: stop ...  -> all stop behind step 7
+    rank 0   step 7   metrics cannot be written   vote: stop ...  -> all stop after step 7
     rank 1   step 7   nothing                     vote: go on
 
-Every process votes behind every step, so that all stop behind the same one, and can still gather
+Every process votes after every step, so that all stop after the same one, and can still gather
 the states. A vote is an all-reduce of a few numbers, of each of which the highest is heard: beside
 the vote, what callbacks ask for and how long the run has trained. A process that is alone agrees
 with itself.
@@ -54,7 +54,7 @@ class Team:
         backend: BoxingBackend | None = None,
     ) -> None:
         self._communicator, self._ranks, self._backend = communicator, tuple(ranks), backend
-        #: Whether all processes stop behind the same step, and so can still gather the states.
+        #: Whether all processes stop after the same step, and so can still gather the states.
         self.stops_together = communicator is None
         self._num_votes = 0
 
@@ -156,7 +156,7 @@ def stop_together(
     deadline_s: float = DEADLINE_S,
     asked: Sequence[int] = (),
 ) -> list[int]:
-    """Stop, behind a step, if this process or another one has to; all of them call this.
+    """Stop, after a step, if this process or another one has to; all of them call this.
 
     Args:
         team: All processes.
@@ -215,9 +215,9 @@ def _vote(
 
 
 def vote_deadline_s(config: RunConfig, index: int) -> float:
-    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
+    """Return how long a rank waits for the others after a step: as long as in it, in seconds.
 
-    Longer behind the steps, counted from 0, that the first rank compares with one device.
+    Longer after the steps, counted from 0, that the first rank compares with one device.
     """
     deadline_s = config.runtime.settings.get("deadline_s")
     if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):

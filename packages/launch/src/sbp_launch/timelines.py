@@ -105,7 +105,7 @@ _LEAST_WIDTH, _MOST_WIDTH = 640, 20_000
 
 
 def svg(timeline: Timeline) -> str:
-    """Draw a timeline; colours of the text follow the page that it stands in.
+    """Draw a timeline; colours of the text follow the page that it is in.
 
     Returns:
         An `<svg>` element, which is a file of its own, too.

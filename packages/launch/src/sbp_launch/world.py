@@ -1,14 +1,14 @@
-"""Where this process stands among those of a run: what its launcher wrote into the environment.
+"""The place of this process in a run, from the variables that its launcher set.
 
 The only module that reads a launcher's variables. Asked in this order, as a launcher may itself
-have been started by one that stands below it:
+have been started by one that is below it:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
     mpiexec    OMPI_COMM_WORLD_RANK and kin (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID (MPICH)
     slurm      SLURM_PROCID and kin, inside a step of `srun` only
     none       one process that holds all ranks as threads
 
-Variables of torchrun that something else has set, beside those of another launcher, have to say the
+Variables of torchrun that something else has set, with those of another launcher, have to say the
 same. Holds no rendezvous: the boxing backends meet by what `World.variables` says.
 """
 
@@ -92,7 +92,7 @@ class World:
                 f"{self.launcher} calls this process rank {self.local_rank} of {self.local_size} "
                 f"on its host, and rank {self.rank} of {self.size} of all",
                 where="the environment",
-                accepted="a rank on the host below their number, which is at most that of all",
+                accepted="a local rank below the number of ranks of its host",
             )
 
     @classmethod
@@ -111,7 +111,7 @@ class World:
         for launcher in (_open_mpi, _hydra, _slurm):
             world = launcher(read)
             if world is not None:
-                read.refuse_others(world, _RANK_OF[launcher])
+                read.refuse_conflict(world, _RANK_OF[launcher])
                 return world
         if read.has("RANK") or read.has("WORLD_SIZE"):
             return _torchrun(read)
@@ -160,7 +160,7 @@ class _Environment:
             beside = self.of_the_launcher_of(name)
             what = f"has {name}={text!r}" if text else f"does not say {name}"
             raise ConfigError(
-                f"the environment {what}" + (f", beside {beside}" if beside else ""),
+                f"the environment {what}" + (f", together with {beside}" if beside else ""),
                 where="the environment",
                 accepted=f"an integer >= 0 in {name}",
                 todo="start the program with its launcher; or unset these variables, and the ranks "
@@ -183,7 +183,7 @@ class _Environment:
         """Return the first variables that are set of some, as `NAME=value`."""
         return ", ".join(f"{name}={self.variables[name]}" for name in names if self.has(name))
 
-    def refuse_others(self, world: World, names: tuple[str, str]) -> None:
+    def refuse_conflict(self, world: World, names: tuple[str, str]) -> None:
         """Refuse torchrun's variables if they say something else than the launcher's own.
 
         Args:

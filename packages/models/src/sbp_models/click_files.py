@@ -194,7 +194,7 @@ class ClickFiles:
                     raise ConfigError(
                         f"{file} has {names.count(column)} columns that are called {column!r}",
                         accepted="names that only one column has",
-                        todo="rename the others in the file",
+                        todo="rename the other columns in the file",
                     )
 
 

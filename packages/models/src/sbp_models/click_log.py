@@ -45,12 +45,7 @@ class ClickLog(SplitDataset):
     """
 
     def __init__(
-        self,
-        records: npt.NDArray[Any],
-        *,
-        num_clicked: int,
-        held_out: float,
-        label: str,
+        self, records: npt.NDArray[Any], *, num_clicked: int, held_out: float, label: str
     ) -> None:
         self._records, self._num_clicked = records, num_clicked
         self._cut = len(records) - round(held_out * len(records))
@@ -102,7 +97,8 @@ def build(config: ClickLogConfig) -> ClickLog:
         kind="clicks",
         files=files,
         settings={
-            name: getattr(config, name) for name in ("label", "dense", "sparse", "rows", "log")
+            name: getattr(config, name)
+            for name in ("label", "dense", "sparse", "rows", "log_transform")
         },
         dtype=dtype_of(config),
         chunks=_Reader(arrow, config, files).chunks,
@@ -167,7 +163,7 @@ class _Reader:
             values = np.nan_to_num(given, posinf=np.inf, neginf=-np.inf)
             with np.errstate(over="ignore"):  # what is too large for float32 is refused below
                 records["dense"][:, place] = (
-                    np.log1p(np.maximum(values, 0)) if config.log else values
+                    np.log1p(np.maximum(values, 0)) if config.log_transform else values
                 )
             fits = np.isfinite(values) & np.isfinite(records["dense"][:, place])
             self._check(file, row, name, given, fits)

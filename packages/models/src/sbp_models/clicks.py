@@ -1,4 +1,4 @@
-"""A data set of made-up clicks: a few numbers, a few categorical features, and whether one clicked.
+"""A data set of synthetic clicks: numbers, a few categorical features, and whether one clicked.
 
 Values of a feature are drawn with a density that falls like 1 / rank, as in practice. The chance of
 a click follows from a rule that the data set keeps: every number has a weight, every value of a
@@ -59,7 +59,7 @@ class Clicks(SplitDataset):
         """Return one line: how many numbers and features there are."""
         config = self._config
         return (
-            f"made-up clicks, {config.num_dense} numbers, {len(config.rows)} features of "
+            f"synthetic clicks, {config.num_dense} numbers, {len(config.rows)} features of "
             f"{sum(config.rows)} values in all"
         )
 

@@ -28,7 +28,7 @@ from sbp_models.configs import DlrmConfig
 
 
 def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
-    """Return linear layers with a ReLU behind each, or behind each but the last."""
+    """Return linear layers with a ReLU after each, or after each but the last."""
     layers: list[nn.Module] = []
     for width, out_width in pairwise(widths):
         linear = nn.Linear(width, out_width)

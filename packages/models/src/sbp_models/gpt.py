@@ -82,7 +82,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and around a residual connection."""
+    """Attention and MLP, each after a layer norm and around a residual connection."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

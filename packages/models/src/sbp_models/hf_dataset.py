@@ -107,10 +107,7 @@ def build(config: HfDatasetConfig) -> HfDataset:
         splits = {key: (loaded[name], range(len(loaded[name]))) for key, name in chosen.items()}
     else:
         cut = len(loaded) - round(config.held_out * len(loaded))
-        splits = {
-            "train": (loaded, range(cut)),
-            "validation": (loaded, range(cut, len(loaded))),
-        }
+        splits = {"train": (loaded, range(cut)), "validation": (loaded, range(cut, len(loaded)))}
     for data, _ in splits.values():
         _check_columns(config, data.column_names)
     first = splits["train"][0].column_names

@@ -67,7 +67,7 @@ def _images(folder: Path) -> list[tuple[Path, str]]:
         parts = file.relative_to(folder).parts if folder != file else (file.name,)
         if len(parts) < 2:
             raise ConfigError(
-                f"{file} lies in no folder of a class",
+                f"{file} is not in the folder of a class",
                 accepted="FOLDER/CLASS/IMAGE",
                 todo="put it into the folder of its class",
             )

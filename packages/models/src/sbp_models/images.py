@@ -1,4 +1,4 @@
-"""A data set of made-up images: stripes, whose direction and colour tell the class.
+"""A data set of synthetic images: stripes, whose direction and colour tell the class.
 
 Class `c` of `C` has stripes at the angle pi c / C, four periods wide, in a colour of its own; every
 sample shifts them by up to a quarter of a period and adds noise. A sample is a pure function of the

@@ -116,7 +116,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind an RMS norm and around a residual connection."""
+    """Attention and MLP, each after an RMS norm and around a residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

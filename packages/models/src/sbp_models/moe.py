@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts, each behind an RMS norm and around a residual connection."""
+    """Attention and experts, each after an RMS norm and around a residual connection."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()

@@ -139,10 +139,7 @@ class Pictures:
         return picture
 
     def augmented(
-        self,
-        images: torch.Tensor,
-        numbers: npt.NDArray[np.int64],
-        epochs: npt.NDArray[np.int64],
+        self, images: torch.Tensor, numbers: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Return images as their epochs have them: (n, channels, height, width), as they come.
 

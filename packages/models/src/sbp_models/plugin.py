@@ -68,9 +68,7 @@ def sbp_models() -> Mapping[str, Factory]:
             summary="residual network of 18 to 152 layers, for images",
         ),
         "vit": Factory(
-            build="sbp_models.vit:build",
-            config=VitConfig,
-            summary="vision transformer, for images",
+            build="sbp_models.vit:build", config=VitConfig, summary="vision transformer, for images"
         ),
         "dlrm": Factory(
             build="sbp_models.dlrm:build",
@@ -102,12 +100,12 @@ def sbp_datasets() -> Mapping[str, Factory]:
         "images": Factory(
             build="sbp_models.images:build",
             config=ImagesConfig,
-            summary="made-up striped images, whose direction and colour tell the class",
+            summary="synthetic images of stripes; their direction and colour tell the class",
         ),
         "clicks": Factory(
             build="sbp_models.clicks:build",
             config=ClicksConfig,
-            summary="made-up clicks: numbers, categorical features, and a rule to learn",
+            summary="synthetic clicks: numbers, categorical features, and a rule to learn",
         ),
         "tokens": Factory(
             build="sbp_models.token_text:build",
@@ -151,8 +149,7 @@ def sbp_signatures() -> Mapping[str, Factory]:
             summary="tokens times the weights of their expert",
         ),
         "transformers.grouped_mm_fallback_backward.default": Factory(
-            build="sbp_models.hf_operators:gradients",
-            summary="its gradients",
+            build="sbp_models.hf_operators:gradients", summary="its gradients"
         ),
     }
 

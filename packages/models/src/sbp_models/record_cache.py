@@ -3,7 +3,7 @@
 Those of small files are kept in memory. Others are written while they are made, chunk by chunk,
 and mapped into memory from then on. An entry of the cache is a folder of this name and content:
 
-    KIND-HASH/records.bin     the records one behind the other, and nothing else
+    KIND-HASH/records.bin     the records one after the other, and nothing else
     KIND-HASH/about.json      what they are made of, and how many there are
     KIND-HASH.lock            held by the process that makes them; others of its host wait
 
@@ -78,8 +78,8 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What is kept beside records.
+class RecordMetadata:
+    """What is kept next to records.
 
     Args:
         key: Hash of all that they depend on.
@@ -167,7 +167,7 @@ class _Entry:
             return None
         try:
             text = read_text(self.path / _ABOUT)
-            about = load(parse(text), About)
+            about = load(parse(text), RecordMetadata)
             if about.key != self.key or about.record_bytes != self.recipe.dtype.itemsize:
                 raise SbpValueError("it is of other files or settings")
             values = _mapped(self.path / _RECORDS, self.recipe.dtype, about.num_records)
@@ -198,8 +198,8 @@ class _Entry:
             )
         return found
 
-    def _fill(self, aside: Path, total_bytes: int) -> About:
-        """Write the records; return what is to be kept beside them."""
+    def _fill(self, aside: Path, total_bytes: int) -> RecordMetadata:
+        """Write the records; return what is to be kept next to them."""
         progress = _Progress(self.recipe.kind, total_bytes)
         counts: Counter[str] = Counter()
         num_records = 0
@@ -228,7 +228,7 @@ class _Entry:
             format_bytes(num_records * self.recipe.dtype.itemsize),
             self.path,
         )
-        return About(
+        return RecordMetadata(
             key=self.key,
             num_records=num_records,
             record_bytes=self.recipe.dtype.itemsize,
@@ -240,8 +240,8 @@ class _Entry:
             },
         )
 
-    def _commit(self, aside: Path, about: About) -> None:
-        text = json.dumps(dump(about, About), indent=1)
+    def _commit(self, aside: Path, about: RecordMetadata) -> None:
+        text = json.dumps(dump(about, RecordMetadata), indent=1)
         with (aside / _ABOUT).open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -327,7 +327,8 @@ def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
                 f"{file} cannot be read: {error.strerror}",
                 accepted="a file that this user may read",
             ) from error
-        # Not resolved, as that looks at each folder on the way: slow where there are many files.
+        # Not resolved, because that looks at each folder on the way: slow where there are many
+        # files.
         found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
     return found
 

@@ -14,7 +14,7 @@ TRAIN_PER_HELD_OUT = 20
 
 
 def made_up_splits(num_samples: int) -> dict[str, int]:
-    """Return the samples of each split of a made-up data set, which has so many to train on."""
+    """Return the samples of each split of a synthetic data set, which has so many to train on."""
     return {"train": num_samples, "validation": -(-num_samples // TRAIN_PER_HELD_OUT)}
 
 

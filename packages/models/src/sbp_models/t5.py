@@ -110,7 +110,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, in the decoder attention to the source, and MLP, each behind a norm."""
+    """Attention, in the decoder attention to the source, and MLP, each after a norm."""
 
     def __init__(self, config: T5Config, *, decoder: bool) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Files are ordered by a hash of their path (so that neighbours in a folder are spread evenly), and
 joined by newlines; the last 5 % of the bytes are held out. The samples of a split are its windows
-one behind the other, so that an epoch asks for every byte once; what does not fill a window at the
+one after the other, so that an epoch asks for every byte once; what does not fill a window at the
 end of a split is left out. All bytes are kept in memory.
 
 What `tokens` and `targets` are is the task (`context` 4, the window `the fox`):
@@ -34,7 +34,7 @@ from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 from sbp_core.user_paths import user_path
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
-from sbp_models.configs.text import VOCABULARY
+from sbp_models.configs.text_data import VOCABULARY
 from sbp_models.counter_based_random import hashes, key_of, members
 from sbp_models.local_files import encoding_of
 from sbp_models.splits import SplitDataset

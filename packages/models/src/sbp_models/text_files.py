@@ -27,12 +27,12 @@ MOST_LINE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DocumentPiece:
     """A piece of a document.
 
     Args:
         text: Of the piece.
-        is_last: Whether the document ends behind it.
+        is_last: Whether the document ends after it.
         read_bytes: Of the files, that have been read by now.
     """
 
@@ -41,7 +41,9 @@ class Piece:
     read_bytes: int
 
 
-def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces(
+    files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES
+) -> Iterator[DocumentPiece]:
     """Yield the documents of files in order, each in one piece or more.
 
     Args:
@@ -62,7 +64,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
                         at = end
                         content = text.encode("utf-8")
                         for _, part, is_last in _cut(BytesIO(content).read, piece_bytes):
-                            yield Piece(
+                            yield DocumentPiece(
                                 text=part.decode("utf-8"), is_last=is_last, read_bytes=before + at
                             )
                 else:
@@ -72,7 +74,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
                     for begin, part, is_last in _cut(opened.read, piece_bytes, at):
                         at = begin + len(part)
                         text = _text(file, part, begin)
-                        yield Piece(text=text, is_last=is_last, read_bytes=before + at)
+                        yield DocumentPiece(text=text, is_last=is_last, read_bytes=before + at)
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be read: {error.strerror}",
@@ -107,7 +109,7 @@ def _text(file: Path, content: bytes, begin: int) -> str:
 
 
 def _lines(file: Path, read_line: Callable[[int], bytes], field: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each line of a `.jsonl` file, and the byte behind the line."""
+    """Yield the text of each line of a `.jsonl` file, and the byte after the line."""
     begin = number = 0
     while line := read_line(MOST_LINE_BYTES + 1):
         number += 1

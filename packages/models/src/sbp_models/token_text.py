@@ -1,6 +1,6 @@
 """A data set of text that a tokenizer of the library `tokenizers` cuts into tokens, packed.
 
-Documents stand one behind the other, each with the token `end` behind it, and the samples are the
+Documents stand one after the other, each with the token `end` after it, and the samples are the
 windows of that, so no token is padding. Which token begins the next document cannot be known from
 the one before, so it is not asked for (`context` 6; `|` is the end of a document):
 
@@ -29,7 +29,7 @@ from sbp_models.extras import library
 from sbp_models.local_files import files_of, read_bytes
 from sbp_models.record_cache import Chunk, Recipe, load_records
 from sbp_models.splits import SplitDataset
-from sbp_models.text_files import PIECE_BYTES, Piece, pieces
+from sbp_models.text_files import PIECE_BYTES, DocumentPiece, pieces
 
 #: The part of the tokens that is held out.
 HELD_OUT = 0.05
@@ -48,10 +48,10 @@ class TokenText(SplitDataset):
     """Packed documents. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
-        stream: Tokens of all documents, integers (n,), each document with `end` behind it.
+        stream: Tokens of all documents, integers (n,), each document with `end` after it.
         num_documents: How many there are.
         tokenizer: A `tokenizers.Tokenizer`.
-        end: Token behind each document.
+        end: Token after each document.
         context: Tokens of one sample.
         label: What `describe` calls the text.
 
@@ -162,16 +162,18 @@ def build(config: TokensConfig) -> TokenText:
     )
 
 
-def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) -> Iterator[Chunk]:
+def cut(
+    tokenizer: Any, found: Iterable[DocumentPiece], end: int, dtype: np.dtype[Any]
+) -> Iterator[Chunk]:
     """Yield the tokens of documents.
 
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
         found: The documents, in pieces.
-        end: Token that is put behind each document.
+        end: Token that is put after each document.
         dtype: Of the tokens.
     """
-    waiting: list[Piece] = []
+    waiting: list[DocumentPiece] = []
     waiting_letters = 0
 
     def chunk() -> Chunk:

@@ -111,7 +111,7 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and around a residual connection."""
+    """Attention and MLP, each after a layer norm and around a residual connection."""
 
     def __init__(self, config: VitConfig, drop_path: float) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class Vit(nn.Module):
         """
         if images.shape[2:] != (self.image_size, self.image_size):
             raise SbpValueError(
-                f"images of {images.shape[2]} x {images.shape[3]} have other positions than those "
-                f"of {self.image_size} x {self.image_size} that the model has learned",
+                f"images of {images.shape[2]} x {images.shape[3]} do not have the positions of "
+                f"{self.image_size} x {self.image_size} that the model has learned",
                 accepted=f"images of shape (batch, channels, {self.image_size}, {self.image_size})",
                 todo="make model.image_size and data.image_size equal",
             )

@@ -31,7 +31,7 @@ from math import inf
 from time import monotonic
 
 from sbp_core.errors import PlanError
-from sbp_core.infer import PIPE_AXIS, Kept, resolve_pins
+from sbp_core.infer import PIPE_AXIS, FixedDecisions, resolve_pins
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner, limit_key
 from sbp_core.strategy import Strategy
@@ -39,7 +39,7 @@ from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import AlpaConfig
-from sbp_planner.segment_search import Program, SegmentSearch
+from sbp_planner.segment_search import SegmentProgram, SegmentSearch
 from sbp_planner.segments import StepSegments, grouped, merged
 from sbp_planner.stage_search import (
     StageAsked,
@@ -49,7 +49,7 @@ from sbp_planner.stage_search import (
     StageSettings,
     on_axes,
 )
-from sbp_planner.stages import FlushedProblem, InFlight, cut_flushed
+from sbp_planner.stages import FlushedProblem, InFlightLimits, cut_flushed
 from sbp_planner.submeshes import (
     StageRanks,
     logical_shapes,
@@ -151,7 +151,7 @@ def _pipedream(
             graph=merged(graph_of.graph, groups),
             levels=machine_levels(request.cluster, request.mesh.size),
             micro_batches=request.graph.num_micro_batches,
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             device_counts=each,
             num_stages=count,
         )
@@ -181,8 +181,10 @@ class IntraOperator:
     axes: tuple[str, ...]
     keeps_axes: bool = False
     ends: float = inf
-    _free: dict[Hashable, tuple[Program, tuple[int, ...]] | None] = field(default_factory=dict)
-    _within: dict[Hashable, Program | None] = field(default_factory=dict)
+    _free: dict[Hashable, tuple[SegmentProgram, tuple[int, ...]] | None] = field(
+        default_factory=dict
+    )
+    _within: dict[Hashable, SegmentProgram | None] = field(default_factory=dict)
     #: Ranks that lie alike are taken to be the first of them, so that prices are shared.
     _alike: dict[Hashable, StageRanks] = field(default_factory=dict)
     #: The last searches, as what is free is often asked for within memory next.
@@ -199,7 +201,7 @@ class IntraOperator:
 
     def program(self, stage: StageAsked) -> StageProgram:
         """Return the fastest program of all logical meshes that holds no more than the limit."""
-        best: Program | None = None
+        best: SegmentProgram | None = None
         for shape in self._looked_at(stage):
             free = self.free(stage, shape)
             # With memory in it, a program takes no less time.
@@ -226,7 +228,7 @@ class IntraOperator:
         return StageMeshes(
             axes=tuple(self.axes[at] for at in split),
             shapes=tuple(tuple(shape[at] for at in split) for shape in shapes),
-            parts=tuple(on_axes(program.kept or Kept(), split) for program in programs),
+            parts=tuple(on_axes(program.kept or FixedDecisions(), split) for program in programs),
         )
 
     def shapes(self, devices: int) -> Iterator[tuple[int, ...]]:
@@ -245,7 +247,7 @@ class IntraOperator:
 
     def free(
         self, stage: StageAsked, shape: tuple[int, ...]
-    ) -> tuple[Program, tuple[int, ...]] | None:
+    ) -> tuple[SegmentProgram, tuple[int, ...]] | None:
         """Return the fastest program on a logical mesh; None if pins leave none."""
         key = self._key(stage, shape)
         if key not in self._free:
@@ -255,7 +257,7 @@ class IntraOperator:
                 self._free[key] = None
         return self._free[key]
 
-    def within(self, stage: StageAsked, shape: tuple[int, ...]) -> Program | None:
+    def within(self, stage: StageAsked, shape: tuple[int, ...]) -> SegmentProgram | None:
         """Return a program that holds no more than the limit; None if none was found."""
         free = self.free(stage, shape)
         if free is None or free[0].memory_bytes(stage.in_flight) <= stage.limit_bytes:

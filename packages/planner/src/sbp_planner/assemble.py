@@ -12,7 +12,7 @@ from typing import Any
 
 from sbp_core.infer import (
     Decision,
-    Kept,
+    FixedDecisions,
     Pins,
     Pipelined,
     StepWork,
@@ -28,7 +28,7 @@ def assembled(
     request: PlanRequest,
     stages: Pipelined,
     patterns: Sequence[Sequence[str]],
-    parts: Sequence[Kept],
+    parts: Sequence[FixedDecisions],
     pins: Pins,
     *,
     planner: str,
@@ -58,7 +58,7 @@ def assembled(
         offloaded=request.offloaded,
     )
     homes, owners = work.stages.nodes, work.stages.inputs
-    kept = Kept(
+    kept = FixedDecisions(
         nodes={
             name: signature
             for stage, part in enumerate(parts)
@@ -85,7 +85,7 @@ def assembled(
     )
 
 
-def _decided(work: StepWork, pins: Pins, kept: Kept) -> Decision:
+def _decided(work: StepWork, pins: Pins, kept: FixedDecisions) -> Decision:
     decision = Decision()
     for axis in range(len(work.axes)):
         decide_axis(work, decision, axis, pins, kept)

@@ -5,9 +5,9 @@
     take the fastest that fits the memory of a rank
 
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
-the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
-every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
+the mesh that was asked for (`starting_pins`); then the same on other meshes of the same ranks (one
+axis, every product of two, stages of a pipeline if the step has micro-batches); then the searches:
+all axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
 `stanza`), stages with programs of their own if the step has micro-batches (`galvatron`, `alpa`),
 `tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
 no slower than any candidate that was looked at; which were not, for want of time, the report says.
@@ -69,8 +69,8 @@ from sbp_planner.search_configs import (
     StanzaConfig,
     TofuConfig,
 )
+from sbp_planner.starting_pins import StartingPins, starting_pins
 from sbp_planner.tofu import TofuPlanner
-from sbp_planner.ways import Way, ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
 _FIRST_SHARE = 0.5
@@ -120,7 +120,7 @@ class AutoPlanner(SearchedPlanner):
             search.look_at_offload()
             if not search.look_at_smaller(family, leanest) and not search.fits:
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
-        if family is not None and search.is_short_of_memory and not search.is_late(1.0):
+        if family is not None and search.is_short_of_memory and not search.is_out_of_time(1.0):
             search.look_at_offload()
             search.look_at_variants()
         search.join_classes()
@@ -152,7 +152,7 @@ class _Search:
         """Whether the best plan fits."""
         return self.best is not None and self.best.fits
 
-    def is_late(self, share: float) -> bool:
+    def is_out_of_time(self, share: float) -> bool:
         """Whether a share of the time is up."""
         left = (1 - share) * self.config.time_limit_s
         return monotonic() > self._ends - left
@@ -187,7 +187,7 @@ class _Search:
             name = candidate.name + of
             # What is kept for smaller variants is not needed once something fits.
             until = 1.0 if self.fits else share
-            if self.is_late(until) and self.best is not None:
+            if self.is_out_of_time(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
             if request.progress:
@@ -208,7 +208,7 @@ class _Search:
     def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
         """Look at candidates for smaller variants of the step, until something fits."""
         for variant in smaller_variants(family):
-            if self.is_late(1.0):
+            if self.is_out_of_time(1.0):
                 self.untried.append("smaller variants of the step")
                 break
             try:
@@ -265,7 +265,7 @@ class _Search:
         leanest = sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_OFFLOADED]
         names = list(dict.fromkeys((*fastest, *leanest)))
         for index, name in enumerate(names):
-            if self.is_late(1.0):
+            if self.is_out_of_time(1.0):
                 self.untried += [f"{one} with offload" for one in names[index:]]
                 break
             if f"{name} with offload" in self.tried:
@@ -363,9 +363,9 @@ class _Search:
             first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
         except ConfigError:
             first = mesh
-        for name, way in ways(first).items():
+        for name, way in starting_pins(first).items():
 
-            def plan(request: PlanRequest, way: Way = way) -> Strategy:
+            def plan(request: PlanRequest, way: StartingPins = way) -> Strategy:
                 stages = pipelined(
                     mesh,
                     self.config.pipeline,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sbp_core.errors import ConfigError, nearest, suggestion
 from sbp_core.pipeline import SCHEDULES
@@ -36,7 +36,7 @@ AUTO = "auto"
 RUNS = "runs"
 
 #: Presets that any model and any mesh can take.
-FIT_ANY = ("infer", "manual/data_parallel", "manual/zero")
+FIT_ANY = ("propagate", "manual/data_parallel", "manual/zero")
 
 
 def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
         return
     raise ConfigError(
         f"a mesh of the axes {', '.join(axes)} does not say what its stages are",
-        accepted=f"one axis, whose ranks the planner shares out, or one that is called {PIPE!r}",
+        accepted=f"one axis, which the planner divides into stages, or an axis {PIPE!r}",
         todo=f"say cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
         f"{fit_any()}",
     )
@@ -148,7 +148,7 @@ class ManualConfig:
             each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
-        offload: Patterns of states that lie in the memory of the host, `optimizer_states` for all
+        offload: Patterns of states that are in the memory of the host, `optimizer_states` for all
             that can; `auto` for as few as it takes to fit. See `sbp_core.planning.search`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
@@ -184,8 +184,8 @@ class ManualConfig:
         """Mesh axes that there must be; stages of unequal ranks need no axis of their own."""
         return () if self.stage_ranks else self.needs_axes
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh without the axes that the pins need; see `ChecksCombination`.
 
         Raises:
             ConfigError: so it is; says which mesh and axes to choose.
@@ -226,17 +226,18 @@ def _check_pins(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferConfig(Offloads):
-    """Settings of `sbp_planner.infer`.
+class PropagateConfig(Offloads):
+    """Settings of `sbp_planner.propagate`.
 
     Args:
-        tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
+        pin_sets: Name -> pins, as of `ManualConfig`; all other tensors are inferred. Pins that
             cannot be read are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         pipeline, chunks, stage_ranks, vertical_sync, offload: As of `ManualConfig`.
     """
 
-    tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"tries": "pin_sets"}
+    pin_sets: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
         default_factory=lambda: {
             "data parallel": {"batch": "S(0)", "use:batch": "S(0)", "activations": "S(0)"},
             "free but for the batch": {"batch": "S(0)"},
@@ -261,8 +262,8 @@ class InferConfig(Offloads):
     def __post_init__(self) -> None:
         check_offload(self.offload)
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
-        if not self.tries:
-            raise ConfigError("tries={} tries nothing", accepted="pins by name, one set or more")
+        if not self.pin_sets:
+            raise ConfigError("pin_sets={} is empty", accepted="pins by name, one set or more")
 
 
 def _check_stages(
@@ -336,8 +337,8 @@ class OsdpConfig:
         if self.pins:
             _check_pins(self.pins, "pins")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksCombination`.
 
         Raises:
             ConfigError: so it is; see `check_split_axis`.
@@ -355,13 +356,14 @@ class FileConfig:
 
     Args:
         path: The strategy, as YAML or, where the name ends in `.json`, as JSON.
-        other_graph: Whether it may have been made for a graph that differs in more than its names.
-        offload: States beside those that the file has in the memory of the host, as of
+        allow_other_graph: Whether to accept a strategy of a graph that differs in more than names.
+        offload: States besides those that the file has in the memory of the host, as of
             `ManualConfig`.
     """
 
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"other_graph": "allow_other_graph"}
     path: str = "strategy.yaml"
-    other_graph: bool = False
+    allow_other_graph: bool = False
     offload: Offload = ()
 
     def __post_init__(self) -> None:
@@ -377,7 +379,7 @@ class FileConfig:
                 todo=_strategy_near(self.path),
             ) from error
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a file that is no strategy, or one for another mesh, before there is a graph.
 
         Raises:

@@ -38,7 +38,7 @@ from sbp_core.signatures import OpCall, Signature1d, derivation, derive, work_fl
 TensorDim = tuple[str, int]
 
 
-class Part(StrEnum):
+class GroupRole(StrEnum):
     """What a parameter does along a group; see the module's docstring."""
 
     MAKES = "makes"
@@ -59,7 +59,7 @@ class Use:
         flop: Work of the node, in floating-point operations.
     """
 
-    part: Part
+    part: GroupRole
     node: Node
     parameters: tuple[str, ...]
     activations: tuple[str, ...]
@@ -82,7 +82,7 @@ class DimGroup:
     ends: tuple[str, ...] = ()
     is_reduced: bool = False
 
-    def of(self, part: Part) -> tuple[Use, ...]:
+    def of(self, part: GroupRole) -> tuple[Use, ...]:
         """Return the uses of one kind."""
         return tuple(use for use in self.uses if use.part is part)
 
@@ -270,11 +270,7 @@ class _Groups:
             )
 
     def _note_uses(
-        self,
-        node: Node,
-        call: OpCall,
-        splits: Sequence[_LabelSplit],
-        activations: tuple[str, ...],
+        self, node: Node, call: OpCall, splits: Sequence[_LabelSplit], activations: tuple[str, ...]
     ) -> None:
         is_product = any(
             split.parameters and split.activations and split.reduction and not split.in_result
@@ -284,13 +280,13 @@ class _Groups:
             if not split.parameters:
                 continue
             if not split.in_result and not split.activations:
-                part = Part.LOOKS_UP
+                part = GroupRole.LOOKS_UP
             elif not is_product:
                 continue
             elif not split.in_result:
-                part = Part.CONTRACTS
+                part = GroupRole.CONTRACTS
             else:
-                part = Part.BATCHES if split.activations else Part.MAKES
+                part = GroupRole.BATCHES if split.activations else GroupRole.MAKES
             made_of = (one for name in split.parameters for one in self.made_of[name])
             use = Use(
                 part=part,
@@ -313,10 +309,7 @@ class _Groups:
         reduced = {self.root(dim) for dim in self.reduced}
         for root, (dims, uses, ends) in found.items():
             yield DimGroup(
-                dims=tuple(dims),
-                uses=tuple(uses),
-                ends=tuple(ends),
-                is_reduced=root in reduced,
+                dims=tuple(dims), uses=tuple(uses), ends=tuple(ends), is_reduced=root in reduced
             )
 
 

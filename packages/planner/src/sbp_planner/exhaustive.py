@@ -218,7 +218,7 @@ class _Search:
         position = {variable: at for at, variable in enumerate(self.order)}
         self.ready: list[list[int]] = [[] for _ in self.order]
         for number, group in enumerate(problem.groups):
-            members = [group.source, *group.others()]
+            members = [group.source, *group.requests_by_variable()]
             self.ready[max(position[one] for one in members)].append(number)
         least = [float(problem.unary[variable].min()) for variable in self.order]
         self.rest = [*np.cumsum(least[::-1])[::-1], 0.0]

@@ -80,13 +80,13 @@ class FilePlanner(SearchedPlanner):
             where = lines.where(["num_micro_batches"])
             raise _other_count(read.num_micro_batches, count, where)
         _check_names(read, request.graph, lines)
-        if read.graph_hash != graph_hash(request.graph) and not self.config.other_graph:
+        if read.graph_hash != graph_hash(request.graph) and not self.config.allow_other_graph:
             raise ConfigError(
                 "the strategy was made for another graph of the same names: shapes, operators or "
                 "settings of the step differ",
                 where=lines.where(["graph_hash"]),
                 accepted=f"a strategy with graph_hash: {graph_hash(request.graph)}",
-                todo="run what made the strategy, or set planner.other_graph=true",
+                todo="run what made the strategy, or set planner.allow_other_graph=true",
             )
 
 

@@ -44,10 +44,7 @@ from sbp_planner.model_blocks import model_blocks
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped, merged
-from sbp_planner.stage_search import (
-    StageSearch,
-    StageSettings,
-)
+from sbp_planner.stage_search import StageSearch, StageSettings
 from sbp_planner.submeshes import pipe_first
 
 #: Of the numbers of stages and micro-batches, how many are listed.
@@ -66,7 +63,7 @@ class GalvatronPlanner(SearchedPlanner):
         """Return the best plan that was found and fits.
 
         Raises:
-            ConfigError: the mesh has several axes beside `pipe`, or a pin cannot be meant.
+            ConfigError: the mesh has several axes besides `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
         request = replace(context.request, mesh=pipe_first(context.request.mesh))
@@ -167,7 +164,7 @@ def _variants(request: PlanRequest) -> Iterator[tuple[PlanRequest, GraphVariant 
 
 
 def _check_one_axis(mesh: Placement) -> None:
-    """Refuse a mesh of several axes beside `pipe`: the ranks of a stage are factored here.
+    """Refuse a mesh of several axes besides `pipe`: the ranks of a stage are factored here.
 
     Raises:
         ConfigError: so it is.
@@ -179,7 +176,7 @@ def _check_one_axis(mesh: Placement) -> None:
         raise ConfigError(
             f"galvatron divides the ranks of a stage itself, and the mesh has the axes "
             f"{', '.join(mesh.axes)}",
-            accepted=f"one axis beside {PIPE_AXIS!r}",
+            accepted=f"one axis besides {PIPE_AXIS!r}",
             todo=f"say cluster.mesh=[{stages},{prod(split.values())}] "
             f"cluster.axes=[{PIPE_AXIS},data]",
         )

@@ -59,7 +59,7 @@ class GreedyPlanner(SearchedPlanner):
                 "cost_s": seconds,
                 "explanation": [
                     f"greedy: {format_seconds(seconds)} a step without overlap, each operator as "
-                    "is cheapest behind those before it"
+                    "is cheapest after those before it"
                 ],
             },
         )

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
-from sbp_planner.joint.family import Outcome, plan_family
+from sbp_planner.joint.family import VariantOutcome, plan_family
 from sbp_planner.joint.search import JointSettings
 from sbp_planner.search_configs import IlpConfig
 
@@ -74,7 +74,7 @@ class IlpPlanner(SearchedPlanner):
         cost_s = float(report["cost_s"])
         less = [cost_s, float(report["unlimited_s"])]
         for one in report.get("variants", ()):
-            if one["outcome"] in (Outcome.SLOWER, Outcome.NO_FIT):
+            if one["outcome"] in (VariantOutcome.SLOWER, VariantOutcome.NO_FIT):
                 less.append(float(one["bound_s"]))
         return 1 - min(less) / cost_s if cost_s else 0.0
 

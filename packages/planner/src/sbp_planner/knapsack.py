@@ -33,7 +33,7 @@ class KnapsackOption:
     """One way to have an item.
 
     Args:
-        transient_bytes: Held beside everything else while the item is used.
+        transient_bytes: Held besides everything else while the item is used.
         resident_bytes: Held all the time.
         seconds: What it adds to the time of a step.
     """
@@ -93,7 +93,7 @@ def choose(
     Returns:
         The choice; None if nothing fits.
     """
-    # Equal items beside each other keep the frontier small, as their sums coincide.
+    # Equal items next to each other keep the frontier small, as their sums coincide.
     order = sorted(range(len(items)), key=lambda index: (tuple(items[index]), index))
     usages = [np.array([o.resident_bytes for o in items[index]]) for index in order]
     best: KnapsackSolution | None = None

@@ -33,7 +33,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, S, Sbp, Split
 from sbp_core.signatures import is_view
 from sbp_planner.joint.layers import tie
-from sbp_planner.segment_search import Program, SegmentSearch
+from sbp_planner.segment_search import SegmentProgram, SegmentSearch
 from sbp_planner.segments import Segment, StepSegments
 from sbp_planner.submeshes import StageRanks
 
@@ -50,7 +50,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class LayerParallelism:
     """A way to parallelise a layer.
 
     Args:
@@ -73,25 +73,25 @@ class Way:
         return tuple(B if kind is Kind.TP or not has_samples else S(0) for kind in self.kinds)
 
 
-def ways_of(num_ranks: int) -> Iterator[Way]:
+def ways_of(num_ranks: int) -> Iterator[LayerParallelism]:
     """Yield the ways on some ranks, whose numbers divide them.
 
     >>> [str(way) for way in ways_of(4)]
     ['DP 4', 'ZDP 4', 'TP 4', 'DP 2 x TP 2', 'TP 2 x DP 2', 'ZDP 2 x TP 2', 'TP 2 x ZDP 2']
     """
     if num_ranks == 1:
-        yield Way(kinds=(Kind.DP, Kind.DP), sizes=(1, 1))
+        yield LayerParallelism(kinds=(Kind.DP, Kind.DP), sizes=(1, 1))
         return
     for kind in Kind:
-        yield Way(kinds=(kind, kind), sizes=(num_ranks, 1))
+        yield LayerParallelism(kinds=(kind, kind), sizes=(num_ranks, 1))
     for kind in (Kind.DP, Kind.ZDP):
         for tensor in (n for n in range(2, num_ranks) if num_ranks % n == 0):
             rest = num_ranks // tensor
-            yield Way(kinds=(kind, Kind.TP), sizes=(rest, tensor))
-            yield Way(kinds=(Kind.TP, kind), sizes=(tensor, rest))
+            yield LayerParallelism(kinds=(kind, Kind.TP), sizes=(rest, tensor))
+            yield LayerParallelism(kinds=(Kind.TP, kind), sizes=(tensor, rest))
 
 
-def pins_of(way: Way) -> Mapping[str, PinValue]:
+def pins_of(way: LayerParallelism) -> Mapping[str, PinValue]:
     """Return the pins of a way: all that is said of samples and of whole or sharded states."""
     data = [a for a, kind in zip(AXES, way.kinds, strict=True) if kind is not Kind.TP]
     sharded = [a for a, kind in zip(AXES, way.kinds, strict=True) if kind is Kind.ZDP]
@@ -132,10 +132,10 @@ class LayerSearch(SegmentSearch):
         segments: StepSegments,
         segment: Segment,
         placement: Placement,
-        way: Way,
+        way: LayerParallelism,
         pins: Pins,
     ) -> None:
-        ranks = StageRanks(own=placement, before=None, behind=None)
+        ranks = StageRanks(own=placement, before=None, after=None)
         super().__init__(segments, segment, ranks, pins)
         self.way = way
         for name in segment.elsewhere:
@@ -197,8 +197,12 @@ class LayerSearch(SegmentSearch):
 
 
 def layer_program(
-    segments: StepSegments, segment: Segment, placement: Placement, way: Way, pins: Pins
-) -> Program | None:
+    segments: StepSegments,
+    segment: Segment,
+    placement: Placement,
+    way: LayerParallelism,
+    pins: Pins,
+) -> SegmentProgram | None:
     """Return the fastest program of a layer under a way; None if there is none.
 
     Args:

@@ -5,7 +5,7 @@
 
 c is what a layer takes under a way (`layer_search`), x what it takes to bring what crosses to the
 way of the next layer, u what a layer holds all the time with n micro-batches in flight, and v what
-it holds beside that while it works. With a bound on v this is a chain under a limit, which
+it holds besides that while it works. With a bound on v this is a chain under a limit, which
 `sbp_planner.choice.solve_chain` solves exactly over granules of the limit; each bound is tried.
 What comes from another stage costs what it takes beyond a transfer in parts, which whoever cuts the
 model prices.
@@ -27,13 +27,13 @@ import numpy as np
 from sbp_core.cost import boxing_time_s, fastest_route
 from sbp_core.errors import SbpError
 from sbp_core.graph import TensorType
-from sbp_core.infer import Kept, PinValue, resolve_pins
+from sbp_core.infer import FixedDecisions, PinValue, resolve_pins
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, S
 from sbp_planner.choice import solve_chain
 from sbp_planner.choice.problem import Floats
-from sbp_planner.layer_search import AXES, Way, layer_program, pins_of, ways_of
-from sbp_planner.segment_search import Program
+from sbp_planner.layer_search import AXES, LayerParallelism, layer_program, pins_of, ways_of
+from sbp_planner.segment_search import SegmentProgram
 from sbp_planner.segments import StepSegments
 from sbp_planner.stage_search import StageAsked, StageMeshes, StageProgram, on_axes
 from sbp_planner.submeshes import link_class, stage_axes, submesh
@@ -51,7 +51,7 @@ class LayersProgram(StageProgram):
         layers: For each layer its number, its way and its program.
     """
 
-    layers: tuple[tuple[int, Way, Program], ...] = ()
+    layers: tuple[tuple[int, LayerParallelism, SegmentProgram], ...] = ()
 
 
 class _Crossing(NamedTuple):
@@ -89,8 +89,8 @@ class LayerWise:
     devices: int
     pins: Mapping[str, PinValue]
     factors: tuple[int, ...] = field(init=False)
-    ways: tuple[Way, ...] = field(init=False)
-    _programs: dict[Hashable, Program | None] = field(default_factory=dict)
+    ways: tuple[LayerParallelism, ...] = field(init=False)
+    _programs: dict[Hashable, SegmentProgram | None] = field(default_factory=dict)
     _found: dict[StageAsked, LayersProgram] = field(default_factory=dict)
     _crossing: dict[int, list[_Crossing]] = field(default_factory=dict)
     _prices: dict[Hashable, float] = field(default_factory=dict)
@@ -163,7 +163,9 @@ class LayerWise:
             layers=chosen,
         )
 
-    def _program(self, stage: StageAsked, layer: int, way: Way) -> Program | None:
+    def _program(
+        self, stage: StageAsked, layer: int, way: LayerParallelism
+    ) -> SegmentProgram | None:
         segment = self.segments.segment(frozenset((layer,)))
         placement = submesh(self.mesh, stage.start, way.sizes, AXES)
         key = segment.key, way, link_class(self.segments.cluster, placement.rank_list)
@@ -224,21 +226,18 @@ class LayerWise:
                     found.append(_Crossing(value, tensor, first, last, is_forward, times))
         return found
 
-    def _boundary(self, way: Way, value: str) -> NdSbp:
+    def _boundary(self, way: LayerParallelism, value: str) -> NdSbp:
         outer, inner = way.boundary(self.segments.graph, value)
         position = self._position(way) or 0
         return NdSbp(*(outer if at < position else inner for at in range(len(self.factors))))
 
-    def _position(self, way: Way) -> int | None:
+    def _position(self, way: LayerParallelism) -> int | None:
         """Return how many of the factors are the outer axis of a way; None if none are."""
         sizes = [prod(self.factors[:at]) for at in range(len(self.factors) + 1)]
         return sizes.index(way.sizes[0]) if way.sizes[0] in sizes else None
 
     def _price(
-        self,
-        tensor: TensorType,
-        source: tuple[Placement, NdSbp],
-        target: tuple[Placement, NdSbp],
+        self, tensor: TensorType, source: tuple[Placement, NdSbp], target: tuple[Placement, NdSbp]
     ) -> float:
         if source == target:
             return 0.0
@@ -253,7 +252,7 @@ class LayerWise:
                 self._prices[key] = inf
         return self._prices[key]
 
-    def _words(self, layers: Sequence[tuple[int, Way, Program]]) -> str:
+    def _words(self, layers: Sequence[tuple[int, LayerParallelism, SegmentProgram]]) -> str:
         """Return the runs of layers of one way: `blocks.0 ... blocks.3 as DP 4, head as TP 4`."""
         words = []
         for way, run in groupby(layers, key=lambda one: one[1]):
@@ -279,12 +278,12 @@ class LayerWise:
             names = _names(len(shape))
         parts = []
         for program in programs:
-            part = Kept(nodes={}, storage={})
+            part = FixedDecisions(nodes={}, storage={})
             for layer, way, solved in _layers(program):
                 position = self._position(way) or 0
                 axes = [0 if at < position else 1 for at in bounds[:-1]] or [0]
                 found = on_axes(solved.kept(self.segments.segment(frozenset((layer,)))), axes)
-                part = Kept(
+                part = FixedDecisions(
                     nodes={**part.nodes, **found.nodes}, storage={**part.storage, **found.storage}
                 )
             parts.append(part)
@@ -293,7 +292,7 @@ class LayerWise:
         )
 
 
-def _layers(program: StageProgram) -> tuple[tuple[int, Way, Program], ...]:
+def _layers(program: StageProgram) -> tuple[tuple[int, LayerParallelism, SegmentProgram], ...]:
     assert isinstance(program, LayersProgram), "made here"
     return program.layers
 
@@ -302,8 +301,8 @@ def _names(count: int) -> tuple[str, ...]:
     return tuple(f"ranks.{at}" for at in range(count))
 
 
-def _held(program: Program | None, in_flight: int) -> tuple[int, int]:
-    """Return what a layer holds all the time, and what it holds beside that at its peak."""
+def _held(program: SegmentProgram | None, in_flight: int) -> tuple[int, int]:
+    """Return what a layer holds all the time, and what it holds besides that at its peak."""
     if program is None:
         return 0, 0
     steady = int(program.fixed_bytes.min()) + in_flight * int(program.waiting_bytes.max())

@@ -41,7 +41,7 @@ class ManualPlanner(SearchedPlanner):
         found = pattern_pins(request.graph, mesh, config.patterns)
         pins = _joined(found.pins, config.pins)
 
-        def infer(stages: Pipelined) -> Strategy:
+        def propagate(stages: Pipelined) -> Strategy:
             return infer_strategy(
                 request,
                 planner="manual",
@@ -54,7 +54,7 @@ class ManualPlanner(SearchedPlanner):
             )
 
         try:
-            planned = with_schedule(request, config, infer)
+            planned = with_schedule(request, config, propagate)
         except (ConfigError, PlanError) as error:
             if PINS not in error.where:
                 raise

@@ -118,7 +118,7 @@ class _Walk:
         self.alike = {v: group for group in repeated(problem) for v in group}
         self.groups_of: dict[int, list[int]] = {}
         for number, group in enumerate(problem.groups):
-            for variable in (group.source, *group.others()):
+            for variable in (group.source, *group.requests_by_variable()):
                 self.groups_of.setdefault(variable, []).append(number)
         #: Variables that can be another than they are.
         self.free = [v for v, size in enumerate(problem.sizes) if size > 1]
@@ -151,10 +151,12 @@ class _Walk:
 
     def _neighbours(self, variable: int) -> set[int]:
         groups = (self.problem.groups[number] for number in self.groups_of.get(variable, ()))
-        return {one for group in groups for one in (group.source, *group.others())} - {variable}
+        return {
+            one for group in groups for one in (group.source, *group.requests_by_variable())
+        } - {variable}
 
     def _cheapest(self, variable: int, values: list[int]) -> int:
-        """Return the value of a variable that is cheapest beside those of all others."""
+        """Return the cheapest value of a variable, given the values of all other variables."""
         kept = values[variable]
         numbers = self.groups_of.get(variable, ())
         costs = []

@@ -21,7 +21,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures import OpCall
 from sbp_core.strategy import Signature
-from sbp_planner.stages import Block, BlockGraph, Flow, Level
+from sbp_planner.stages import AtomicBlock, BlockGraph, Flow, MachineLevel
 
 _ONE = Placement((0,), ("rank",))
 
@@ -54,7 +54,7 @@ def model_blocks(graph: LogicalGraph, cluster: Cluster) -> ModelBlocks:
     if not all(modules) or len(set(modules)) < len(modules):
         raise PlanError(
             f"the modules of the forward pass tell no blocks apart: {', '.join(modules)}",
-            todo="give the parts of the model modules of their own, or choose planner=infer",
+            todo="give the parts of the model modules of their own, or choose planner=propagate",
         )
     at = {node.name: module for module, run in zip(modules, runs, strict=True) for node in run}
     block_at = dict(at)
@@ -67,7 +67,7 @@ def model_blocks(graph: LogicalGraph, cluster: Cluster) -> ModelBlocks:
     )
 
 
-def _block(graph: LogicalGraph, cluster: Cluster, module: str, at: dict[str, str]) -> Block:
+def _block(graph: LogicalGraph, cluster: Cluster, module: str, at: dict[str, str]) -> AtomicBlock:
     seconds = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
     kept: dict[str, int] = {}
     for node in graph.nodes:
@@ -79,7 +79,7 @@ def _block(graph: LogicalGraph, cluster: Cluster, module: str, at: dict[str, str
             is_forward = maker is not None and maker.phase is Phase.FORWARD
             if node.phase is Phase.BACKWARD and is_forward:
                 kept[value] = graph.tensor(value).size_bytes
-    return Block(
+    return AtomicBlock(
         name=module,
         forward_s=seconds[Phase.FORWARD],
         backward_s=seconds[Phase.BACKWARD],
@@ -111,7 +111,7 @@ def _flows(graph: LogicalGraph, at: dict[str, str]) -> list[Flow]:
     return found
 
 
-def machine_levels(cluster: Cluster, num_devices: int) -> tuple[Level, ...]:
+def machine_levels(cluster: Cluster, num_devices: int) -> tuple[MachineLevel, ...]:
     """Return the links of a machine as levels, the innermost first.
 
     Args:
@@ -126,9 +126,9 @@ def machine_levels(cluster: Cluster, num_devices: int) -> tuple[Level, ...]:
         ranks = min(level.num_ranks, num_devices)
         if ranks % size or ranks == size:
             break
-        levels.append(Level(components=ranks // size, bytes_per_s=level.link.bytes_per_s))
+        levels.append(MachineLevel(components=ranks // size, bytes_per_s=level.link.bytes_per_s))
         size = ranks
     if size == num_devices and levels:
         return tuple(levels)
     slowest = min(level.link.bytes_per_s for level in cluster.levels)
-    return (Level(components=num_devices, bytes_per_s=slowest),)
+    return (MachineLevel(components=num_devices, bytes_per_s=slowest),)

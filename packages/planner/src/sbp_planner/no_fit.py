@@ -1,7 +1,7 @@
 """What the planner `osdp` answers where nothing fits: what memory goes to, and what would help.
 
 What a setting would leave is estimated from the plan that needs least: it holds, at its peak,
-activations A beside everything else, R, of which the limit L leaves L - R for activations.
+activations A besides everything else, R, of which the limit L leaves L - R for activations.
 
     compile.passes.recompute     a budget of N (L - R), as it counts activations of all N ranks,
                                  if that is no less than the pass can keep to

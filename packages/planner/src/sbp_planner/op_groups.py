@@ -92,7 +92,7 @@ def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> Op
     of = {node.name: block_of(node.module) or node.name for node in moving_nodes(graph)}
     times = _times(graph, cluster, of)
     while True:
-        # One after the other, as each changes what the next is about.
+        # One after the other, because each changes what the next is about.
         edges = _edges(graph, of)
         joined = _cycle(edges) or _follower(edges, of)
         if joined is None and len(set(of.values())) > max_groups:

@@ -1,6 +1,6 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
-    choose      sharded, a subset of the parameters; a variant of the step; states that lie in the
+    choose      sharded, a subset of the parameters; a variant of the step; states that are in the
                 memory of the host, if memory is short
     minimise    predicted time of a step, of the compiled plan                              [s]
     such that   exact memory of each rank of the compiled plan <= limit                     [B]
@@ -61,15 +61,9 @@ from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
-from sbp_planner.osdp_report import (
-    Batch,
-    batch_report,
-    explanation,
-    memory_gain,
-    storage_report,
-)
-from sbp_planner.osdp_variants import Tried, VariantSearch
-from sbp_planner.sharding import Ends, ends_of
+from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
+from sbp_planner.osdp_variants import TriedVariant, VariantSearch
+from sbp_planner.sharding import ShardingExtremes, ends_of
 from sbp_planner.storage_search import improve
 
 #: With `batch_sizes=auto`, how often the batch is doubled at most.
@@ -127,7 +121,7 @@ class OsdpPlanner(SearchedPlanner):
             if name not in (axis, PIPE_AXIS)
         ]
 
-        def ends(asked: PlanRequest) -> Ends:
+        def ends(asked: PlanRequest) -> ShardingExtremes:
             return self._ends(asked, axis)
 
         return VariantSearch(
@@ -138,7 +132,7 @@ class OsdpPlanner(SearchedPlanner):
             ends_at=ends_at,
         )
 
-    def _ends(self, request: PlanRequest, axis: str) -> Ends:
+    def _ends(self, request: PlanRequest, axis: str) -> ShardingExtremes:
         config, graph = self.config, request.graph
         stages = pipelined(
             request.mesh,
@@ -151,19 +145,17 @@ class OsdpPlanner(SearchedPlanner):
         if len(stages.stages) == 1:  # one after the other: no stage waits for another
             stages = replace(stages, in_flight=(1,))
         return ends_of(
-            request,
-            axis,
-            stages=stages,
-            stage_patterns=config.stage_patterns,
-            pins=config.pins,
+            request, axis, stages=stages, stage_patterns=config.stage_patterns, pins=config.pins
         )
 
-    def _improve(self, tried: Tried) -> None:
+    def _improve(self, tried: TriedVariant) -> None:
         """Change single parameters of a variant that fits, while that is faster."""
         if tried.search.best is not None:
             tried.search.best = improve(tried.search, tried.search.best)
 
-    def _batches(self, request: PlanRequest, best: Tried, search: VariantSearch) -> list[Batch]:
+    def _batches(
+        self, request: PlanRequest, best: TriedVariant, search: VariantSearch
+    ) -> list[Batch]:
         """Return what the batch that is asked for comes to, and what others do.
 
         Raises:
@@ -216,7 +208,7 @@ class OsdpPlanner(SearchedPlanner):
         self._improve(best)
         return _batch(size, best)
 
-    def _no_fit(self, best: Tried, others: list[Batch]) -> MemoryLimitError:
+    def _no_fit(self, best: TriedVariant, others: list[Batch]) -> MemoryLimitError:
         search, least = best.search, best.choice
         peaks = search.peaks(least)
         error = no_fit(
@@ -237,7 +229,7 @@ class OsdpPlanner(SearchedPlanner):
         return error.replaced(MemoryLimitError, todo=todo)
 
 
-def _batch(size: int, tried: Tried) -> Batch:
+def _batch(size: int, tried: TriedVariant) -> Batch:
     return Batch(
         batch_size=size,
         step_s=tried.step_s,

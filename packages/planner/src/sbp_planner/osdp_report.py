@@ -8,7 +8,7 @@ from typing import Any
 
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.osdp_variants import Tried, VariantSearch
+from sbp_planner.osdp_variants import TriedVariant, VariantSearch
 from sbp_planner.storage_search import Choice, StorageSearch
 
 #: Variants that are listed for people.
@@ -151,7 +151,7 @@ def explanation(
 
 
 def _variant_lines(search: StorageSearch, variants: VariantSearch) -> list[str]:
-    tried = sorted((one for one in variants.tried if one.is_followed), key=Tried.rank)
+    tried = sorted((one for one in variants.tried if one.is_followed), key=TriedVariant.rank)
     lines = []
     if len(tried) > 1:
         chosen = next(one for one in tried if one.search is search)
@@ -164,7 +164,7 @@ def _variant_lines(search: StorageSearch, variants: VariantSearch) -> list[str]:
     return lines
 
 
-def _variant_line(one: Tried) -> str:
+def _variant_line(one: TriedVariant) -> str:
     size = format_bytes(one.search.memory(one.choice))
     told = f"{format_seconds(one.step_s)} a step, {size}" if one.fits else f"needs {size}"
     return f"  {one.words}: {told}"

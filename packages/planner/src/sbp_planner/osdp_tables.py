@@ -10,7 +10,7 @@ attention, MLP, both). A model is L equal blocks; n_s of them take mode s:
 
 For one row that is the knapsack of `sbp_planner.knapsack`, solved exactly; the rows are then
 compared by throughput. The scheduler that is released with OSDP compares them by seconds, of rows 1
-to 3: it always takes the smallest batch that fits. What it would take is reported beside.
+to 3: it always takes the smallest batch that fits. What it would take is reported, too.
 
 Complexity: O(L f) for a row, where f is the size of a Pareto frontier that equal blocks keep small:
 milliseconds for 48 blocks.
@@ -80,7 +80,7 @@ class BlockTables:
         hidden: Hidden sizes.
         time_s: Seconds, [hidden][row][mode].
         mem_mb: MB, [hidden][row][mode].
-        overhead_mb: Held beside all blocks.
+        overhead_mb: Held besides all blocks.
     """
 
     hidden: tuple[int, ...]

@@ -26,7 +26,7 @@ from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, Sl
 from sbp_core.memory import MemoryKind
 from sbp_core.planning import PlanRequest, recompute_budgets, splits_classes, variant_words
 from sbp_planner.guide import shard_bytes
-from sbp_planner.sharding import Ends
+from sbp_planner.sharding import ShardingExtremes
 from sbp_planner.storage_search import Choice, StorageSearch
 
 #: Slices that are tried first, and then more or fewer.
@@ -43,7 +43,7 @@ _TIE = 1e-9
 
 
 @dataclass(slots=True, kw_only=True)
-class Tried:
+class TriedVariant:
     """One variant, and what is known of it.
 
     Args:
@@ -103,25 +103,25 @@ class VariantSearch:
     """
 
     request: PlanRequest
-    ends: Callable[[PlanRequest], Ends]
+    ends: Callable[[PlanRequest], ShardingExtremes]
     limit_bytes: float
     may_split_classes: bool
     ends_at: float = inf
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TriedVariant] = field(default_factory=list)
     untried: bool = False
     problems: dict[str, SbpError] = field(default_factory=dict)
 
     @property
-    def best(self) -> Tried:
+    def best(self) -> TriedVariant:
         """The fastest that fits, or the one that needs least."""
-        return min((one for one in self.tried if one.is_followed), key=Tried.rank)
+        return min((one for one in self.tried if one.is_followed), key=TriedVariant.rank)
 
     @property
     def best_s(self) -> float:
         """Time of a step of the best that fits; infinite if none does."""
         return self.best.step_s if self.best.fits else inf
 
-    def run(self) -> Tried:
+    def run(self) -> TriedVariant:
         """Return the best variant with its storages.
 
         Raises:
@@ -137,7 +137,7 @@ class VariantSearch:
             self._search_slices(family)
         return self.best
 
-    def _first(self, family: GraphFamily | None) -> Tried:
+    def _first(self, family: GraphFamily | None) -> TriedVariant:
         """Look at the step as it is asked for, in one of its two forms.
 
         Softmaxes in one operator each are faster than in parts, which are only for plans that split
@@ -160,7 +160,7 @@ class VariantSearch:
             pass
         return self._looked_at(asked, self.request)
 
-    def _search_counts(self, family: GraphFamily, first: Tried) -> None:
+    def _search_counts(self, family: GraphFamily, first: TriedVariant) -> None:
         """Look at numbers of micro-batches, each with ever more recomputation."""
         assert first.variant is not None, "the step has variants"
         for count in sorted(family.micro_batches):
@@ -178,7 +178,7 @@ class VariantSearch:
             if family.may_recompute and not self._is_unlimited(found):
                 self._search_budgets(found)
 
-    def _search_budgets(self, base: Tried) -> None:
+    def _search_budgets(self, base: TriedVariant) -> None:
         assert base.variant is not None, "the step has variants"
         for budget in recompute_budgets(base.search.request.graph):
             found = self._look_at(replace(base.variant, recompute_bytes=budget))
@@ -200,7 +200,7 @@ class VariantSearch:
                     break
                 best = self._sliced(best, names)
 
-    def _sliced(self, base: Tried, names: tuple[str, ...]) -> Tried:
+    def _sliced(self, base: TriedVariant, names: tuple[str, ...]) -> TriedVariant:
         """Return the best of a variant as it is and with some parameters in slices."""
         variant, best = base.variant, base
         assert variant is not None, "the step has variants"
@@ -211,7 +211,7 @@ class VariantSearch:
             found = self._look_at(replace(variant, slices=(*variant.slices, *added)))
             if found is not None:
                 self._follow(found)
-                best = min(best, found, key=Tried.rank)
+                best = min(best, found, key=TriedVariant.rank)
 
         for along in SliceAlong:
             try_(_FIRST_COUNT, along)
@@ -221,7 +221,7 @@ class VariantSearch:
                 try_(count, along)
         return best
 
-    def _gathered(self, tried: Tried) -> Iterator[tuple[str, ...]]:
+    def _gathered(self, tried: TriedVariant) -> Iterator[tuple[str, ...]]:
         """Yield classes of equal sharded matrices, the largest first, if copies are at the peak."""
         search, choice = tried.search, tried.choice
         if not _has_copies(search, choice):
@@ -238,7 +238,7 @@ class VariantSearch:
 
     # Single variants
 
-    def _look_at(self, variant: GraphVariant) -> Tried | None:
+    def _look_at(self, variant: GraphVariant) -> TriedVariant | None:
         """Return a variant with its time without a limit; None if there is none, or no time."""
         known = next((one for one in self.tried if one.variant == variant), None)
         if known is not None:
@@ -252,29 +252,27 @@ class VariantSearch:
             self.problems[variant_words(variant)] = error
             return None
 
-    def _looked_at(self, variant: GraphVariant | None, request: PlanRequest) -> Tried:
+    def _looked_at(self, variant: GraphVariant | None, request: PlanRequest) -> TriedVariant:
         quiet = replace(request, progress=None, family=None)
         if self.request.progress and variant is not None:
             self.request.progress(f"trying {variant_words(variant)}", 0.2)
-        search = StorageSearch(
-            request=quiet,
-            ends=self.ends(quiet),
-            limit_bytes=self.limit_bytes,
+        search = StorageSearch(request=quiet, ends=self.ends(quiet), limit_bytes=self.limit_bytes)
+        tried = TriedVariant(
+            variant=variant, search=search, unlimited_s=search.step_s(search.unlimited())
         )
-        tried = Tried(variant=variant, search=search, unlimited_s=search.step_s(search.unlimited()))
         self.tried.append(tried)
         return tried
 
-    def _follow(self, tried: Tried) -> None:
+    def _follow(self, tried: TriedVariant) -> None:
         if not tried.is_followed:
             tried.search.follow()
             tried.is_followed = True
 
-    def _is_unlimited(self, tried: Tried) -> bool:
+    def _is_unlimited(self, tried: TriedVariant) -> bool:
         """Whether what fits of a variant is no slower than without a limit."""
         return tried.fits and tried.step_s <= tried.unlimited_s * (1 + _TIE)
 
-    def _is_pipeline(self, tried: Tried) -> bool:
+    def _is_pipeline(self, tried: TriedVariant) -> bool:
         return len(tried.search.ends.replicated.stages) > 1
 
 

@@ -1,7 +1,7 @@
 """The pins of patterns that were found in a step, for `sbp_core.infer`.
 
     parameters along a dim         stored and used split, with their states, gradients and updates
-    sums behind `tensor`           summed there at once: B, for every rank that goes on with them
+    sums after `tensor`            summed there at once: B, for every rank that goes on with them
     what leads to `tensor`         B: computed by every rank; in parts it would be gathered again
     values along `classes` and     split where all their users can take them so; so is the batch
       `sequence`
@@ -21,7 +21,7 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, Phase, Ref
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial, Split
 from sbp_core.signatures import OpCall, derive, is_view
-from sbp_planner.dim_groups import DimGroup, Part, label_splits
+from sbp_planner.dim_groups import DimGroup, GroupRole, label_splits
 from sbp_planner.guide import update_values
 from sbp_planner.patterns import Patterns, by_axis, parameter_names
 
@@ -112,11 +112,11 @@ class _Pinned:
     def sums(self, groups: Sequence[DimGroup]) -> None:
         """Sum what parameters contract."""
         for group in groups:
-            for use in group.of(Part.CONTRACTS):
+            for use in group.of(GroupRole.CONTRACTS):
                 self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
 
     def _summed(self, value: str) -> str:
-        """Return where a sum is taken: behind views, and behind operators that shrink it."""
+        """Return where a sum is taken: after views, and after operators that shrink it."""
         best = value
         while True:
             users = [user for user in self.graph.users[value] if user.phase is Phase.FORWARD]
@@ -140,7 +140,7 @@ class _Pinned:
     def stream(self, groups: Sequence[DimGroup]) -> None:
         """Keep whole what leads to the products that make the dims, and the gradients of that."""
         along = {value for group in groups for value in group.by_value}
-        makes = [use for group in groups for use in group.of(Part.MAKES)]
+        makes = [use for group in groups for use in group.of(GroupRole.MAKES)]
         needed = {name for use in makes for name in use.activations}
         whole: set[str] = set()
         for node in reversed(self.graph.nodes):
@@ -208,7 +208,7 @@ class _Pinned:
                 self.pins[_literal(value)] = f"S({dim})"
 
     def _takes(self, user: Node, value: str, along: Mapping[str, int], split: set[str]) -> bool:
-        """Whether an operator can take a value split, beside what is to be split already."""
+        """Whether an operator can take a value split, besides what is to be split already."""
         if is_view(user.op) and not split.issuperset(along.keys() & set(user.outputs)):
             return False
         call = OpCall.of(self.graph, user)
@@ -227,17 +227,17 @@ class _Pinned:
 def _described(pattern: str, graph: LogicalGraph, groups: Sequence[DimGroup]) -> str:
     """Return what a pattern splits."""
 
-    def names(*parts: Part) -> str:
+    def names(*parts: GroupRole) -> str:
         uses = [use for group in groups for part in parts for use in group.of(part)]
         return ", ".join(parameter_names(uses))
 
     if pattern == "tensor":
-        return f"columns {names(Part.MAKES)}; rows {names(Part.CONTRACTS)}"
+        return f"columns {names(GroupRole.MAKES)}; rows {names(GroupRole.CONTRACTS)}"
     if pattern == "sequence":
         inputs = [(n, dim) for group in groups for n, dim in group.dims if n in graph.input_kinds]
         batch = [(n, dim) for n, dim in inputs if graph.input_kinds[n].kind is InputKind.BATCH]
         return ", ".join(f"dim {dim} of {name}" for name, dim in batch)
-    return names(Part.MAKES, Part.LOOKS_UP, Part.BATCHES)
+    return names(GroupRole.MAKES, GroupRole.LOOKS_UP, GroupRole.BATCHES)
 
 
 def _literal(name: str) -> str:

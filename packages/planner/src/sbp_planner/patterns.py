@@ -1,7 +1,7 @@
 """Patterns of parallelism, found in the graph of a step among what `dim_groups` shows.
 
     pattern     dims that it splits over a mesh axis                     what ranks exchange
-    tensor      made by one parameter, contracted by a later one         sums behind the latter,
+    tensor      made by one parameter, contracted by a later one         sums after the latter,
                 (heads, hidden units, channels)                          gradients before the former
     classes     made by a parameter, and a softmax in parts is taken     maxima and sums
                 over them
@@ -13,7 +13,7 @@
 Nothing is known of names. Tensor parallelism chooses among dims that exclude each other, as a
 matrix is split along one of its two: those first that send least for the work that they share,
 
-    bytes(g) = results summed behind + activations before it + what is gathered where it ends
+    bytes(g) = results summed after + activations before it + what is gathered where it ends
     work(g)  = flop of its products
 
 so hidden units of an MLP (2 messages of n d for 4 n d f flop) come before the residual stream,
@@ -33,7 +33,7 @@ from functools import cached_property
 
 from sbp_core.errors import ConfigError
 from sbp_core.graph import InputKind, LogicalGraph
-from sbp_planner.dim_groups import DimGroup, DimGroups, Part, Use, dim_groups
+from sbp_planner.dim_groups import DimGroup, DimGroups, GroupRole, Use, dim_groups
 
 #: Softmaxes whose classes have to be whole.
 _WHOLE_SOFTMAXES = ("_log_softmax", "_softmax")
@@ -99,7 +99,7 @@ class Patterns:
             return self._disjoint(sorted(filter(_is_pair, groups), key=self._bytes_per_flop))
         matches = {
             "classes": lambda group: group.is_reduced and _only_makes(group),
-            "tables": lambda group: any(map(self._is_large_table, group.of(Part.LOOKS_UP))),
+            "tables": lambda group: any(map(self._is_large_table, group.of(GroupRole.LOOKS_UP))),
             "experts": self._is_of_experts,
             "sequence": self._is_sequence,
         }[pattern]
@@ -117,7 +117,7 @@ class Patterns:
         return chosen
 
     def _bytes_per_flop(self, group: DimGroup) -> float:
-        makes, contracts = group.of(Part.MAKES), group.of(Part.CONTRACTS)
+        makes, contracts = group.of(GroupRole.MAKES), group.of(GroupRole.CONTRACTS)
         moved = [use.node.outputs[0] for use in contracts]
         moved += dict.fromkeys(name for use in makes for name in use.activations)
         sizes = (self.graph.tensor(name).size_bytes for name in (*moved, *group.ends))
@@ -131,9 +131,9 @@ class Patterns:
         )
 
     def _is_of_experts(self, group: DimGroup) -> bool:
-        return not group.of(Part.CONTRACTS) and any(
+        return not group.of(GroupRole.CONTRACTS) and any(
             len(self.graph.tensor(name).shape) > 2
-            for part in (Part.BATCHES, Part.LOOKS_UP)
+            for part in (GroupRole.BATCHES, GroupRole.LOOKS_UP)
             for use in group.of(part)
             for name in use.parameters
         )
@@ -152,7 +152,7 @@ class Patterns:
         return any(
             name in group.by_value
             for other in self.shown.groups
-            for part in (Part.MAKES, Part.CONTRACTS)
+            for part in (GroupRole.MAKES, GroupRole.CONTRACTS)
             for use in other.of(part)
             for name in use.activations
         )
@@ -162,10 +162,10 @@ class Patterns:
         uses = [use for group in self.shown.groups for use in group.uses]
         if pattern == "tensor":
             ended = (group for group in self.shown.groups if _only_makes(group))
-            names = parameter_names(use for group in ended for use in group.of(Part.MAKES))
+            names = parameter_names(use for group in ended for use in group.of(GroupRole.MAKES))
             return _listed("what these make ends before one does: ", names)
         if pattern == "tables":
-            names = parameter_names(use for use in uses if use.part is Part.LOOKS_UP)
+            names = parameter_names(use for use in uses if use.part is GroupRole.LOOKS_UP)
             return _listed("these are not: ", names)
         if pattern == "classes":
             names = parameter_names(self._under_whole_softmaxes())
@@ -182,17 +182,17 @@ class Patterns:
         for group in filter(_only_makes, self.shown.groups):
             users = (user for name in group.ends for user in self.graph.users[name])
             if any(user.kind in _WHOLE_SOFTMAXES for user in users):
-                yield from group.of(Part.MAKES)
+                yield from group.of(GroupRole.MAKES)
 
 
 def _only_makes(group: DimGroup) -> bool:
-    return bool(group.of(Part.MAKES)) and not group.of(Part.CONTRACTS)
+    return bool(group.of(GroupRole.MAKES)) and not group.of(GroupRole.CONTRACTS)
 
 
 def _is_pair(group: DimGroup) -> bool:
     """Whether a parameter makes the dim and a later one contracts it, and nothing is in its way."""
-    makes, contracts = group.of(Part.MAKES), group.of(Part.CONTRACTS)
-    if not makes or not contracts or group.of(Part.LOOKS_UP) or not group.is_consistent:
+    makes, contracts = group.of(GroupRole.MAKES), group.of(GroupRole.CONTRACTS)
+    if not makes or not contracts or group.of(GroupRole.LOOKS_UP) or not group.is_consistent:
         return False
     return group.uses.index(makes[0]) < group.uses.index(contracts[-1])
 

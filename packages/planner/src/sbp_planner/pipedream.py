@@ -24,8 +24,8 @@ from sbp_planner.stages import (
     HierarchyPlan,
     HierarchyProblem,
     Infeasible,
-    InFlight,
-    Level,
+    InFlightLimits,
+    MachineLevel,
     Profile,
     WeightVersions,
     cut_flushed,
@@ -164,7 +164,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _levels(options: argparse.Namespace) -> tuple[Level, ...]:
+def _levels(options: argparse.Namespace) -> tuple[MachineLevel, ...]:
     if len(options.topology) != len(options.bandwidth):
         raise SbpValueError(
             f"--topology has {len(options.topology)} levels and --bandwidth "
@@ -180,7 +180,7 @@ def _levels(options: argparse.Namespace) -> tuple[Level, ...]:
                 else "bytes a second, above 0, for each level",
             )
     pairs = zip(options.topology, options.bandwidth, strict=True)
-    return tuple(Level(components=n, bytes_per_s=rate) for n, rate in pairs)
+    return tuple(MachineLevel(components=n, bytes_per_s=rate) for n, rate in pairs)
 
 
 def _answer(options: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _answer(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _steady(
-    options: argparse.Namespace, levels: tuple[Level, ...], profile: Profile
+    options: argparse.Namespace, levels: tuple[MachineLevel, ...], profile: Profile
 ) -> dict[str, Any]:
     problem = HierarchyProblem(
         graph=profile.graph,
@@ -220,7 +220,7 @@ def _steady(
 
 
 def _flushed(
-    options: argparse.Namespace, levels: tuple[Level, ...], profile: Profile
+    options: argparse.Namespace, levels: tuple[MachineLevel, ...], profile: Profile
 ) -> dict[str, Any]:
     if options.idle:
         raise SbpValueError("--idle is not for flushed pipelines", todo="leave it out")
@@ -229,7 +229,7 @@ def _flushed(
         graph=profile.graph,
         levels=levels,
         micro_batches=options.micro_batches,
-        in_flight=InFlight.ALL if options.schedule == "gpipe" else InFlight.STAGES,
+        in_flight=InFlightLimits.ALL if options.schedule == "gpipe" else InFlightLimits.STAGES,
         memory_bytes=inf if options.memory is None else options.memory,
         device_counts=(1,) if options.straight else None,
         **limit,
@@ -259,11 +259,7 @@ def _flushed(
 
 
 def _search(plan: HierarchyPlan | FlushedPlan) -> dict[str, Any]:
-    return {
-        "ideals": plan.num_ideals,
-        "all_ideals": plan.complete,
-        "family": plan.family,
-    }
+    return {"ideals": plan.num_ideals, "all_ideals": plan.complete, "family": plan.family}
 
 
 def _infeasible(plan: Infeasible) -> dict[str, Any]:

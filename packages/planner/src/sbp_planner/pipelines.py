@@ -36,7 +36,7 @@ from sbp_core.units import format_seconds
 from sbp_planner.configs import check_stage_axes
 from sbp_planner.model_blocks import machine_levels, model_blocks
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
-from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlight, cut_flushed
+from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlightLimits, cut_flushed
 
 #: Data parallelism inside a stage.
 _PINS: Mapping[str, PinValue] = {
@@ -115,7 +115,7 @@ def _planned(
         graph=blocks.graph,
         levels=machine_levels(request.cluster, mesh.size),
         micro_batches=graph.num_micro_batches,
-        in_flight=InFlight.ALL if schedule == "gpipe" else InFlight.STAGES,
+        in_flight=InFlightLimits.ALL if schedule == "gpipe" else InFlightLimits.STAGES,
         device_counts=None if num_stages is None else (mesh.size // num_stages,),
         num_stages=num_stages,
     )

@@ -21,7 +21,7 @@
                 sum of bytes on a rank <= its memory                 each rank
 
 H is what a placement takes that is known. All groups lead to the loss, so that all of forward is
-before all of backward. A transfer delays who waits for it, and nobody else. Micro-batches behind
+before all of backward. A transfer delays who waits for it, and nobody else. Micro-batches after
 the first follow as the busiest rank allows.
 
 Source: Pal et al., "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training",
@@ -157,7 +157,7 @@ def fits(problem: PlacementProblem, chosen: Sequence[int]) -> bool:
 
 
 def step_of(problem: PlacementProblem, chosen: Sequence[int]) -> float:
-    """Return the time of a step by a list schedule: who has most behind it goes first."""
+    """Return the time of a step by a list schedule: who has most after it goes first."""
     options, num = problem.options, problem.num_groups
     forward = [problem.forward_s[i][o] for i, o in enumerate(chosen)]
     backward = [problem.backward_s[i][o] for i, o in enumerate(chosen)]

@@ -142,17 +142,18 @@ class StanzaPlanner(SearchedPlanner):
         """Return the fastest separation that fits.
 
         Raises:
-            ConfigError: the mesh has an axis of stages, or fewer than two positions, or not as many
-                as `few` takes; or a pin cannot be meant.
+            ConfigError: the mesh has an axis of stages, or fewer than two positions, or not more
+                than `num_fc_workers`; or a pin cannot be meant.
             PlanError: the model has one group, or no separation is known that fits.
         """
         placer = _Placer(request=context.request, planner="stanza", config=self.config)
-        num, few, axis = placer.num_positions, self.config.few, context.request.mesh.axes[0]
+        num, axis = placer.num_positions, context.request.mesh.axes[0]
+        few = self.config.num_fc_workers
         if num < 2 or (few is not None and few >= num):
             raise ConfigError(
-                f"planner.few={few} of {num} positions on the axis {axis!r}",
+                f"planner.num_fc_workers={few} of {num} positions on the axis {axis!r}",
                 where="planner stanza",
-                accepted=f"at least 2 positions, of which few is at most {max(num - 1, 1)}",
+                accepted=f"at least 2 positions, and num_fc_workers <= {max(num - 1, 1)}",
                 todo="take more ranks (cluster.mesh), or another planner",
             )
         if len(placer.groups.groups) < 2:

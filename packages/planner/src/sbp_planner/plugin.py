@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
-from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfig
+from sbp_planner.configs import FileConfig, ManualConfig, OsdpConfig, PropagateConfig
 from sbp_planner.search_configs import (
     AlpaConfig,
     AutoConfig,
@@ -97,10 +97,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             config=TofuConfig,
             summary="the ranks in prime factors, decided one after the other",
         ),
-        "infer": Factory(
-            build="sbp_planner.infer:build",
-            config=InferConfig,
+        "propagate": Factory(
+            build="sbp_planner.propagate:build",
+            config=PropagateConfig,
             summary="any model on any mesh: the batch is split, the rest inferred; the default",
+            former_names=("infer",),
         ),
         "manual": Factory(
             build="sbp_planner.manual:build",

@@ -19,7 +19,7 @@ from sbp_core.planning import PlanRequest
 from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.configs import AUTO, InferConfig, ManualConfig
+from sbp_planner.configs import AUTO, ManualConfig, PropagateConfig
 
 #: Steps of times so near to each other, relative, are told apart by their memory.
 _NEAR = 1e-3
@@ -36,30 +36,30 @@ class _Tried:
 
 def with_schedule(
     request: PlanRequest,
-    config: ManualConfig | InferConfig,
-    infer: Callable[[Pipelined], Strategy],
+    config: ManualConfig | PropagateConfig,
+    propagate: Callable[[Pipelined], Strategy],
 ) -> Strategy:
     """Return the strategy of the schedule that the config says.
 
     Args:
         request: See `Planner.plan`.
         config: With `pipeline`, `chunks` and `stage_ranks`.
-        infer: Returns the strategy of one schedule.
+        propagate: Returns the strategy of one schedule.
 
     Raises:
         ConfigError: the schedule is none for the mesh and the micro-batches.
-        PlanError: no schedule leads to a plan that fits; or see `infer`.
+        PlanError: no schedule leads to a plan that fits; or see `propagate`.
     """
     if config.pipeline != AUTO:
         stages = _pipelined(request, config, config.pipeline)
-        return _named(infer(stages), stages)
+        return _named(propagate(stages), stages)
     limit = request.cluster.device.memory_bytes
     tried: dict[str, _Tried] = {}
     for stages in _defined(request, config):
         if request.progress:
             request.progress(f"trying the schedule {stages.name!r}", len(tried) / len(SCHEDULES))
         try:
-            strategy = _named(infer(stages), stages)
+            strategy = _named(propagate(stages), stages)
             plan = compile_plan(
                 request.graph, strategy, request.options or CompileOptions(cluster=request.cluster)
             )
@@ -91,7 +91,9 @@ def with_schedule(
     return replace(best.strategy, report={**best.strategy.report, **told})
 
 
-def _pipelined(request: PlanRequest, config: ManualConfig | InferConfig, name: str) -> Pipelined:
+def _pipelined(
+    request: PlanRequest, config: ManualConfig | PropagateConfig, name: str
+) -> Pipelined:
     return pipelined(
         request.mesh,
         name,
@@ -103,7 +105,7 @@ def _pipelined(request: PlanRequest, config: ManualConfig | InferConfig, name: s
     )
 
 
-def _defined(request: PlanRequest, config: ManualConfig | InferConfig) -> Iterator[Pipelined]:
+def _defined(request: PlanRequest, config: ManualConfig | PropagateConfig) -> Iterator[Pipelined]:
     """Yield each schedule that is defined for as many updates as a step has."""
     for name in SCHEDULES:
         if name == "2bw":

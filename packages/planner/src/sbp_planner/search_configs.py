@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
@@ -48,13 +49,13 @@ class _CutsStages(Offloads):
 
     __slots__ = ()
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh that says neither its stages nor that there is one axis to cut.
 
         Raises:
             ConfigError: so it is; see `check_stage_axes`. Or see `Offloads`.
         """
-        super().check_beside(others)
+        super().check_combination(others)
         cluster = others.get("cluster")
         check_stage_axes(getattr(cluster, "mesh", ()), getattr(cluster, "axes", ()))
 
@@ -292,15 +293,17 @@ class StanzaConfig(DlplacerConfig):
     """Settings of `sbp_planner.placers.StanzaPlanner`.
 
     Args:
-        few: Positions of the smaller part; None for the fastest.
+        num_fc_workers: Positions of the smaller part; None for the fastest number.
     """
 
-    few: int | None = None
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"few": "num_fc_workers"}
+    num_fc_workers: int | None = None
 
     def __post_init__(self) -> None:
         DlplacerConfig.__post_init__(self)
-        if self.few is not None and self.few < 1:
-            raise ConfigError(f"few={self.few}", accepted="1 or more, or null")
+        if self.num_fc_workers is not None and self.num_fc_workers < 1:
+            what = f"num_fc_workers={self.num_fc_workers}"
+            raise ConfigError(what, accepted="1 or more, or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from sbp_core.infer import (
     PINS,
     CostTables,
     Decision,
-    Kept,
+    FixedDecisions,
     Pins,
     StageMap,
     StepProblem,
@@ -36,7 +36,7 @@ from sbp_core.sbp import NdSbp, Sbp, Split
 from sbp_core.signatures import Signature1d, combine
 from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import Held, held
+from sbp_planner.joint.lifetime import VariableMemory, held
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, near
 from sbp_planner.joint.priced import PricedMemory
@@ -55,7 +55,7 @@ _PROGRAM_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Program:
+class SegmentProgram:
     """How a segment is split on a mesh.
 
     Args:
@@ -80,9 +80,9 @@ class Program:
         """Return what the fullest rank holds at its peak, with so many micro-batches in flight."""
         return int((self.fixed_bytes + in_flight * self.waiting_bytes).max(initial=0))
 
-    def kept(self, segment: Segment) -> Kept:
+    def kept(self, segment: Segment) -> FixedDecisions:
         """Return the decisions by the names of a segment that has the key of the one solved."""
-        return Kept(
+        return FixedDecisions(
             nodes=dict(zip(segment.nodes, map(combine, self.nodes), strict=True)),
             storage=dict(zip(segment.inputs, (NdSbp(*of) for of in self.inputs), strict=True)),
         )
@@ -94,7 +94,7 @@ class SegmentSearch:
     Args:
         segments: Of the step.
         segment: Which.
-        ranks: Its ranks, and those beside it.
+        ranks: Its ranks, and those of its neighbours.
         pins: What is decided; by default the pins of the segments.
 
     Raises:
@@ -105,21 +105,17 @@ class SegmentSearch:
     max_prices: ClassVar[float] = MAX_SEGMENT_PRICES
 
     def __init__(
-        self,
-        segments: StepSegments,
-        segment: Segment,
-        ranks: StageRanks,
-        pins: Pins | None = None,
+        self, segments: StepSegments, segment: Segment, ranks: StageRanks, pins: Pins | None = None
     ) -> None:
         self.segments, self.segment, self.placement = segments, segment, ranks.own
         graph, axes = segment.graph, ranks.own.num_axes
-        beside = [stage for stage in (ranks.before, ranks.behind) if stage is not None]
-        number = {True: 1, False: len(beside)}
+        neighbours = [stage for stage in (ranks.before, ranks.after) if stage is not None]
+        number = {True: 1, False: len(neighbours)}
         tensors = {e.name: 0 for e in graph.inputs if graph.is_tensor(e.name)}
-        away = {name: number[before] for name, before in segment.elsewhere.items() if beside}
+        away = {name: number[before] for name, before in segment.elsewhere.items() if neighbours}
         work = StepWork(
             graph=graph,
-            placements=(ranks.own, *beside),
+            placements=(ranks.own, *neighbours),
             stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
             cluster=segments.cluster,
             bucket_bytes=segments.bucket_bytes,
@@ -134,7 +130,8 @@ class SegmentSearch:
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)
         self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
-        #: Whether only what is near the choice axis by axis is looked at, as there is very much.
+        #: Whether only what is near the choice axis by axis is looked at, because there is very
+        #: much.
         self.is_limited = self.problem.num_prices > self.max_prices
         if self.is_limited:
             kept = near(self.problem, repeated(self.problem))
@@ -146,7 +143,7 @@ class SegmentSearch:
         for name in away:
             self._send_in_parts(name)
         self.step = tie(self.problem)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, VariableMemory] = {}
 
     def _send_in_parts(self, name: str) -> None:
         """Count of what crosses to another stage only what is beyond the cheapest way to send it.
@@ -170,7 +167,7 @@ class SegmentSearch:
         if problem.start[variable] not in allowed:
             problem.start[variable] = allowed[0]
 
-    def free(self) -> tuple[Program, tuple[int, ...]]:
+    def free(self) -> tuple[SegmentProgram, tuple[int, ...]]:
         """Return the fastest program whatever it holds, and its values.
 
         Raises:
@@ -191,11 +188,13 @@ class SegmentSearch:
             )
         return self.program(values, exact=exact), values
 
-    def within(self, limit_bytes: float, in_flight: int, free: tuple[int, ...]) -> Program | None:
+    def within(
+        self, limit_bytes: float, in_flight: int, free: tuple[int, ...]
+    ) -> SegmentProgram | None:
         """Return a fast program that holds no more than a limit; None if none was found.
 
         Args:
-            limit_bytes: Of a rank, as `Program.memory_bytes` counts.
+            limit_bytes: Of a rank, as `SegmentProgram.memory_bytes` counts.
             in_flight: Micro-batches.
             free: The values of the fastest.
         """
@@ -212,12 +211,12 @@ class SegmentSearch:
         program = self.program(values, exact=False)
         return program if program.memory_bytes(in_flight) <= limit_bytes else None
 
-    def program(self, values: tuple[int, ...], *, exact: bool) -> Program:
+    def program(self, values: tuple[int, ...], *, exact: bool) -> SegmentProgram:
         """Return the program of a value of each variable."""
         problem, decision = self.problem, self.problem.decided(values)
         # Behind the last place nothing is held.
         one, two = (self.held(n).by_place(values)[:-1] for n in (1, 2))
-        return Program(
+        return SegmentProgram(
             mesh_shape=self.placement.mesh_shape,
             nodes=tuple(decision.nodes[name] for name in self.segment.nodes),
             inputs=tuple(decision.storage[name] for name in self.segment.inputs),
@@ -227,7 +226,7 @@ class SegmentSearch:
             is_exact=exact,
         )
 
-    def held(self, in_flight: int) -> Held:
+    def held(self, in_flight: int) -> VariableMemory:
         """Return what values hold; what stands for other segments is no state of this one."""
         if in_flight in self._held:
             return self._held[in_flight]

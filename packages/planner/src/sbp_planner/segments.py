@@ -37,7 +37,7 @@ from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures import OpCall, call_key
 from sbp_core.strategy import Signature
 from sbp_planner.model_blocks import ModelBlocks
-from sbp_planner.stages import Block, BlockGraph, Flow
+from sbp_planner.stages import AtomicBlock, BlockGraph, Flow
 
 _ONE = Placement((0,), ("rank",))
 
@@ -94,7 +94,7 @@ class StepSegments:
         pins: Of the user and the planner, which tell segments apart.
         cluster: Whose devices run it.
         bucket_bytes: Of the plan, as `CompileOptions` has it.
-        offloaded: States that lie in the memory of the host.
+        offloaded: States that are in the memory of the host.
     """
 
     graph: LogicalGraph
@@ -298,7 +298,7 @@ def merged(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> BlockGraph:
         if others := tuple(user for user in users if user != producer):
             flows.append(Flow(producer=producer, consumers=others, num_bytes=flow.num_bytes))
     found = [
-        Block(
+        AtomicBlock(
             name=str(at),
             forward_s=sum(blocks[name].forward_s for name in group),
             backward_s=sum(blocks[name].backward_s for name in group),

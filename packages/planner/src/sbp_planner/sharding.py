@@ -28,7 +28,7 @@ from sbp_planner.guide import owners, shardable, states_of, update_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class ShardingExtremes:
     """The strategies between which storages are chosen.
 
     Args:
@@ -49,7 +49,7 @@ def ends_of(
     stages: Pipelined,
     stage_patterns: StagePatterns = (),
     pins: Mapping[str, PinValue] | None = None,
-) -> Ends:
+) -> ShardingExtremes:
     """Return the two ends of a step.
 
     Args:
@@ -82,7 +82,7 @@ def ends_of(
         for name in shardable(request.graph)
         if replicated.storage[name] != sharded.storage[name]
     )
-    return Ends(replicated=replicated, sharded=sharded, names=names)
+    return ShardingExtremes(replicated=replicated, sharded=sharded, names=names)
 
 
 def _pins(axis: str) -> dict[str, PinValue]:
@@ -116,7 +116,7 @@ def shard_dim(graph: LogicalGraph, replicated: Strategy, name: str, axis: str) -
     return next(wide, 0)
 
 
-def mixed(graph: LogicalGraph, ends: Ends, chosen: Set[str]) -> Strategy:
+def mixed(graph: LogicalGraph, ends: ShardingExtremes, chosen: Set[str]) -> Strategy:
     """Return the strategy that shards some parameters; boxing joins what is decided apart.
 
     Args:

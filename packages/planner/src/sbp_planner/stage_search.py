@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.errors import MemoryLimitError
-from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
+from sbp_core.infer import PIPE_AXIS, FixedDecisions, Pipelined, pipelined, resolve_pins
 from sbp_core.planning import Compilation, Compiled, LimitSearch, PlanRequest, search_limits
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
@@ -32,7 +32,7 @@ from sbp_planner.model_blocks import machine_levels
 from sbp_planner.segments import StepSegments
 from sbp_planner.stages import (
     BlockGraph,
-    InFlight,
+    InFlightLimits,
     LazyPlan,
     PricedStage,
     TableProblem,
@@ -93,7 +93,7 @@ class StageProgram:
     cost_s: float
     memory_bytes: int = 0
     mesh_shape: tuple[int, ...] = ()
-    kept: Kept | None = None
+    kept: FixedDecisions | None = None
     words: str = ""
 
 
@@ -109,7 +109,7 @@ class StageMeshes:
 
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    parts: tuple[Kept, ...]
+    parts: tuple[FixedDecisions, ...]
 
 
 class StageSolver(Protocol):
@@ -255,7 +255,7 @@ class StageSearch:
             self.problem(limit_bytes),
             partial(self._price, limit_bytes),
             first=[stages for one in self.settings.first if (stages := self._as_stages(one))],
-            is_late=lambda: monotonic() > self.settings.ends,
+            is_out_of_time=lambda: monotonic() > self.settings.ends,
             gap=self.settings.gap,
         )
 
@@ -296,7 +296,7 @@ class StageSearch:
             held_seconds=held,
             device_counts=settings.sizes,
             transfer_s=partial(transfer_s, self.levels, ideals),
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             micro_batches=self.count,
             num_stages=settings.num_stages,
         )
@@ -440,13 +440,13 @@ class StageSearch:
             self.request.progress(what, fraction)
 
 
-def on_axes(kept: Kept, axes: Sequence[int]) -> Kept:
+def on_axes(kept: FixedDecisions, axes: Sequence[int]) -> FixedDecisions:
     """Return decisions on other mesh axes: for each of them, the axis that it is decided as."""
 
     def on(sbp: NdSbp) -> NdSbp:
         return NdSbp(*(sbp[axis] for axis in axes))
 
-    return Kept(
+    return FixedDecisions(
         nodes={
             name: Signature(tuple(map(on, of.inputs)), tuple(map(on, of.outputs)))
             for name, of in kept.nodes.items()

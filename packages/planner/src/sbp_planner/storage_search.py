@@ -24,7 +24,7 @@ from sbp_core.planning import Compilation, LimitSearch, PlanRequest, search_limi
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
-from sbp_planner.sharding import Ends, mixed
+from sbp_planner.sharding import ShardingExtremes, mixed
 
 #: Choices of the guide that are looked at; each lies between one that fits and one that does not.
 MAX_TRIES = 12
@@ -69,7 +69,7 @@ class StorageSearch:
     """
 
     request: PlanRequest
-    ends: Ends
+    ends: ShardingExtremes
     limit_bytes: float
     #: The fastest choice so far that fits; among equals the one with the least memory.
     best: Choice | None = None

@@ -88,24 +88,24 @@ def submesh(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRanks:
-    """The ranks of a stage, and those that stand for the stages beside it.
+    """The ranks of a stage, and those that stand for the stages before and after it.
 
     Args:
         own: Of the stage.
-        before, behind: Of as many ranks as the stage has, if there are so many beside it; None if
+        before, after: Of as many ranks as the stage has, if there are so many next to it; None if
             there are none.
     """
 
     own: Placement
     before: Placement | None
-    behind: Placement | None
+    after: Placement | None
 
     def link_class(self, cluster: Cluster) -> Hashable:
         """Return a value that is equal where all of them lie alike in the tree of links."""
         before = self.before.rank_list if self.before else ()
-        behind = self.behind.rank_list if self.behind else ()
-        ranks = (*before, *self.own.rank_list, *behind)
-        return len(before), self.own.mesh_shape, len(behind), link_class(cluster, ranks)
+        after = self.after.rank_list if self.after else ()
+        ranks = (*before, *self.own.rank_list, *after)
+        return len(before), self.own.mesh_shape, len(after), link_class(cluster, ranks)
 
 
 def stage_ranks(
@@ -120,9 +120,9 @@ def stage_ranks(
         axes: Of every stage.
     """
     devices = prod(shape)
-    before, behind = start, mesh.size - start - devices
+    before, after = start, mesh.size - start - devices
 
-    def beside(count: int, at_end: int | None = None) -> Placement | None:
+    def neighbour(count: int, at_end: int | None = None) -> Placement | None:
         if not count:
             return None
         own = shape if count >= devices else (count, *(1,) * (len(shape) - 1))
@@ -131,8 +131,8 @@ def stage_ranks(
 
     return StageRanks(
         own=submesh(mesh, start, shape, axes),
-        before=beside(before),
-        behind=beside(behind, start + devices),
+        before=neighbour(before),
+        after=neighbour(after, start + devices),
     )
 
 
@@ -146,7 +146,7 @@ def pipe_first(mesh: Placement) -> Placement:
 
 
 def stage_axes(mesh: Placement) -> tuple[str, ...]:
-    """Return the mesh axes of every stage: those beside `pipe`, or two of the ranks of a stage."""
+    """Return the mesh axes of every stage: those besides `pipe`, or two of the ranks of a stage."""
     if PIPE_AXIS in mesh.axes:
         return tuple(axis for axis in mesh.axes if axis != PIPE_AXIS) or ("rank",)
     first = mesh.axes[0]

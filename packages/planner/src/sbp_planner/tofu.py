@@ -52,7 +52,7 @@ class TofuPlanner(SearchedPlanner):
                 f"tofu splits tensors over all ranks and has no stages: the mesh has the axis "
                 f"{PIPE_AXIS!r}",
                 accepted="a mesh without it",
-                todo="choose planner=infer or planner=manual/pipeline, or other cluster.axes",
+                todo="choose planner=propagate or planner=manual/pipeline, or other cluster.axes",
             )
         factored = by_factors(mesh)
         axes = {name: [one for one in factored.axes if _axis(one) == name] for name in mesh.axes}

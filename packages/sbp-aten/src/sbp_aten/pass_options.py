@@ -1,4 +1,4 @@
-"""The settings of the passes of a step: `PassOptions`, and those of single passes.
+"""The settings of the passes of a step: `PassOptions`, and settings of single passes.
 
 Values only, so that a config can be checked before anything heavy is imported; `passes` holds the
 passes, and `passes.pipeline` their order.

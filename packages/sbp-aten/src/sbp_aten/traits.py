@@ -1,4 +1,4 @@
-"""What passes ask about ATen's operators beside their rules: copies, casts, factories, extremes."""
+"""What passes ask about ATen's operators besides their rules: copies, casts, extremes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DECLARED = frozenset(
     | {"unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit"}
 )
 
-#: Kinds (`view` of `aten.view.default`) of operators whose results may lie in the memory of their
+#: Kinds (`view` of `aten.view.default`) of operators whose results may be in the memory of their
 #: arguments. The unsafe ones do so without a word.
 VIEWS = _DECLARED | {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 

@@ -16,7 +16,7 @@ adds smaller ones inside nodes and larger ones around them, at any depth:
 
 A message takes the latency of the smallest group that holds both its ranks. It passes the links of
 all levels up to there, and the narrowest counts; but what leaves a group of level 0 does not pass
-the link inside it: GPUs reach their network cards beside NVLink, not through it.
+the link inside it: GPUs reach their network cards next to NVLink, not through it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Device:
         flop_per_s: Matrix-multiplication rate by dtype name.
         memory_bytes_per_s: Memory bandwidth.
         launch_s: Time to start one operator.
-        boxing_launch_s: Time that a runtime takes to start one boxing step, beside what its
+        boxing_launch_s: Time that a runtime takes to start one boxing step, besides what its
             transport takes: an actor fires, and so do those of the segments that it parts.
         boxing_busy: Part of the time of a boxing step under way in which its rank cannot compute,
             in [0, 1]: the transport works on the core that the rank computes with, or moves data
@@ -130,13 +130,12 @@ class Device:
         size_bytes, link = self.host_memory_bytes, self.host_link
         if (size_bytes is None) != (link is None):
             raise SbpValueError(
-                f"host_memory_bytes={size_bytes} and host_link={link}",
-                accepted="both, or neither",
+                f"host_memory_bytes={size_bytes} and host_link={link}", accepted="both, or neither"
             )
         if size_bytes is not None and not size_bytes > 0:
             raise SbpValueError(
                 f"host_memory_bytes={size_bytes}",
-                accepted="more than 0 bytes, beside the memory of the device",
+                accepted="more than 0 bytes, besides the memory of the device",
             )
 
     def roofline_s(self, flop: float, num_bytes: float, dtype: str) -> float:
@@ -185,7 +184,7 @@ class Cluster:
             of ranks has its own.
         inter_node_shared: Whether all ranks of a node divide one link to the other nodes, in each
             direction; otherwise each rank has its own.
-        groups: Levels with a link of their own beside these two, innermost first: groups inside
+        groups: Levels with a link of their own besides these two, innermost first: groups inside
             nodes, such as sockets, and groups of nodes, such as racks. Those of one level hold a
             whole number of those of the next smaller one. Then `intra_node` and `inter_node` link
             ranks that share no smaller group than the node, and no group at all; and whose link
@@ -239,7 +238,7 @@ class Cluster:
         if sizes != sorted(sizes) or not is_nested:
             raise SbpValueError(
                 f"groups of {', '.join(map(str, sizes))} ranks, and nodes of "
-                f"{self.devices_per_node}, do not lie in each other",
+                f"{self.devices_per_node}, are not nested",
                 accepted="innermost first, each of several times as many ranks as the one before, "
                 "the node among them",
             )
@@ -281,7 +280,7 @@ class Cluster:
         return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
 
     def priced_by(self, backend: str) -> Cluster:
-        """Return the machine with the times of one backend: its calls, and what is beside them.
+        """Return the machine with the times of one backend: its calls, and overheads.
 
         Args:
             backend: One of `calibrations`.

@@ -52,7 +52,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex1
 
 
 def local_bytes(tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int]) -> int:
-    """Return the bytes of the largest shard of a tensor (that of the first rank)."""
+    """Return the bytes of the largest shard of a tensor, which the first rank holds."""
     return prod(_shard(tensor, sbp, mesh_shape)) * ITEMSIZE[tensor.dtype]
 
 

@@ -46,12 +46,7 @@ class SbpError(Exception):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str | Sequence[str] = (),
-        accepted: str = "",
-        todo: str = "",
+        self, what: str, *, where: str | Sequence[str] = (), accepted: str = "", todo: str = ""
     ) -> None:
         self.what = what
         self.where: tuple[str, ...] = (where,) if isinstance(where, str) else tuple(where)
@@ -148,7 +143,7 @@ class BoxingError(SbpError, RuntimeError):
 
 
 class PluginError(SbpError, RuntimeError):
-    """Code of a plugin that failed, or returned what it may not."""
+    """Code of a plugin that failed or returned a wrong value."""
 
 
 class RunError(SbpError, RuntimeError):

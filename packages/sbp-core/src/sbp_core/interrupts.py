@@ -28,7 +28,8 @@ _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(sig
 class HeldInterrupts:
     """Holds the exceptions of signal handlers until the `with` block ends, then raises the first.
 
-    Blocks may be nested. Outside the main thread a block does nothing, as no handler runs there.
+    Blocks may be nested. Outside the main thread a block does nothing, because no handler runs
+    there.
 
     Args:
         heard: Called by the handler with each exception that is held.

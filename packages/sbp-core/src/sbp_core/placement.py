@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from sbp_core.errors import SbpValueError
-from sbp_core.serialize import Form
+from sbp_core.serialize import JsonForm
 
 if TYPE_CHECKING:
     pass
@@ -186,9 +186,9 @@ class Placement:
         return Placement(nested, names or ("rank",), self.device)
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return how it is serialised: by the fields that it was constructed from."""
-        return Form(
+        return JsonForm(
             _PlacementFields,
             lambda self: _PlacementFields(ranks=self.ranks, axes=self.axes, device=self.device),
             lambda parts: cls(parts.ranks, parts.axes, parts.device),

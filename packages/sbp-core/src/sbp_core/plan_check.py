@@ -13,7 +13,7 @@ processes a posted receive is the credit (`Communicator.send`):
     sender      before message i it waits until message i - quota is received, or being so:
                 it holds at most `quota` messages
     receiver    a receive is posted when it fires, or ahead of that, at most one run of receives of
-                a thread (`compile.early_receives`): it holds these beside its registers
+                a thread (`compile.early_receives`): it holds these besides its registers
 
 A receive is posted at the latest when it fires, so whoever waits for that waits no longer than in
 the replay. To wait less never stops a marked graph, so the proof holds for processes, too.
@@ -44,11 +44,11 @@ from sbp_core.compile.actors import (
     keys_out,
 )
 from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
+from sbp_core.compile.plan_network import PlanNetwork
 from sbp_core.compile.plan_spec import verify_plan
-from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.symmetry import FoldedPlan, fold, shard_shapes
 from sbp_core.dataflow import CriticalCycle, critical_cycle, latency
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
@@ -78,7 +78,7 @@ class CheckReport:
         """Time from one step to the next if steps follow without a pause, in seconds.
 
         Each rank begins its next step when it is through with the last one, as processes do (see
-        `compile.network`).
+        `compile.plan_network`).
         """
         return float(self._critical.period_s)
 
@@ -105,7 +105,7 @@ class CheckReport:
 
 
 def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
-    """Prove a plan live and bounded, and that its operators can be called on what they are given.
+    """Prove that a plan is live and bounded, and that its operators accept their arguments.
 
     Args:
         plan: With firing orders.
@@ -155,12 +155,12 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
 
 
 def _replayed(
-    plan: PhysicalPlan, folded: Folded, domain: CountedFillings[V], replay: Interpreter[V]
+    plan: PhysicalPlan, folded: FoldedPlan, domain: CountedFillings[V], replay: Interpreter[V]
 ) -> CheckReport:
     """Replay a step of a folded plan, and return what it showed of the whole one.
 
     Raises:
-        PlanError: it comes to a stand, or a state is overwritten too early.
+        PlanError: it deadlocks, or a state is overwritten too early.
     """
     if not replay.run():
         raise PlanError(
@@ -194,7 +194,7 @@ def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
     donated = actor.donated if isinstance(actor, Compute) else ()
     if wrong := set(donated) - given:
         raise PlanError(
-            f"is given {min(wrong)!r} to write over, which others may hold",
+            f"is given {min(wrong)!r} to write over, which other actors may hold",
             where=where,
             accepted="copies of offloaded states that no other actor takes",
         )
@@ -311,7 +311,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
             f"{producer.name!r} fills at rate {producer.fill_rate.value!r}, the register at rate "
             f"{register.rate.value!r}",
             where=where,
-            accepted="the producer's rate; that of the sums of an accumulation",
+            accepted="the rate of the producer, or of the sums of an accumulation",
         )
     _check_carried(part, register)
     fillings = plan.repetitions[register.rate]

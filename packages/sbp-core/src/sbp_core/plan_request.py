@@ -37,7 +37,7 @@ class PlanRequest:
         regather: Of the strategies that are made; see `Strategy`.
         family: The variants of the step, for planners that choose among them; None if `graph` is
             the only one. A strategy for another graph of it names its `variant`.
-        offloaded: States that lie in the memory of the host (`Storage.offloaded`), whoever decided
+        offloaded: States that are in the memory of the host (`Storage.offloaded`), whoever decided
             that: every strategy for the request has them there, and is priced with their copies.
         kept: The last plans that were compiled for it, so that the chosen one need not be compiled
             again.

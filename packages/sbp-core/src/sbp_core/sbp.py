@@ -1,4 +1,4 @@
-"""The SBP algebra: how one logical tensor lies on the axes of a mesh, and which slice a rank holds.
+"""The SBP algebra: how a logical tensor is placed on mesh axes, and which slice a rank holds.
 
 `S(dim)` splits, `B` broadcasts, `P` (`P("sum")`, `P("max")`, `P("min")`) leaves partial values that
 are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,
@@ -15,7 +15,7 @@ from itertools import product
 from typing import overload
 
 from sbp_core.errors import SbpTypeError, SbpValueError
-from sbp_core.serialize import Form
+from sbp_core.serialize import JsonForm
 
 __all__ = [
     "REDUCTIONS",
@@ -35,7 +35,7 @@ __all__ = [
     "split_bounds",
 ]
 
-#: The reductions that a partial value may stand for.
+#: The reductions of partial values.
 REDUCTIONS = ("sum", "max", "min")
 
 
@@ -149,9 +149,9 @@ class NdSbp(tuple[Sbp, ...]):
         return cls(*(parse_sbp(entry) for entry in inner.split(",") if entry.strip()))
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
     def replace(self, axis: int, entry: Sbp) -> NdSbp:
         """Return a copy with another entry on one mesh axis."""

@@ -26,14 +26,14 @@ from sbp_core.graph_variant import GraphVariant
 from sbp_core.pipeline import Action, PipelineSchedule
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.serialize import Document, Form, Lines
+from sbp_core.serialize import Document, JsonForm, Lines
 
 __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
 #: What an entry of a storage may be.
 _STORED = "S(dim), B"
 
-#: Written behind the nd-SBP of a state that is offloaded.
+#: Written after the nd-SBP of a state that is offloaded.
 _HOST = "host"
 
 
@@ -89,9 +89,9 @@ class Assignment:
         return cls(stage=stage, signature=Signature.parse(rest))
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +145,16 @@ class Storage:
         return cls(stage=stage, sbp=found[0], offloaded=offloaded)
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
 
 def _staged(text: str) -> tuple[str, int]:
     """Return the text of a decision without its stage, and the stage.
 
     Raises:
-        SbpValueError: what stands behind the `@` is no stage.
+        SbpValueError: what is after the `@` is no stage.
     """
     rest, at, stage = text.rpartition("@")
     if not at:
@@ -169,7 +169,7 @@ def _parsed(text: str) -> Iterator[NdSbp]:
     """Yield the nd-SBPs of a text such as `(S(0), B) (B, B)`.
 
     Raises:
-        SbpValueError: something else stands in it.
+        SbpValueError: something else is in it.
     """
     depth, start = 0, 0
     for index, letter in enumerate(text):
@@ -181,7 +181,7 @@ def _parsed(text: str) -> Iterator[NdSbp]:
             if depth == 0:
                 yield NdSbp.parse(text[start + 1 : index])
         elif depth == 0 and not letter.isspace():
-            raise SbpValueError(f"{text!r} stands outside of parentheses", accepted="(S(0), B)")
+            raise SbpValueError(f"{text!r} is outside of parentheses", accepted="(S(0), B)")
     if depth:
         raise SbpValueError(f"{text!r} has parentheses without their ends", accepted="(S(0), B)")
 
@@ -244,7 +244,7 @@ class Strategy:
             )
         if self.variant and self.variant.num_micro_batches != self.num_micro_batches:
             raise SbpValueError(
-                f"num_micro_batches={self.num_micro_batches}, and those of the variant are "
+                f"num_micro_batches={self.num_micro_batches}, but the variant has "
                 f"{self.variant.num_micro_batches}",
                 accepted="the same number in both",
             )

@@ -15,7 +15,7 @@
 
 Signatures read as errors print them: the nd-SBP of each tensor argument, an arrow, that of each
 output. Layers that are cut alike share a line: `{0-31}` or `{0-3,8}` stands for the number of the
-layer. With several stages, `@1` behind a decision is its stage. Besides names, a reader of the file
+layer. With several stages, `@1` after a decision is its stage. Besides names, a reader of the file
 may use the patterns `*` and `?`; they hold for what nothing else names, the first one first.
 
 >>> from sbp_core.strategy import Strategy
@@ -179,7 +179,7 @@ def load(path: Path, graph: LogicalGraph | None = None) -> Strategy:
 
 
 def load_with_lines(path: Path, graph: LogicalGraph | None = None) -> tuple[Strategy, Lines]:
-    """Read a file; return also in which lines its decisions stand: `("nodes", "head.mm")`.
+    """Read a file; also return the line of each decision: `("nodes", "head.mm")`.
 
     Raises:
         SbpValueError, SbpLookupError: see `from_yaml`; the file and the line are named.

@@ -51,7 +51,7 @@ class Lane:
     """Bars of one rank, thread or link, drawn in one row.
 
     Args:
-        name: What stands in front of the row.
+        name: What is in front of the row.
         bars: In the order in which they began.
     """
 

@@ -39,7 +39,7 @@ def user_path(path: str | Path, *, key: str = "", where: str = "") -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{named}{path}: the home folder that ~ stands for is not known",
+            f"{named}{path}: the home folder of ~ is not known",
             where=where or (),
             accepted="~ of a user that this machine knows, or whose HOME is set",
             todo="write the whole path",

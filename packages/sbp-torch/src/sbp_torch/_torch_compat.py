@@ -161,7 +161,7 @@ def reparametrized(
 
     Args:
         module: Gets its own ones back at the end.
-        tensors: By name; at the end what the module held then, as it may have assigned others.
+        tensors: By name; at the end what the module held then, because it may have assigned others.
     """
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
@@ -276,7 +276,7 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
-    """Return the argument whose memory a node's result lies in, if any. Tried on 2.13."""
+    """Return the argument whose memory a node's result is in, if any. Tried on 2.13."""
     target: Any = node.target
     if not isinstance(target, OpOverload):
         source = node.args[0] if node.args else None  # a part of a list of results

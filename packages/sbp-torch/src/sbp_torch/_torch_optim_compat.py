@@ -92,7 +92,7 @@ def constructed_states(
     Args:
         optimizer: Any.
         group: The settings of the parameter.
-        parameter: Any shape, floating; may lie on the `meta` device.
+        parameter: Any shape, floating; may be on the `meta` device.
     """
     if type(optimizer) is not torch.optim.Adagrad or not _adagrad_constructs_states():
         return {}

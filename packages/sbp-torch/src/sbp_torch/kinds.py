@@ -1,4 +1,4 @@
-"""What a plugin supplies whose kind speaks PyTorch: models, data sets and optimizers.
+"""The contracts of plugins that use PyTorch: models, data sets and optimizers.
 
 The other kinds are in `sbp_core.plugins.kinds`. This module imports torch for types only, so that
 listing plugins and refusing a config do not wait for it.

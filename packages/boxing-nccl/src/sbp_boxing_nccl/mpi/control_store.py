@@ -54,7 +54,7 @@ class MpiControlStore(ControlStore):
         The communicator may be freed then, and not before: MPI gives its number to the next one,
         which would take a late entry for a message of its own.
         """
-        return self.all_said(_END) and not self._sent
+        return self.all_announced(_END) and not self._sent
 
     def close(self) -> None:
         """Let go of the communicator; nothing may be asked any more."""

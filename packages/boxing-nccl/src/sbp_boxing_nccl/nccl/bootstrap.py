@@ -140,8 +140,8 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
     if not store.wait_for(over, limit_s) or len(cards) < store.size:
         late = ", ".join(str(rank) for rank in everyone if rank not in cards)
         raise BoxingError(
-            f"rank {store.rank} waited {limit_s:g} s for the GPUs of the others; ranks that did "
-            f"not name theirs: {late}",
+            f"rank {store.rank} waited {limit_s:g} s for the GPUs of the other ranks; these did "
+            f"not announce theirs: {late}",
             where=store.failure() or "",
             todo="see what those ranks say",
         )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from sbp_boxing_nccl.nccl.group import NcclWork
+from sbp_boxing_nccl.nccl.nccl_group import NcclWork
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import PATIENCE_S

@@ -31,7 +31,7 @@ import torch
 
 from sbp_boxing_nccl.nccl.deadlines import Deadlines
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
-from sbp_boxing_nccl.nccl.group import NcclWork
+from sbp_boxing_nccl.nccl.nccl_group import NcclWork
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import ControlStore, wait_until

@@ -1,4 +1,4 @@
-"""What `sbp-plan` says beside a plan: why it is so, how another one compares; and its files."""
+"""What `sbp-plan` prints next to a plan: why it is so, how another one compares; and its files."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.console import Console
 
 from sbp_core.compile.rank_calls import rank_calls
 from sbp_launch.console import say
+from sbp_launch.explaining.alternatives import ExplainRequest, explain_lines
 from sbp_launch.explaining.compare import compare_lines, figures_json
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question, read_strategy, strategy_of
-from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
 from sbp_launch.step.engine import quietly
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 
-def answer_why(
+def answer_explain(
     question: str, planned: Planned, planner: StepPlanner, planning_s: float, console: Console
 ) -> None:
     """Print why some tensors of a plan are cut as they are.
@@ -33,16 +33,16 @@ def answer_why(
         ConfigError: the question is about nothing of the model.
     """
     quiet = replace(planner, stage=quietly, say=lambda lines: None)
-    asked = Asked(planned=planned, replan=quiet.plan, planning_s=planning_s)
+    asked = ExplainRequest(planned=planned, replan=quiet.plan, planning_s=planning_s)
     with console.status("") as status:
-        lines = list(why_lines(Question.parse(question), asked, status.update))
+        lines = list(explain_lines(Question.parse(question), asked, status.update))
     say(console, lines)
 
 
 def answer_compare(
-    place: str, planned: Planned, planner: StepPlanner, run: Run, program: Program
+    place: str, planned: Planned, planner: StepPlanner, run: Run, program: RunProgram
 ) -> Planned:
-    """Print another plan beside a plan, and return it.
+    """Print another plan next to a plan, and return it.
 
     Raises:
         ConfigError: the other plan is not one of this model.

@@ -8,7 +8,7 @@
 What changes one setting comes before what changes two. Each is planned, compiled, and its exact
 memory compared with the limit, so what is said to fit does. Overrides are added to the command line
 and composed again, so what is said can be typed as it is. A budget of recomputation is taken from
-the plan that did not fit: what it holds at its peak beside activations, R, leaves L - R of the
+the plan that did not fit: what it holds at its peak besides activations, R, leaves L - R of the
 limit L on each of N ranks, N (L - R) as the pass counts.
 
 A setting is tried only if that is likely to end in time, judged by how long the plan that does not
@@ -42,7 +42,7 @@ from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, k
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 #: The search ends with so many answers; no setting is tried that would end after so many seconds.
 MOST_FOUND, MOST_S = 3, 15.0
@@ -104,7 +104,7 @@ class Attempt:
 Plan = Callable[[Sequence[str]], Planned]
 
 
-class Search:
+class FeasibilitySearch:
     """Looks for settings that fit.
 
     Args:
@@ -170,7 +170,7 @@ class Search:
         return made
 
     def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
-        """Try to recompute beside what was not enough."""
+        """Try recomputation in addition to what was not enough."""
         rank = fullest(planned.memory) if planned is not None else None
         if planned is None or rank is None:
             return None
@@ -216,7 +216,7 @@ def _more_micro_batches(setup: Setup) -> list[int]:
     return divisors[:_MOST_COUNTS]
 
 
-def feasible_lines(search: Search) -> Iterator[str]:
+def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
     """Yield what was found, and what was not enough."""
     found = search.found
     if found:
@@ -241,8 +241,8 @@ def feasible_lines(search: Search) -> Iterator[str]:
         also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
         others = "others" if search.attempts else "other settings"
         yield (
-            f"{others} were not tried, as each takes long; {' and '.join(searching)} {look} for a "
-            f"plan that fits{also}"
+            f"{others} were not tried, because each takes long; {' and '.join(searching)} {look} "
+            f"for a plan that fits{also}"
         )
 
 
@@ -343,7 +343,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
             known[key] = planner_of(quiet, program if same else make_program(quiet))
         return replace(known[key], choice=plan_choice(quiet)).plan()
 
-    search = Search(setup, plan, desk.planned)
+    search = FeasibilitySearch(setup, plan, desk.planned)
     with run.stage(f"looking for what fits {format_bytes(setup.limit_bytes)}"):
         search.run()
     lines = list(feasible_lines(search))

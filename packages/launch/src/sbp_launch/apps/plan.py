@@ -3,8 +3,8 @@
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
 it draws the simulated step, with `trace=FILE` it writes it for Perfetto, with `page=FILE` all of
 the plan, with `figures=FILE` what it costs, for scripts, and with `calls=FILE` what ranks may be
-asked to call, to be measured. `why=...` asks what another SBP would
-cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
+asked to call, to be measured. `explain=...` asks what another SBP would
+cost, and `compare=...` puts another plan next to this one; both print their answer in place of the
 plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
 
@@ -25,8 +25,8 @@ from sbp_core.errors import ConfigError, MemoryLimitError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
-from sbp_launch.apps.app import run
-from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.apps.hydra_app import run
+from sbp_launch.apps.pipeline_command import is_asked, run_pipeline
 from sbp_launch.checks import check_writable
 from sbp_launch.explaining.question import Question, strategy_of
 from sbp_launch.settings.check import check
@@ -50,9 +50,8 @@ class PlanConfig:
         calls: File for a list of what ranks may be asked to call, `.json`, which `sbp-calibrate
             ops=FILE` measures; None for none.
         figures: File to write what the plan costs to, `.json`; None for none.
-        why: Tensors, and how they might be cut, of which is asked what that would cost; None to
-            ask nothing.
-        compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
+        explain: Tensors, and an SBP to compare with: what would it cost? None to ask nothing.
+        compare: A strategy file or a run folder, whose plan is put next to this one; None for none.
         overwrite: Whether `out` may exist.
     """
 
@@ -62,18 +61,18 @@ class PlanConfig:
     page: str | None = None
     calls: str | None = None
     figures: str | None = None
-    why: str | None = None
+    explain: str | None = None
     compare: str | None = None
     overwrite: bool = False
 
     @property
     def asks(self) -> bool:
         """Whether an answer is printed in place of the plan."""
-        return self.why is not None or self.compare is not None
+        return self.explain is not None or self.compare is not None
 
     def __post_init__(self) -> None:
-        if self.why is not None:
-            Question.parse(self.why)
+        if self.explain is not None:
+            Question.parse(self.explain)
         if self.compare is not None:
             strategy_of(self.compare)
         for key, path, example in (
@@ -160,7 +159,7 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
     from sbp_launch.apps.answers import (
         answer_compare,
-        answer_why,
+        answer_explain,
         draw_page,
         list_calls,
         write_figures,
@@ -184,8 +183,8 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     assert planner is not None, "what was planned has a planner"
     if not settings.asks:
         desk.show()
-    if settings.why is not None:
-        answer_why(settings.why, planned, planner, desk.planning_s, desk.run.console)
+    if settings.explain is not None:
+        answer_explain(settings.explain, planned, planner, desk.planning_s, desk.run.console)
     other = None
     if settings.compare is not None:
         other = (
@@ -209,9 +208,14 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
 
 
 def with_quoted_question(arguments: Sequence[str]) -> list[str]:
-    """Return a command line on which Hydra takes what `why=` asks as it is, brackets and all."""
-    asked = re.compile(r"why=(?!['\"]|null$).")
-    return [f"why={quoted(text[4:])}" if asked.match(text) else text for text in arguments]
+    """Return a command line on which Hydra takes the text of `explain=` as it is."""
+    asked, found = re.compile(r"explain=(?!['\"]|null$)."), []
+    for text in arguments:
+        if text.startswith("why="):
+            sys.stderr.write("sbp-plan: warning: why= has a new name: explain=\n")
+            text = f"explain={text[4:]}"
+        found.append(f"explain={quoted(text[8:])}" if asked.match(text) else text)
+    return found
 
 
 def application() -> Application[PlanRun]:

@@ -28,11 +28,11 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_core.user_paths import user_path
-from sbp_launch.apps.app import run
+from sbp_launch.apps.hydra_app import run
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, look
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
 from sbp_launch.launching.launching import choose_launcher, follow, launch
-from sbp_launch.launching.meeting import Meeting, Told, meet
+from sbp_launch.launching.rendezvous import Rendezvous, RunOrder, connect
 from sbp_launch.run.folder import RUN_FILE, load_run
 from sbp_launch.run.status import outlive_status_signals
 from sbp_launch.settings.budget import Unit
@@ -43,10 +43,10 @@ from sbp_launch.world import World
 
 _KEY = "resume"
 
-#: What chooses other settings than those of the run, beside overrides.
+#: What chooses other settings than those of the run, besides overrides.
 _FLAGS = ("-m", "--multirun", "-cn", "--config-name", "-cp", "--config-path")
 
-#: What batch scripts are made of, so that commands may stand in it.
+#: What batch scripts are made of, so that commands may be in it.
 _COMMANDS = "launcher.parameters"
 
 
@@ -159,7 +159,7 @@ def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> 
         raise error.replaced(ConfigError, what=f"{key}={place}: {error.what}") from error
 
 
-def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
+def make_application(world: World, meeting: Rendezvous | None = None) -> Application[RunConfig]:
     """Return the command, in a process that stands somewhere among others."""
 
     def train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
@@ -179,7 +179,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
     )
 
 
-def _run(world: World, meeting: Meeting | None = None) -> int:
+def _run(world: World, meeting: Rendezvous | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = expand_resume(sys.argv[1:])
     if arguments != sys.argv[1:]:
@@ -191,7 +191,7 @@ def _run(world: World, meeting: Meeting | None = None) -> int:
 def _run_among(world: World) -> int:
     """Run as one of several processes; return the exit code."""
     world.export()
-    meeting = meet(world)
+    meeting = connect(world)
     if world.rank:
         code = follow(meeting, world)
     else:
@@ -201,7 +201,7 @@ def _run_among(world: World) -> int:
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else FAILED
         finally:
-            meeting.tell(Told(code=code))
+            meeting.broadcast(RunOrder(code=code))
     meeting.leave(code)
     return code
 

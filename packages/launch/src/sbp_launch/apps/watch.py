@@ -78,7 +78,7 @@ def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
             f"{run} {'has ended, or not begun' if logs.is_dir() else 'is no folder of a run'}",
             where="the command line",
             accepted="the folder of a run that goes on: it has files logs/status_N.sock",
-            todo="take the path that sbp-train prints behind 'run folder:'",
+            todo="take the path that sbp-train prints after 'run folder:'",
         )
     if is_once:
         console.print(picture(sockets))

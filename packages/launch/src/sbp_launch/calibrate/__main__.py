@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     """Do the job in a folder; exit with code 1 and the message if it cannot be done."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Here and not above: importing torch takes seconds, in which Ctrl-C may come.
-    from sbp_launch.calibrate.rank import run_job
+    from sbp_launch.calibrate.measuring_rank import run_job
 
     try:
         run_job(folder)

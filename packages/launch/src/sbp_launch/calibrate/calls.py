@@ -14,7 +14,7 @@ from sbp_core.calibration import MeasuredCase
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import Broadcast, NdSbp, Partial, Sbp, Split
-from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.calibrate.calibration_config import CalibrateConfig
 
 #: Type of the elements that are sent: that of most activations and gradients on CPUs.
 DTYPE = "float32"

@@ -12,7 +12,7 @@ from sbp_core.calibration import Measurement
 from sbp_core.errors import SbpError
 from sbp_core.operators import MeasuredOperator
 from sbp_core.serialize import dump, load, parse, read_text
-from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.calibrate.calibration_config import CalibrateConfig
 from sbp_launch.settings.config import PluginChoice
 
 #: Prefix of a line of progress; all other lines are output of the processes.
@@ -37,7 +37,7 @@ class _InFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(_InFolder):
+class CalibrationJob(_InFolder):
     """What every process is to measure.
 
     Args:
@@ -85,7 +85,7 @@ class CalibrationResult(_InFolder):
         skipped: Sizes that were left out, with the reason; empty if none were.
         library: Version of torch.
         measured_s: Seconds from the ranks being connected to the last call.
-        step_s: Seconds that a step of each plan of `steps` takes; empty if none was run.
+        step_s: Seconds that a step of each plan of `launch_overhead` takes; empty if none was run.
         large_s: Seconds of each large all-reduce in steps, by its bytes; empty if there was none.
         busy: What `Device` calls `boxing_busy`; None if it was not measured.
     """

@@ -35,7 +35,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.units import format_bytes
 from sbp_launch.calibrate.calls import CalibrationCall, calls_of, cases_of, make_call
-from sbp_launch.calibrate.job import Job, Progress, Rates
+from sbp_launch.calibrate.job import CalibrationJob, Progress, Rates
 
 #: Dtypes whose matrix multiplications are timed; half precision is that of GPUs.
 _DTYPES = ("float32", "float64", "bfloat16")
@@ -245,7 +245,7 @@ class RankMeasurer:
 
     def __init__(
         self,
-        job: Job,
+        job: CalibrationJob,
         watch: Stopwatch,
         rank: int,
         report: Callable[[Progress], None],

@@ -14,7 +14,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
-from sbp_launch.calibrate.kept import differing_part
+from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.times import OPERATORS, OperatorTimes
@@ -56,10 +56,7 @@ def ranks_of_list(out: str, file: str, boxing: str) -> int:
     RankCalls.load(Path(file))
     cluster = _cluster_file(out, boxing, 2)
     none = OperatorTimes(
-        backend=boxing,
-        num_ranks=cluster.num_devices,
-        machine=describe_machine(""),
-        operators=(),
+        backend=boxing, num_ranks=cluster.num_devices, machine=describe_machine(""), operators=()
     )
     with_times(cluster, out, file, none)
     return cluster.num_devices

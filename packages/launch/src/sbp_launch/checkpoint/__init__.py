@@ -7,7 +7,7 @@
         rank-00001.safetensors
 
 `manifest` has the values, `cover` checks that pieces make up a tensor, `writing` makes files of
-pieces, `reading` cuts any part of a tensor out of them. `local` is a storage in a folder.
+pieces, `reading` cuts any part of a tensor out of them. `folder_storage` is a storage in a folder.
 `formats` are files of others, in the names of the model.
 """
 
@@ -19,10 +19,10 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.background import BackgroundSave
-    from sbp_launch.checkpoint.local import LocalStorage
+    from sbp_launch.checkpoint.folder_storage import LocalStorage
     from sbp_launch.checkpoint.manifest import (
+        CheckpointManifest,
         DamagedError,
-        Manifest,
         Metadata,
         SavedFile,
         SavedPiece,
@@ -31,34 +31,20 @@ if TYPE_CHECKING:
         parse_manifest,
         read_manifest,
     )
-    from sbp_launch.checkpoint.places import (
-        find_checkpoints,
-        newest_first,
-        open_checkpoint,
-    )
+    from sbp_launch.checkpoint.places import find_checkpoints, newest_first, open_checkpoint
     from sbp_launch.checkpoint.reading import Checkpoint
-    from sbp_launch.checkpoint.saving import (
-        Processes,
-        prune,
-        save,
-    )
+    from sbp_launch.checkpoint.saving import Processes, prune, save
     from sbp_launch.checkpoint.settings import COPY_BYTES
-    from sbp_launch.checkpoint.steps import (
-        step_name,
-        step_of,
-    )
-    from sbp_launch.checkpoint.writing import (
-        commit,
-        write_part,
-    )
+    from sbp_launch.checkpoint.steps import step_name, step_of
+    from sbp_launch.checkpoint.writing import commit, write_part
 
 __all__ = [
     "COPY_BYTES",
     "BackgroundSave",
     "Checkpoint",
+    "CheckpointManifest",
     "DamagedError",
     "LocalStorage",
-    "Manifest",
     "Metadata",
     "Processes",
     "SavedFile",
@@ -85,8 +71,8 @@ __getattr__, __dir__ = lazy(
         "BackgroundSave": "background",
         "Checkpoint": "reading",
         "DamagedError": "manifest",
-        "LocalStorage": "local",
-        "Manifest": "manifest",
+        "LocalStorage": "folder_storage",
+        "CheckpointManifest": "manifest",
         "Metadata": "manifest",
         "Processes": "saving",
         "SavedFile": "manifest",

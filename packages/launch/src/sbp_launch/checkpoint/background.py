@@ -7,7 +7,7 @@
 
 Behind each step the processes tell each other whether they are through, in a vote that the caller
 has: when all are, the first one commits; when that is done, the checkpoint is there for all of
-them. So each phase ends behind the same step in all processes, and so does what went wrong in it.
+them. So each phase ends after the same step in all processes, and so does what went wrong in it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class BackgroundSaves:
         self._under_way = save
 
     def go_on(self) -> str:
-        """Go on with what is under way, as no process is busy.
+        """Go on with what is under way, because no process is busy.
 
         Returns:
             The name of what is there now; empty if it is not yet, or if nothing was under way.

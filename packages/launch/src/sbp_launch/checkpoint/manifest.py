@@ -39,7 +39,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.serialize import Document, parse, shown
 from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.steps import step_name, step_of
 
 #: Most bytes of a piece, and so of the buffer of who reads one.
@@ -73,7 +73,7 @@ class SavedPiece:
     Args:
         file: Its name in the folder of the checkpoint.
         offset: Of its first byte in the file.
-        bounds: Where it lies in the tensor: (start, stop) of each dim.
+        bounds: Where it is in the tensor: (start, stop) of each dim.
         xxh3_128: Of its bytes: rows one after the other, little-endian.
     """
 
@@ -131,11 +131,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file: its header, and behind it pieces without a gap.
+    """A file: its header, and after it pieces without a gap.
 
     Args:
         size_bytes: Of the whole file.
-        header_bytes: Of what stands before the first piece.
+        header_bytes: Of what is before the first piece.
         xxh3_128: Of the header.
     """
 
@@ -156,7 +156,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """Where a run was, and what it was.
+    """The position of a run, and its description.
 
     Args:
         step: Updates done, >= 0.
@@ -184,7 +184,7 @@ class Metadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """All of a checkpoint but the bytes of its tensors.
 
     Args:
@@ -205,11 +205,11 @@ class Manifest:
 
 #: A manifest, and what each process says of its own file, as JSON.
 MANIFEST = Document(
-    kind=Manifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
+    kind=CheckpointManifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
 )
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """Return the whole file of a manifest, with its checksum."""
     dumps = partial(json.dumps, allow_nan=False)
 
@@ -225,7 +225,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return f'{body},\n"xxh3_128": "{xxh3_128_hexdigest(body.encode())}"}}\n'.encode()
 
 
-def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifest:
+def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> CheckpointManifest:
     """Read what `manifest_bytes` made.
 
     Args:
@@ -253,7 +253,7 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     return manifest
 
 
-def read_manifest(storage: CheckpointStorage, name: str) -> Manifest:
+def read_manifest(storage: CheckpointStorage, name: str) -> CheckpointManifest:
     """Return the manifest of a checkpoint.
 
     Raises:
@@ -272,16 +272,16 @@ def read_manifest(storage: CheckpointStorage, name: str) -> Manifest:
     manifest = parse_manifest(data, place)
     if step_of(name) not in (None, manifest.metadata.step):
         raise DamagedError(
-            f"the checkpoint {name} is that of step {manifest.metadata.step}",
+            f"the checkpoint {name} is of step {manifest.metadata.step}",
             where=place,
             accepted=f"the name {step_name(manifest.metadata.step)}",
-            todo="name it so again, or take another one",
+            todo="restore its name, or take another checkpoint",
         )
     return manifest
 
 
-def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
-    """Check that pieces make up the tensors, and the files behind their headers.
+def _check_together(manifest: CheckpointManifest, where: str, *, is_whole: bool) -> None:
+    """Check that pieces make up the tensors, and the files after their headers.
 
     Raises:
         DamagedError: they do not.
@@ -321,7 +321,7 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
             f"files.{file_name}: its pieces do not make up its bytes {file.header_bytes} to "
             f"{file.size_bytes}",
             where=where,
-            accepted="pieces one behind the other, from the header to the end",
+            accepted="pieces one after the other, from the header to the end",
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, StorageFactory
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.secret_settings import refuse_secret_address
 
 
@@ -32,7 +32,7 @@ class FsspecConfig:
     Args:
         url: Of the folder that has the checkpoints of the run, such as `s3://bucket/run`; `{run}`
             in it stands for the name of the run folder.
-        options: What the file system takes beside it, such as `anon` of `s3`.
+        options: Further options of the file system, such as `anon` of `s3`.
     """
 
     url: str
@@ -80,7 +80,7 @@ class FsspecStorage:
             found = fsspec.core.url_to_fs(self.url, **(options or {}))
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigError(
-                f"nothing that is installed here reaches {url!r}: {error}",
+                f"no installed package reaches {url!r}: {error}",
                 accepted="an address of s3://, gs://, az://, memory:// and so on, as fsspec has it",
             ) from error
         self.files: Any = found[0]

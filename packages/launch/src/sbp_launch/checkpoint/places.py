@@ -1,4 +1,4 @@
-"""Where users say that checkpoints are, by their steps, and what lies at a path.
+"""Where users say that checkpoints are, by their steps, and what is at a path.
 
 That is a checkpoint, a run with some, or weights in a format of others. `look` says it, and where
 the tensors lie, without torch; `open_tensors` reads them.
@@ -17,6 +17,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.serialize import shown
 from sbp_core.user_paths import user_path
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
     is_distributed_checkpoint,
     read_distributed_checkpoint,
@@ -28,14 +29,13 @@ from sbp_launch.checkpoint.formats.safetensors_file import (
     read_hugging_face,
     read_safetensors,
 )
-from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
-from sbp_launch.checkpoint.manifest import Manifest, read_manifest
+from sbp_launch.checkpoint.manifest import CheckpointManifest, read_manifest
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.steps import step_name, step_of
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.reading import Checkpoint
-    from sbp_launch.checkpoint.tensors import Tensors
+    from sbp_launch.checkpoint.tensors import LazyTensors
 
 
 #: `trainer.resume`: the newest checkpoint of the run folder, if there is one.
@@ -46,7 +46,7 @@ FOLDER = "checkpoints"
 
 
 def newest_first(storage: CheckpointStorage) -> list[str]:
-    """Return the checkpoints of a storage, those of the last steps first; none without a place.
+    """Return the checkpoints of a storage, the newest first; none without a place.
 
     Raises:
         ConfigError: they cannot be listed.
@@ -135,15 +135,15 @@ ACCEPTED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What lies at a place.
+class FoundTensors:
+    """What is at a place.
 
     Args:
         format: `sbp`, `safetensors`, `hf` or `dcp`.
         place: Of the file or the folder of one set of tensors: its path, or an address.
         storage: That a checkpoint is in; None for other formats.
         name: Of a checkpoint in it.
-        others: The names of the older checkpoints beside it, if a folder with several was asked
+        others: The names of the older checkpoints next to it, if a folder with several was asked
             for; the newest is taken.
     """
 
@@ -154,14 +154,14 @@ class Found:
     others: tuple[str, ...] = ()
 
 
-def look(place: str | Path) -> Found:
-    """Return what lies at a path or an address; of a folder of checkpoints the newest one.
+def look(place: str | Path) -> FoundTensors:
+    """Return what is at a path or an address; of a folder of checkpoints the newest one.
 
     Raises:
-        ConfigError: nothing that is known lies there.
+        ConfigError: nothing that is known is there.
     """
 
-    def newest(place: str | Path) -> Found:
+    def newest(place: str | Path) -> FoundTensors:
         storage, (name, *others) = find_checkpoints(place)
         return replace(found_in(storage, name), others=tuple(others))
 
@@ -191,16 +191,16 @@ def look(place: str | Path) -> Found:
         if path.name == MANIFEST_FILE:
             return newest(path.parent)
         if path.name == INDEX:
-            return Found(format="hf", place=str(path.parent))
+            return FoundTensors(format="hf", place=str(path.parent))
         if path.name.endswith(_PICKLES):
             raise _pickled(path)
-        return Found(format="safetensors", place=str(path))
+        return FoundTensors(format="safetensors", place=str(path))
     if (path / MANIFEST_FILE).is_file() or checkpoints_of(path) is not None:
         return newest(path)
     if is_distributed_checkpoint(path):
-        return Found(format="dcp", place=str(path))
+        return FoundTensors(format="dcp", place=str(path))
     if is_hugging_face(path):
-        return Found(format="hf", place=str(path))
+        return FoundTensors(format="hf", place=str(path))
     # What is like it is said of a folder that holds nothing known.
     names = sorted(entry.name for entry in path.iterdir())
     if pickles := [name for name in names if name.endswith(_PICKLES)]:
@@ -219,9 +219,9 @@ def look(place: str | Path) -> Found:
     )
 
 
-def found_in(storage: CheckpointStorage, name: str) -> Found:
+def found_in(storage: CheckpointStorage, name: str) -> FoundTensors:
     """Return a checkpoint of a storage."""
-    return Found(format=FORMAT, place=storage.place(name), storage=storage, name=name)
+    return FoundTensors(format=FORMAT, place=storage.place(name), storage=storage, name=name)
 
 
 def checkpoints_of(place: str | Path) -> CheckpointStorage | None:
@@ -237,7 +237,7 @@ def checkpoints_of(place: str | Path) -> CheckpointStorage | None:
     return None if storage.place(names[0]) == str(place).rstrip("/") else storage
 
 
-def read_index(found: Found) -> TensorIndex:
+def read_index(found: FoundTensors) -> TensorIndex:
     """Return where the tensors lie.
 
     Raises:
@@ -248,7 +248,7 @@ def read_index(found: Found) -> TensorIndex:
     return manifest_index(manifest_of(found), found)
 
 
-def manifest_of(found: Found) -> Manifest:
+def manifest_of(found: FoundTensors) -> CheckpointManifest:
     """Return the manifest of a checkpoint.
 
     Raises:
@@ -258,7 +258,7 @@ def manifest_of(found: Found) -> Manifest:
     return read_manifest(found.storage, found.name)
 
 
-def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
+def manifest_index(manifest: CheckpointManifest, found: FoundTensors) -> TensorIndex:
     """Return where the tensors of a checkpoint lie."""
     tensors = {
         name: StoredTensor(
@@ -275,7 +275,7 @@ def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
 
 
 @contextmanager
-def open_tensors(found: Found) -> Iterator[Tensors]:
+def open_tensors(found: FoundTensors) -> Iterator[LazyTensors]:
     """Open the tensors, read when they are asked for; those of checkpoints are verified then.
 
     Raises:

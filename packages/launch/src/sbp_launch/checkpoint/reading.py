@@ -26,8 +26,8 @@ from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.manifest import (
     ANOTHER,
+    CheckpointManifest,
     DamagedError,
-    Manifest,
     SavedPiece,
     SavedTensor,
     read_manifest,
@@ -56,7 +56,7 @@ class Checkpoint(StoredTensors):
         self._storage, self.name = storage, name
         self._open: dict[str, BinaryIO] = {}
         self._buffer = bytearray()
-        self.manifest: Manifest = read_manifest(storage, name)
+        self.manifest: CheckpointManifest = read_manifest(storage, name)
         self.stored = self.manifest.tensors
         try:
             sizes = storage.sizes(name)
@@ -190,5 +190,5 @@ def none_is_whole(storage: CheckpointStorage, count: int) -> ConfigError:
         f"none of the {count} checkpoints is whole",
         where=storage.place(),
         accepted="a checkpoint that verifies",
-        todo="begin anew, in another folder",
+        todo="start again, in another folder",
     )

@@ -27,8 +27,8 @@ from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, Tensors, dtype_name
-from sbp_launch.checkpoint.writing import Piece, commit, write_part
+from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, LazyTensors, dtype_name
+from sbp_launch.checkpoint.writing import LazySlice, commit, write_part
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,7 @@ class Processes:
             raise problem
         if problem is not None:
             raise RunError(
-                f"{what}: {_said(problem)}",
-                where=where,
-                todo=f"make room, or {self.elsewhere}",
+                f"{what}: {_said(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -91,7 +89,7 @@ def save(
     storage: CheckpointStorage,
     name: str,
     metadata: Metadata,
-    pieces: Iterable[Piece],
+    pieces: Iterable[LazySlice],
     processes: Processes,
 ) -> None:
     """Save a checkpoint; all processes call this, between the same steps.
@@ -206,7 +204,7 @@ def damage_of_any(
     return problem
 
 
-class ReadTogether(Tensors):
+class ReadTogether(LazyTensors):
     """A checkpoint that every process reads its part of, until all know whether it is whole.
 
     What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
@@ -220,7 +218,7 @@ class ReadTogether(Tensors):
     def __init__(self, checkpoint: Checkpoint, reading: Callable[[], None] = lambda: None) -> None:
         self.checkpoint, self._reading = checkpoint, reading
         self.problem: DamagedError | None = None
-        self._tensors: Tensors = checkpoint
+        self._tensors: LazyTensors = checkpoint
 
     @property
     def names(self) -> Collection[str]:
@@ -232,7 +230,7 @@ class ReadTogether(Tensors):
         self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         return self._tensors.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
@@ -283,7 +281,7 @@ def _said(error: Exception) -> str:
 class _Part:
     """A slice of a tensor, read when its value is asked for."""
 
-    tensors: Tensors
+    tensors: LazyTensors
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -295,7 +293,7 @@ class _Part:
 
 
 def write_checkpoint(
-    storage: CheckpointStorage, name: str, tensors: Tensors, metadata: Metadata
+    storage: CheckpointStorage, name: str, tensors: LazyTensors, metadata: Metadata
 ) -> None:
     """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
 

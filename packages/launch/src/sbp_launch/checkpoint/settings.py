@@ -18,13 +18,13 @@ COPY_BYTES = 240 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are saved beside the one at the end, and which are kept.
+    """When checkpoints are saved besides the one at the end, and which are kept.
 
     Args:
         every: Steps between two of them, >= 1, or a time: `10min`, `90s`, `1.5h`. None for none.
         keep: Newest ones that are kept, >= 1; 0 for all. The one with the lowest held-out loss
             stays, too, if there is one of that step.
-        best: Whether one is saved behind each evaluation that finds a lower loss than all before.
+        best: Whether one is saved after each evaluation that finds a lower loss than all before.
         wait: Whether the next step waits until a checkpoint is written. If not, it is written while
             steps go on, from copies of the states, for which there has to be memory.
         copy_bytes: Most bytes of these copies in a process, >= 0; an update that finds no room for

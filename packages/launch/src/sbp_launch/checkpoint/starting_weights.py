@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.names import called_here, model_names, without_wrappers
-from sbp_launch.checkpoint.places import Found, look, open_tensors
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.places import FoundTensors, look, open_tensors
+from sbp_launch.checkpoint.tensors import LazyTensors
 from sbp_torch.graph_capture import UpdateOptions, copied_states
 from sbp_torch.interchange.torch_states import graph_names, stored_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class WeightSource:
     """Where a state comes from.
 
     Args:
@@ -49,8 +49,8 @@ class StartingWeights:
         sources: Of the states that are read, by the graph's names.
     """
 
-    found: Found
-    sources: Mapping[str, Source]
+    found: FoundTensors
+    sources: Mapping[str, WeightSource]
 
     @contextmanager
     def over(self, states: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
@@ -102,14 +102,16 @@ def find_weights(
         unknown = [name for name in renamed if name not in possible]
         if unknown or missing:
             raise _misnamed(unknown, missing, renamed, possible, place)
-        sources: dict[str, Source] = {}
+        sources: dict[str, WeightSource] = {}
         for name, source in renamed.items():
             state = possible[name]
             before = sources[state].names if state in sources else ()
             home, _, key = state.rpartition(".")
             value: Tensor = getattr(model.get_submodule(home), key)
             _check_form(source, tensors, value, place)
-            sources[state] = Source(names=(*before, source), shape=value.shape, dtype=value.dtype)
+            sources[state] = WeightSource(
+                names=(*before, source), shape=value.shape, dtype=value.dtype
+            )
     for state, (parameter, dtype) in copied_states(model, optimizer, update).items():
         sources[state] = replace(sources[parameter], dtype=dtype)
     return StartingWeights(found=found, sources=sources)
@@ -177,7 +179,7 @@ def _misnamed(
     )
 
 
-def _check_form(name: str, tensors: Tensors, own: Tensor, place: tuple[str, ...]) -> None:
+def _check_form(name: str, tensors: LazyTensors, own: Tensor, place: tuple[str, ...]) -> None:
     """Check that a tensor can be taken for one of the model's, as PyTorch takes it.
 
     Raises:
@@ -203,7 +205,7 @@ def _check_form(name: str, tensors: Tensors, own: Tensor, place: tuple[str, ...]
         )
 
 
-class _States(Tensors):
+class _States(LazyTensors):
     """States of which some are read from a file, in parts.
 
     Args:
@@ -213,7 +215,10 @@ class _States(Tensors):
     """
 
     def __init__(
-        self, states: Mapping[str, Tensor], tensors: Tensors, sources: Mapping[str, Source]
+        self,
+        states: Mapping[str, Tensor],
+        tensors: LazyTensors,
+        sources: Mapping[str, WeightSource],
     ) -> None:
         self._states, self._tensors, self._sources = states, tensors, sources
         #: The last one that was made and not read: its shape is asked for before its parts.
@@ -230,7 +235,7 @@ class _States(Tensors):
         return self._states.keys()
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         if name not in self._sources:
             return self._state(name).to("meta")
         source = self._sources[name]

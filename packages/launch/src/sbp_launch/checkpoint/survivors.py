@@ -4,7 +4,8 @@
     rank 1   has ended
     rank 2   step 7 fails   "7"   as rank 0 knows, too                          saves its share
 
-The ranks that failed together stand behind one step, as a step commits before it changes a state.
+Ranks that failed together have taken the same steps, because a step commits before it changes a
+state.
 They speak over the control store: the transport is broken. Where a state was split over the ranks,
 a part of it is lost with its only holder, and nothing is saved.
 """
@@ -33,7 +34,7 @@ _LOCK_S, _LOOK_S = 5.0, 0.02
 _QUOTED = 1000
 
 
-def pieces_left(
+def surviving_pieces(
     plan: PhysicalPlan,
     session: Session,
     left: SurvivingRanks,
@@ -76,7 +77,7 @@ def pieces_left(
         steps.setdefault(its_step, []).append(rank)
     if len(steps) > 1:
         told = "; ".join(f"step {at}: {', '.join(map(str, of))}" for at, of in steps.items())
-        raise RunError(f"the ranks that are left do not stand behind one step ({told})")
+        raise RunError(f"the surviving ranks have not taken the same steps ({told})")
     if any_saved:
         return (), True
     if not session.steps_done:

@@ -16,7 +16,7 @@ from sbp_launch.checkpoint.cover import cut, index_of, within
 PART_BYTES = 64 * 2**20
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """A mapping of tensors that are not in memory until they are asked for."""
 
     @property
@@ -60,8 +60,8 @@ class Tensors(Mapping[str, Tensor]):
             yield self.part(name, bounds)
 
 
-class StoredTensors(Tensors):
-    """Tensors that lie in pieces, of which a part is put together."""
+class StoredTensors(LazyTensors):
+    """Tensors that are in pieces, of which a part is put together."""
 
     #: By name; each has `shape`, `dtype` by its name, and `pieces` with their `bounds`.
     stored: Mapping[str, Any]
@@ -72,12 +72,12 @@ class StoredTensors(Tensors):
         return self.stored.keys()
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         stored = self.stored[name]
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """See `Tensors.part`."""
+        """See `LazyTensors.part`."""
         stored, wanted = self.stored[name], tuple(bounds)
         shape = [stop - start for start, stop in wanted]
         found = torch.empty(shape, dtype=getattr(torch, stored.dtype))
@@ -93,7 +93,7 @@ class StoredTensors(Tensors):
         """Read a part of a piece into a tensor; `bounds` are those within the piece."""
 
 
-class Chosen(Tensors):
+class Chosen(LazyTensors):
     """Some of the tensors of a mapping, perhaps under other names.
 
     Args:
@@ -104,7 +104,7 @@ class Chosen(Tensors):
 
     def __init__(
         self,
-        tensors: Tensors,
+        tensors: LazyTensors,
         names: Mapping[str, str],
         tell: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -116,11 +116,11 @@ class Chosen(Tensors):
         return self.sources.keys()
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         return self._tensors.like(self.sources[name])
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """See `Tensors.part`."""
+        """See `LazyTensors.part`."""
         found = self._tensors.part(self.sources[name], bounds)
         self._tell(size_bytes(found))
         return found
@@ -137,7 +137,7 @@ def dtype_name(like: Tensor) -> str:
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """Return the elements of a tensor in rows: its own memory if they lie so on the CPU."""
+    """Return the elements of a tensor in rows: its own memory if they are so on the CPU."""
     # To the CPU first: a copy on the device would need memory there.
     flat = value.detach().cpu().contiguous().reshape(-1)
     # A single element counts as contiguous whatever its stride is; its bytes want stride 1.

@@ -25,10 +25,10 @@ from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
 from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.formats.safetensors_file import CODES
-from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import (
-    Manifest,
+    CheckpointManifest,
     Metadata,
     SavedFile,
     SavedPiece,
@@ -72,10 +72,10 @@ class Slice(Protocol):
 
     @property
     def bounds(self) -> Bounds:
-        """Where it lies in the state: (start, stop) of each dim."""
+        """Where it is in the state: (start, stop) of each dim."""
 
 
-class Piece(Slice, Protocol):
+class LazySlice(Slice, Protocol):
     """A slice of a state, such as a `StatePiece`; its value may be made when it is asked for."""
 
     @property
@@ -109,7 +109,7 @@ class _Entry:
 
 
 def write_part(
-    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[Piece] | Snapshot
+    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[LazySlice] | Snapshot
 ) -> int:
     """Write what a process owns, and what that is, into a folder; return the bytes of the file.
 
@@ -127,7 +127,7 @@ def write_part(
         RunError: as of `Snapshot.pieces`.
     """
     slices: Sequence[Slice]
-    values: Iterator[Piece]
+    values: Iterator[LazySlice]
     if isinstance(pieces, Snapshot):
         slices, values = pieces.slices(), pieces.pieces()
     else:
@@ -161,13 +161,13 @@ def write_part(
             size_bytes=size_bytes, header_bytes=len(start), xxh3_128=xxh3_128_hexdigest(start)
         )
     }
-    part = Manifest(metadata=metadata, tensors=tensors, files=files if entries else {})
+    part = CheckpointManifest(metadata=metadata, tensors=tensors, files=files if entries else {})
     with staged.create(part_file(rank)) as file:
         file.write(manifest_bytes(part))
     return size_bytes if entries else 0
 
 
-def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
+def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
     """Make a checkpoint of what processes have written; one of them calls it.
 
     Args:
@@ -191,15 +191,17 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
             pieces = (*known.pieces, *tensor.pieces) if known else tensor.pieces
             tensors[name] = replace(tensor, pieces=pieces)
     assert metadata is not None, "a run has a process"
-    manifest = Manifest(metadata=metadata, tensors=dict(sorted(tensors.items())), files=files)
+    manifest = CheckpointManifest(
+        metadata=metadata, tensors=dict(sorted(tensors.items())), files=files
+    )
     data = manifest_bytes(manifest)
     parse_manifest(data, MANIFEST_FILE)  # or nobody could read it
     staged.commit(MANIFEST_FILE, data, list(files))
     return manifest
 
 
-def _write_piece(file: BinaryIO, name: str, offset: int, piece: Piece) -> list[SavedPiece]:
-    """Append a piece to the file of a name; return its blocks: where each lies in the state."""
+def _write_piece(file: BinaryIO, name: str, offset: int, piece: LazySlice) -> list[SavedPiece]:
+    """Append a piece to the file of a name; return its blocks: where each is in the state."""
     value, blocks = piece.value, []
     shape = tuple(stop - start for start, stop in piece.bounds)
     dtype = getattr(torch, piece.dtype)

@@ -78,10 +78,11 @@ class LocalConfig:
         memory_bytes: Memory of one rank that a plan may use, in bytes.
         memory_bytes_per_s: Memory bandwidth of one core or GPU, in bytes/s.
         launch_s: Time to start one operator of one rank, in seconds.
-        boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
+        boxing_launch_s: Time to start one boxing step on one rank, besides its messages, in
+            seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
-        host_memory_bytes: Memory of the host, beside that of the device, to which states of one
+        host_memory_bytes: Memory of the host, besides that of the device, to which states of one
             rank may be offloaded, in bytes; None for none. On CPUs it is of the same memory.
         host_link_bytes_per_s: Bandwidth between a device and that memory in each direction, in
             bytes/s; its latency is `link_latency_s`.

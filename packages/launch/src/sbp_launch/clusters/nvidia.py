@@ -63,7 +63,7 @@ def _rates(float32: float, float64: float, half: float) -> dict[str, float]:
 #: NVIDIA H100 Tensor Core GPU data sheet, 2024, H100 SXM: 80 GB, 3.35 TB/s; FP64 tensor core 67,
 #: FP32 67, TF32 989, BFLOAT16 and FP16 1,979 teraFLOPS, the last three with sparsity, which
 #: doubles them; NVLink 900 GB/s and PCIe Gen5 128 GB/s, both directions together.
-#: NVIDIA DGX H100 data sheet: 2 TB of system memory, 8 ConnectX-7 of 400 Gb/s beside 8 GPUs.
+#: NVIDIA DGX H100 data sheet: 2 TB of system memory, 8 ConnectX-7 of 400 Gb/s next to 8 GPUs.
 _H100 = GpuNode(
     memory_bytes=80 * 10**9,
     flop_per_s=_rates(67e12, 67e12, 989.5e12),
@@ -163,7 +163,8 @@ class GpuConfig:
         memory_fraction: Part of the GPU's memory that a plan may use, > 0, <= 1.
         memory_bytes: What a plan may use of it, > 0; None is that part of it.
         launch_s: Time to start one operator, in seconds.
-        boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
+        boxing_launch_s: Time to start one boxing step on one rank, besides its messages, in
+            seconds.
         operators: Cluster file of one such GPU or more, to which `sbp-calibrate ops=...` has added
             what operators take; None goes by the rates alone.
 

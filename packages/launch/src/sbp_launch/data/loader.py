@@ -84,7 +84,7 @@ class LocalBatch:
     Args:
         values: For `Session.step(batch_is="local")`.
         begin: Where the batch begins, in all processes.
-        end: The cursor behind it, with which a run goes on after this step.
+        end: The cursor after it, with which a run goes on after this step.
     """
 
     values: dict[str, Tensor]
@@ -103,7 +103,8 @@ class BatchLoader:
         part: What the ranks of this process hold of it.
         ahead: Batches to load ahead; 0 loads each when it is asked for.
         num_batches: Batches that will be asked for; None if that is not known.
-        pinned: Whether batches are put into page-locked memory, as their way to a GPU begins there.
+        pinned: Whether batches are put into page-locked memory, because their way to a GPU begins
+            there.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class BatchLoader:
         with self._state:
             self._state.wait_for(lambda: self._loaded)
             first = self._loaded[0]
-            if isinstance(first, SbpError):  # stays there: nothing comes behind it
+            if isinstance(first, SbpError):  # stays there: nothing comes after it
                 raise first
             self._loaded.popleft()
             self._state.notify_all()

@@ -1,7 +1,7 @@
 """Which samples a run takes in which order, and how far it has come: `SampleOrder`, `DataCursor`.
 
 Positions count the samples that a run takes, over all epochs, from 0. An epoch is so many positions
-as there are samples, each of which stands at one of them:
+as there are samples, each of which is at one of them:
 
     samples     5, shuffled                       steps of 3
     position    0  1  2  3  4 | 5  6  7  8  9 | 10 ...
@@ -39,7 +39,8 @@ import numpy.typing as npt
 from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpValueError
 
-#: Rounds of the network: beyond the four that Luby and Rackoff need, as the digits may be small.
+#: Rounds of the network: beyond the four that Luby and Rackoff need, because the digits may be
+#: small.
 ROUNDS = 8
 
 #: The increment of SplitMix64: 2^64 divided by the golden ratio, made odd.
@@ -53,7 +54,7 @@ def key_of(*parts: int) -> int:
 
 
 def permuted(places: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """Return what stands at some places of a permutation.
+    """Return what is at some places of a permutation.
 
     Args:
         places: int64 (n,), each in [0, size).
@@ -153,7 +154,7 @@ class DataCursor:
 
     Args:
         position: Samples taken so far, over all epochs, >= 0.
-        order: What stands at which position.
+        order: What is at which position.
 
     Raises:
         SbpValueError: `position` is negative or beyond 2^62.
@@ -172,7 +173,7 @@ class DataCursor:
         return self.position // self.order.num_samples
 
     def advanced(self, count: int) -> DataCursor:
-        """Return the cursor behind so many further samples."""
+        """Return the cursor after so many further samples."""
         return replace(self, position=self.position + count)
 
     def numbers(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -219,8 +220,9 @@ class DataCursor:
                 f"the run stopped in other data: {'; '.join(told)}",
                 where=where,
                 accepted="the data that the run began with, in their order",
-                todo="go on with these at the same position: trainer.other_data=true; or begin a "
-                "run with these weights: trainer.init_from=RUN",
+                todo="to go on with these data at the same position, set "
+                "trainer.allow_other_data=true; or begin a run with these weights: "
+                "trainer.init_from=RUN",
             )
 
     def differences(self, order: SampleOrder) -> list[str]:

@@ -1,6 +1,6 @@
-"""Why a plan is as it is, and what another one would cost.
+"""Why a plan is as it is, and what another plan would cost.
 
-`question` reads what `why=` and `compare=` ask. `compare` is what a plan costs, and prints two of
-them side by side; `reasons` says what travels in one and not in another, and puts it in a sentence;
-`why` makes the plans that answer `why=`, and prints them. `plan_page` is a plan as one HTML file.
+`question` reads the texts of `explain=` and `compare=`. `compare` prints the cost of two plans side
+by side. `reasons` says which communication one plan has and the other does not, in a sentence.
+`alternatives` makes the plans that answer `explain=`. `plan_page` is a plan as one HTML file.
 """

@@ -30,7 +30,7 @@ def round_ticks(end: float, most: int) -> list[float]:
 
     Args:
         end: Of the axis, >= 0.
-        most: The most numbers beside 0, >= 2.
+        most: The most numbers besides 0, >= 2.
     """
     if end <= 0:
         return [0.0]

@@ -111,7 +111,7 @@ def mesh_drawing(stages: Sequence[Placement], cluster: Cluster) -> str:
     """Return the drawings of all stages.
 
     Args:
-        stages: Placement of each; several may lie on the same ranks.
+        stages: Placement of each; several may be on the same ranks.
         cluster: Says which ranks share a node.
     """
     parts = []

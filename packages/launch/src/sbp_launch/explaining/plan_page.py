@@ -6,7 +6,7 @@
     timeline    the simulated step
     memory      over that step, by kind, of the fullest rank of each stage
     traffic     bytes by collective and link
-    beside      another plan, if one is compared
+    comparison  another plan, if one is compared
 
 This puts them together, with `page_model` and `page_charts`, and makes the tables. The page is
 whole without its script (`page.js`), which opens, filters and enlarges.
@@ -92,8 +92,8 @@ def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = 
         "bytes": ("Bytes by collective and link", traffic_chart(figures, cluster)),
     }
     if other is not None:
-        name, beside_it = other
-        parts["beside"] = ("Beside another plan", beside(planned, beside_it, name))
+        name, compared = other
+        parts["comparison"] = ("Next to another plan", comparison(planned, compared, name))
     ranks = len(planned.plan.ranks)
     here = files("sbp_launch.explaining")
     return _PAGE.substitute(
@@ -196,7 +196,7 @@ def _model(planned: Planned) -> str:
     each = f"one chip for each mesh axis: {order}" if len(axes) > 1 else f"mesh axis {order}"
     return (
         f'<ul class="legend">{told}</ul><p><small>{escape(each)}. What a rank sends is in a '
-        "training step, in all layers of a row; the time behind boxing is what it takes alone."
+        "training step, in all layers of a row; the time of boxing is what it takes alone."
         f"</small></p>{_TOOLS}{model_tree(planned.module_rows, planned.strategy.stages)}"
     )
 
@@ -291,7 +291,7 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def beside(this: Planned, other: Planned, name: str) -> str:
+def comparison(this: Planned, other: Planned, name: str) -> str:
     """Return the comparison of the plan of the page with another one of the same model."""
     said, *changed = changed_rows(this, other, name)
     figures = _table(

@@ -1,4 +1,4 @@
-"""What `why=` and `compare=` name, read without PyTorch: a question, and another strategy."""
+"""What `explain=` and `compare=` name, read without PyTorch: a question, and another strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sbp_core.infer import PinValue, check_pin
 from sbp_core.strategy import Strategy
 
 _QUESTION = re.compile(r"(?P<pattern>(?:use:)?[^:\s]+)\s*(?::\s*(?P<value>.+))?", re.S)
-_EXAMPLE = "why='blocks.0.mlp.up: S(1)', or why=blocks.0.mlp.up for all that it could be"
+_EXAMPLE = "explain='blocks.0.mlp.up: S(1)', or explain=blocks.0.mlp.up for all legal SBPs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Question:
         """
         found = _QUESTION.fullmatch(text.strip())
         if found is None:
-            raise ConfigError(f"why={text!r} asks for nothing", accepted=_EXAMPLE)
+            raise ConfigError(f"explain={text!r} asks for nothing", accepted=_EXAMPLE)
         if found["value"] is None:
             return cls(pattern=found["pattern"])
         value = found["value"].strip()
@@ -46,14 +46,14 @@ class Question:
             for part in value.removeprefix("{").removesuffix("}").split(","):
                 axis, colon, entry = part.partition(":")
                 if not colon or not value.endswith("}"):
-                    raise ConfigError(f"why: {value!r} is no mapping", accepted=_EXAMPLE)
+                    raise ConfigError(f"explain: {value!r} is no mapping", accepted=_EXAMPLE)
                 by_axis[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
             pin = by_axis
         try:
             check_pin(found["pattern"], pin)
         except ConfigError as error:
             raise ConfigError(
-                f"why={text!r} cannot be read: {error.what}",
+                f"explain={text!r} cannot be read: {error.what}",
                 accepted=error.accepted or _EXAMPLE,
             ) from error
         return cls(pattern=found["pattern"], value=pin)

@@ -30,7 +30,7 @@ _MPI4PY = 'pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoConfig:
+class AutoLauncherConfig:
     """The choice is made by boxing, and by who has started this process."""
 
 
@@ -175,7 +175,7 @@ def _refusing() -> Iterator[None]:
         raise error.replaced(ConfigError) from error
 
 
-def build_threads(config: ThreadsConfig | AutoConfig) -> Threads:
+def build_threads(config: ThreadsConfig | AutoLauncherConfig) -> Threads:
     """Return the launcher `threads`."""
     return Threads()
 

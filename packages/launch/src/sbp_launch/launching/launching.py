@@ -35,8 +35,8 @@ from sbp_core.processes import Launcher, LaunchRequest, Line, supervise
 from sbp_core.serialize import open_file
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS
-from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import log_path, run_rank
+from sbp_launch.launching.rendezvous import Rendezvous, RunOrder
 from sbp_launch.run.folder import resume_command
 from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
@@ -93,7 +93,7 @@ def choose_launcher(
             raise refusal(
                 f"boxing={boxing} connects one process a rank, and launcher={name} runs all ranks "
                 "in one process",
-                accepted="launcher=spawn, torchrun, mpiexec or slurm beside it; or boxing=local",
+                accepted="launcher=spawn, torchrun, mpiexec or slurm with it; or boxing=local",
                 todo=f"leave out launcher={name}, or say launcher=spawn",
             )
         starts = started if world.size > 1 else f"launcher={name} starts one process a rank"
@@ -156,7 +156,7 @@ def launch(
     registry: PluginRegistry,
     folder: Path,
     world: World,
-    meeting: Meeting | None,
+    meeting: Rendezvous | None,
     *,
     of_sweep: bool = False,
 ) -> None:
@@ -181,14 +181,14 @@ def launch(
         train(config, registry, folder)
     elif is_started(config, world):
         if meeting is not None:
-            meeting.tell(Told(folder=folder.absolute(), of_sweep=of_sweep))
+            meeting.broadcast(RunOrder(folder=folder.absolute(), of_sweep=of_sweep))
         if code := run_rank(folder, world):
             raise SystemExit(code)
     else:
         _start(config, registry, folder)
 
 
-def follow(meeting: Meeting, world: World) -> int:
+def follow(meeting: Rendezvous, world: World) -> int:
     """Train, as another rank than 0, in each run that rank 0 tells of; return the exit code."""
     failed = 0
     while (told := meeting.receive()).folder is not None:

@@ -2,9 +2,9 @@
 
 `python -m sbp_launch.launching.slurm_job FOLDER SETTINGS COMMAND` is what does so.
 
-The launcher `slurm` starts this beside the app. submitit writes the batch script and keeps its
+The launcher `slurm` starts this next to the app. submitit writes the batch script and keeps its
 files in `FOLDER/logs/slurm`; what rank 0 writes is passed on. A first signal is passed on to the
-ranks, which stop behind a step; a second one cancels the job. Slurm sends SIGUSR1 before it takes
+ranks, which stop after a step; a second one cancels the job. Slurm sends SIGUSR1 before it takes
 the hosts away, and the ranks stop for it likewise.
 """
 
@@ -65,7 +65,7 @@ def run_task(command: Sequence[str]) -> int:
         return process.wait()
 
 
-class Job:
+class SlurmJob:
     """A submitted run.
 
     Args:
@@ -145,7 +145,7 @@ class Job:
 def main() -> None:
     """Submit the job, wait for it, and exit with its code."""
     folder, settings, *command = sys.argv[1:]
-    job = Job(Path(folder), json.loads(settings), command)
+    job = SlurmJob(Path(folder), json.loads(settings), command)
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
     # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.

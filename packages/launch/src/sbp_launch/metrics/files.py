@@ -13,7 +13,7 @@ from pathlib import Path
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import EmptyConfig, MetricSinkFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.files import writing_aside
+from sbp_launch.checkpoint.durable_files import writing_aside
 
 
 def _check_file(file: str, key: str = "file") -> None:
@@ -60,7 +60,7 @@ class TensorboardConfig:
         if self.jsonl is not None:
             _check_file(self.jsonl, "jsonl")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Check that TensorBoard is there, before anything is planned.
 
         Raises:

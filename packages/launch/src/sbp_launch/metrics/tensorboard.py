@@ -1,4 +1,4 @@
-"""The metric sink `tensorboard`: event files for TensorBoard, beside the JSON lines.
+"""The metric sink `tensorboard`: event files for TensorBoard, next to the JSON lines.
 
 tensorboard --logdir runs
 """

@@ -36,19 +36,19 @@ from sbp_launch.parallel.arguments import (
 )
 from sbp_launch.parallel.choices import Choice, Choices
 from sbp_launch.parallel.micro_batches import MicroBatches
+from sbp_launch.parallel.parallel_step import ParallelStep
 from sbp_launch.parallel.ranks import backend_of, mesh_of
-from sbp_launch.parallel.step import ParallelStep
 from sbp_launch.planning.flow import PlanSettings
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.output import StepOutput
 from sbp_launch.step.planning import plan_program
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.program_step import ProgramStep
+from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.step_planner import Pins, PlanChoice
 from sbp_launch.step.training import Training
 from sbp_launch.world import World
@@ -76,7 +76,7 @@ def parallelize(
     optimizer: torch.optim.Optimizer,
     *,
     mesh: int | Sequence[int] | Mapping[str, int] | None = None,
-    planner: Choice | Planner | Strategy = "infer",
+    planner: Choice | Planner | Strategy = "propagate",
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
     micro_batches: MicroBatches | int | Literal["auto"] = 1,
@@ -98,7 +98,7 @@ def parallelize(
 
     Args:
         model: As one device would run it. While the step runs, and after it, its tensors read as
-            what was trained; what is written to them between steps is taken over. They may lie on
+            what was trained; what is written to them between steps is taken over. They may be on
             the device `meta`; a `DeferredModel` makes each rank its own part only.
         loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
         batch: An example of what one step takes: only shapes and dtypes matter.
@@ -107,8 +107,8 @@ def parallelize(
         mesh: Ranks along each axis: `{"data": 2, "tensor": 2}`, where -1 stands for as many as
             there are processes. `4` and `(2, 2)` take the usual names: `data`; `data, tensor`; or
             `pipe, data, tensor`. By default one rank for each process, on the axis `data`.
-        planner: Decides how tensors are split: `infer`, `osdp`, `manual/tensor_parallel`, ...; or
-            a strategy.
+        planner: Decides how tensors are split: `propagate`, `osdp`, `manual/tensor_parallel`,
+            ...; or a strategy.
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated: a number, `auto`, or
@@ -148,7 +148,7 @@ def parallelize(
     machine = choices.chosen("cluster", cluster, **own)
     chosen_planner = choices.chosen("planner", planner)
     chosen_runtime = choices.chosen("runtime", runtime)
-    choices.check_beside()
+    choices.check_combination()
 
     profile = machine if isinstance(machine, Cluster) else machine(shape.size)
     config = compile_config(compile)
@@ -176,7 +176,7 @@ def parallelize(
     def make_backend() -> BoxingBackend:
         return backend_of(world, boxing, choices, settings.mesh)
 
-    make_backend()  # before anything takes long, as it may be refused
+    make_backend()  # before anything takes long, because it may be refused
     engine = Engine(
         settings=settings,
         runtime=chosen_runtime,
@@ -192,6 +192,8 @@ def parallelize(
     planned = plan_program(program, example, choice, engine, following, training)
     prove_padding(program, padding, settings, states)
     compared = (
-        Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
+        OneDeviceComparison(program, planned.planned, engine, compare_steps)
+        if compare_steps
+        else None
     )
     return ParallelStep(planned, choice, engine, following, training, padding, states, compared)

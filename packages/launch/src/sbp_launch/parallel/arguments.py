@@ -212,8 +212,8 @@ def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:
             raise ConfigError(
                 f"batch_dim={batch_dim!r}",
                 where=_BATCH_DIM,
-                accepted="the dim along which samples lie, an integer >= 0; or such dims by the "
-                "names of tensors of the batch: {'x': 1}",
+                accepted="the dim of the samples, an integer >= 0; or dims by the names of tensors "
+                "of the batch: {'x': 1}",
             )
     if not any(named.values()):
         return SampleDims()

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError, SbpTypeError
 from sbp_core.planning import PlanRequest
-from sbp_core.plugins import ChecksOthers, PluginRegistry, discover
+from sbp_core.plugins import PluginRegistry, combination_check, discover
 from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.checked_planner import CheckedPlanner
@@ -95,6 +95,7 @@ class Choices:
                 where=f"the argument {kind}",
                 todo=f"leave it out, and pass {name}=...",
             )
+        chosen = self.registry.current_name(kind, chosen)
         options = sorted({*self._catalog.options(kind), *self.registry.names(kind)})
         if chosen not in options:
             asked, where = f"{kind}={chosen!r}", f"the argument {kind}"
@@ -105,10 +106,7 @@ class Choices:
         settings = {name: value for name, value in said.items() if name not in own}
         settings |= {**given, **own}
         return Option(
-            kind=kind,
-            chosen=chosen,
-            name=str(settings.pop("name", chosen)),
-            settings=settings,
+            kind=kind, chosen=chosen, name=str(settings.pop("name", chosen)), settings=settings
         )
 
     def make(self, option: Option) -> Any:
@@ -143,7 +141,7 @@ class Choices:
             return CheckedPlanner(planner=made, entry=self.registry.entry(kind, option.name))
         return made
 
-    def check_beside(self) -> None:
+    def check_combination(self) -> None:
         """Let the config of each choice by name say whether the others fit it.
 
         Raises:
@@ -154,5 +152,4 @@ class Choices:
             for kind, option in self._options.items()
         }
         for config in configs.values():
-            if isinstance(config, ChecksOthers):
-                config.check_beside(configs)
+            combination_check(config)(configs)

@@ -1,4 +1,4 @@
-"""From a one-device step to a checked plan, and what is said of a plan to people.
+"""From a one-device step to a checked plan, and reports of plans for people.
 
 `flow` is the way: capture, passes, planner, compiler, check, memory. Of a plan, `rows` has a row
 for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`,
@@ -15,13 +15,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.planning.family import StepFamily
-    from sbp_launch.planning.flow import (
-        Captured,
-        Planned,
-        PlanSettings,
-        capture_training,
-        compiled,
-    )
+    from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_training, compiled
 
 __all__ = ["Captured", "PlanSettings", "Planned", "StepFamily", "capture_training", "compiled"]
 

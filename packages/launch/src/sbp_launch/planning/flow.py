@@ -19,13 +19,9 @@ from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
+from sbp_core.compile import CompileOptions, LoweredItems, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError
-from sbp_core.graph import (
-    LogicalGraph,
-    rename_outputs,
-    rename_uses,
-)
+from sbp_core.graph import LogicalGraph, rename_outputs, rename_uses
 from sbp_core.memory import (
     KeptPlans,
     MemoryReport,
@@ -47,7 +43,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
 from sbp_torch.graph_capture import NO_NUMBERS, NumberPlace, capture, without_unused
-from sbp_torch.proof import Proof
+from sbp_torch.proof import StepProof
 from sbp_torch.update_options import UpdateOptions
 
 
@@ -66,7 +62,7 @@ class Planned:
     checked: CheckReport
     simulation: Simulation
     known_memory: MemoryReport | None = None
-    proof: Proof | None = None
+    proof: StepProof | None = None
 
     @cached_property
     def memory(self) -> MemoryReport | str:
@@ -84,7 +80,7 @@ class Planned:
         return "memory" in vars(self)
 
     @cached_property
-    def lowered(self) -> Lowered:
+    def lowered(self) -> LoweredItems:
         """The ops with their boxing, before small tensors are merged to travel together."""
         return lower(self.graph, self.strategy)
 
@@ -110,7 +106,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """How steps are planned: training steps, and the evaluation of what they train.
+    """Settings of the planning of training steps, and of evaluations.
 
     Args:
         mesh: All ranks, with named axes.
@@ -120,7 +116,7 @@ class PlanSettings:
         micro_batches: Parts of one step.
         loss: What the loss of several micro-batches is.
         micro_batches_per_update: How many, if `loss` says that a step has several updates.
-        update: What happens once a step beside the optimizer.
+        update: What happens once a step besides the optimizer.
     """
 
     mesh: Placement
@@ -400,10 +396,7 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
 
 
 def compiled(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    settings: PlanSettings,
-    kept: KeptPlans | None = None,
+    graph: LogicalGraph, strategy: Strategy, settings: PlanSettings, kept: KeptPlans | None = None
 ) -> Planned:
     """Compile a strategy, check the plan, and play it in simulated time.
 

@@ -21,22 +21,16 @@ from enum import StrEnum
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile import Lowered
+from sbp_core.compile import LoweredItems
 from sbp_core.cost import boxing_step_time_s
-from sbp_core.graph import (
-    GraphInput,
-    InputKind,
-    LogicalGraph,
-    Node,
-    Phase,
-)
+from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Node, Phase
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial
 from sbp_core.signatures import is_view
 from sbp_core.units import format_ranges
 
 
-class When(StrEnum):
+class MoveTime(StrEnum):
     """When a module's tensor travels: around its forward, its backward or its update."""
 
     BEFORE = "before"
@@ -64,7 +58,7 @@ class Move:
 
     stage: int
     module: str
-    when: When
+    when: MoveTime
     phase: Phase
     what: str
     kind: StepKind
@@ -76,7 +70,7 @@ class Move:
     target: str
 
 
-def moves(graph: LogicalGraph, lowered: Lowered, cluster: Cluster) -> Iterator[Move]:
+def moves(graph: LogicalGraph, lowered: LoweredItems, cluster: Cluster) -> Iterator[Move]:
     """Yield every boxing step between ranks, in the order in which they are inserted.
 
     Args:
@@ -138,7 +132,7 @@ class _Owners:
 
     def of(
         self, value: str, taker: Node, *, sums: bool, leaves: bool
-    ) -> tuple[str, When, Phase, str]:
+    ) -> tuple[str, MoveTime, Phase, str]:
         """Return module, when, phase and what of a value that is boxed for a node.
 
         Args:
@@ -153,50 +147,50 @@ class _Owners:
         assert maker is not None, "a value is an input or made by a node"
         if taker.phase is Phase.OPTIMIZER:
             if maker.phase is Phase.OPTIMIZER:
-                return updated_module(taker), When.WITHIN, Phase.OPTIMIZER, "value"
-            return maker.module, When.BEFORE, Phase.OPTIMIZER, "gradient"
+                return updated_module(taker), MoveTime.WITHIN, Phase.OPTIMIZER, "value"
+            return maker.module, MoveTime.BEFORE, Phase.OPTIMIZER, "gradient"
         taker = self._taker(taker)
         is_saved = maker.phase is not taker.phase
         if leaves:
             what = "output" if maker.phase is Phase.FORWARD else "input gradient"
-            return maker.module, When.AFTER, maker.phase, what
+            return maker.module, MoveTime.AFTER, maker.phase, what
         if is_saved:
-            return taker.module, When.BEFORE, taker.phase, "saved activation"
+            return taker.module, MoveTime.BEFORE, taker.phase, "saved activation"
         is_forward = maker.phase is Phase.FORWARD
         if maker.module == taker.module:
             # The sum of a gradient's parts may meet that of a residual connection in an addition
             # that counts as the module's, and the sum of losses their number in a division.
             if not sums or self._goes_on(taker):
-                return maker.module, When.WITHIN, maker.phase, "intermediate"
+                return maker.module, MoveTime.WITHIN, maker.phase, "intermediate"
             belongs_to_maker = True
         else:
             inner = [node.module not in self.parents for node in (maker, taker)]
             belongs_to_maker = inner[0] if inner[0] != inner[1] else sums
         if belongs_to_maker:
             what = "output" if is_forward else "input gradient"
-            return maker.module, When.AFTER, maker.phase, what
+            return maker.module, MoveTime.AFTER, maker.phase, what
         what = "input" if is_forward else "output gradient"
-        return taker.module, When.BEFORE, maker.phase, what
+        return taker.module, MoveTime.BEFORE, maker.phase, what
 
-    def of_output(self, value: str, name: str) -> tuple[str, When, Phase, str]:
+    def of_output(self, value: str, name: str) -> tuple[str, MoveTime, Phase, str]:
         """Return the same of a value that is boxed as the loss, a metric or a new state."""
         producer = self.graph.producers[value]
         if name not in self.graph.new_states:
-            return producer.module, When.AFTER, producer.phase, name
+            return producer.module, MoveTime.AFTER, producer.phase, name
         entry = self.graph.input_kinds[name]
         kind = entry.kind.value.replace("_", " ")
-        return owner_of(entry), When.AFTER, producer.phase, f"new {kind}"
+        return owner_of(entry), MoveTime.AFTER, producer.phase, f"new {kind}"
 
     def _of_input(
         self, entry: GraphInput, taker: Node, *, leaves: bool
-    ) -> tuple[str, When, Phase, str]:
+    ) -> tuple[str, MoveTime, Phase, str]:
         if entry.kind is InputKind.BATCH:
-            return self._taker(taker).module, When.BEFORE, taker.phase, entry.name
+            return self._taker(taker).module, MoveTime.BEFORE, taker.phase, entry.name
         what = entry.kind.value.replace("_", " ")
         # What goes to another stage is sent by the stage that stores it.
         if leaves or taker.phase is Phase.OPTIMIZER:
-            return owner_of(entry), When.BEFORE, taker.phase, what
-        return self._taker(taker).module, When.BEFORE, taker.phase, what
+            return owner_of(entry), MoveTime.BEFORE, taker.phase, what
+        return self._taker(taker).module, MoveTime.BEFORE, taker.phase, what
 
     def _maker(self, value: str) -> tuple[Node | None, GraphInput | None]:
         """Return the node that makes what a value views, or the graph input that it is."""

@@ -1,4 +1,4 @@
-"""The one-device program run beside the first steps: eager model, autograd, `torch.optim`."""
+"""The one-device program run next to the first steps: eager model, autograd, `torch.optim`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EagerReference:
         self.found: list[float] = []
 
     def step(self, batch: Any, loss: float, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take one step and note its loss beside that of the parallel program.
+        """Take one step and note its loss next to that of the parallel program.
 
         Args:
             batch: Of the step.

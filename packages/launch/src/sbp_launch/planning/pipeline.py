@@ -73,7 +73,7 @@ def _schedule(plan: PhysicalPlan, strategy: Strategy) -> str:
     if strategy.staleness:
         name = _NAMES.get(str(strategy.report.get("pipeline")), "with stale parameters")
         each = plan.num_micro_batches // plan.num_updates
-        return f"{name}, an update behind " + (
+        return f"{name}, an update after " + (
             "each micro-batch" if each == 1 else f"every {each} micro-batches"
         )
     if micro_batches == 1:

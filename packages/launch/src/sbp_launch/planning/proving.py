@@ -15,7 +15,7 @@ from torch import Tensor
 from sbp_core.graph import LogicalGraph
 from sbp_launch.planning.flow import Planned, prepared
 from sbp_torch.graph_capture import flatten_batch, rebuild_batch
-from sbp_torch.proof import Step, prove
+from sbp_torch.proof import PlannedStep, prove
 
 #: Micro-batches of a step on few samples, and samples of each.
 _FEW = (2, 2)
@@ -44,7 +44,7 @@ def proved(
     if not config.prove:
         return planned
 
-    def small() -> Step:
+    def small() -> PlannedStep:
         count, each = _FEW
         parts = {
             name: value[: count * each] if value.dim() else value
@@ -52,8 +52,8 @@ def proved(
         }
         before = capture(rebuild_batch(batch, parts))
         after = prepared(before, replace(settings, micro_batches=count))
-        return Step(before=before, after=after, example=parts)
+        return PlannedStep(before=before, after=after, example=parts)
 
-    step = Step(before=captured, after=planned.graph, example=flatten_batch(batch))
+    step = PlannedStep(before=captured, after=planned.graph, example=flatten_batch(batch))
     found = prove(step, states=states, small=small, budget_s=config.prove_s)
     return replace(planned, proof=found)

@@ -1,4 +1,4 @@
-"""What is said of a plan beside its table: what it is and moves, what each rank's memory holds."""
+"""What is said of a plan besides its table: what it is and moves, what each rank's memory holds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def crowding(num_ranks: int, cores: int) -> list[str]:
 def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
     """Return what the rank holds at its peak that needs most, of each set of ranks.
 
-    A set are the ranks of one stage, or of several that lie on the same ranks.
+    A set are the ranks of one stage, or of several that are on the same ranks.
 
     Args:
         plan: Whose memory it is.
@@ -211,7 +211,7 @@ def summary(
 
 
 def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
-    """Return how much a step sends, and in how many collectives and transfers beside its commit."""
+    """Return the bytes that a step sends, in how many collectives and transfers, without commit."""
     firings = {
         actor.step: actor.num_firings(plan.repetitions)
         for part in plan.distinct

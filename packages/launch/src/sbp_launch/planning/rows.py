@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile import Lowered
+from sbp_core.compile import LoweredItems
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase
 from sbp_core.signatures import is_view
 from sbp_core.strategy import Strategy
-from sbp_launch.planning.moves import Move, When, moves, owner_of, ranks_text
+from sbp_launch.planning.moves import Move, MoveTime, moves, owner_of, ranks_text
 
 _PHASE_ORDER = {phase: index for index, phase in enumerate(Phase)}
-_WHEN_ORDER = {when: index for index, when in enumerate(When)}
+_WHEN_ORDER = {when: index for index, when in enumerate(MoveTime)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ModuleMove:
             nothing overlaps.
     """
 
-    when: When
+    when: MoveTime
     phase: Phase
     what: str
     kind: StepKind
@@ -112,7 +112,7 @@ class OpRow:
 
 
 def module_rows(
-    graph: LogicalGraph, strategy: Strategy, lowered: Lowered, cluster: Cluster
+    graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems, cluster: Cluster
 ) -> tuple[ModuleRow, ...]:
     """Return a row for each module and stage: by stage, in the order of the forward pass.
 
@@ -179,13 +179,13 @@ def _output(
         strategy: How.
         nodes: Those of the module.
         own: What travels around it.
-        results: The values that a step returns beside its states.
+        results: The values that a step returns besides its states.
     """
     names = {node.name for node in nodes}
     boxed = {
         move.value: f"({move.target})"
         for move in own
-        if move.when is When.AFTER and move.phase is Phase.FORWARD
+        if move.when is MoveTime.AFTER and move.phase is Phase.FORWARD
     }
     found, largest = "", -1
     for node in nodes:
@@ -201,7 +201,7 @@ def _output(
 
 def _together(own: Sequence[Move]) -> Iterator[ModuleMove]:
     """Yield a module's moves, equal ones as one."""
-    groups: dict[tuple[Phase, When, str, StepKind, str, int], list[Move]] = defaultdict(list)
+    groups: dict[tuple[Phase, MoveTime, str, StepKind, str, int], list[Move]] = defaultdict(list)
     for move in own:
         key = move.phase, move.when, move.what, move.kind, move.how, move.num_ranks
         groups[key].append(move)
@@ -219,7 +219,7 @@ def _together(own: Sequence[Move]) -> Iterator[ModuleMove]:
         )
 
 
-def op_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> Iterator[OpRow]:
+def op_rows(graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems) -> Iterator[OpRow]:
     """Yield a row for each op, in graph order."""
     before: dict[str, list[BoxingStep]] = defaultdict(list)
     after: dict[str, list[BoxingStep]] = defaultdict(list)

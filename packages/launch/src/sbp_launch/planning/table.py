@@ -162,8 +162,7 @@ def plan_table(
     groups = groups_of(rows)
     order = [(index, row) for index, group in enumerate(groups) for row in group.rows]
     importance = sorted(
-        order,
-        key=lambda entry: (-entry[1].bytes_of_a_rank, not entry[1].parameters),
+        order, key=lambda entry: (-entry[1].bytes_of_a_rank, not entry[1].parameters)
     )
     kept = set(importance[:max_rows])
     lines: list[_Line] = []

@@ -112,14 +112,14 @@ def coarse(
         kept = tuple(replace(lane, bars=tuple(_joined(lane.bars, least_s))) for lane in lanes)
     if least_s:
         said.append(
-            f"bars and gaps below {format_seconds(least_s)} are drawn as part of what is beside "
+            f"bars and gaps below {format_seconds(least_s)} are drawn as part of what is next to "
             "them"
         )
     return replace(timeline, lanes=kept), said
 
 
 def timeline_facts(planned: Planned) -> dict[str, str]:
-    """Return what stands above a timeline: times, what ranks do in them, and the critical cycle."""
+    """Return what is above a timeline: times, what ranks do in them, and the critical cycle."""
     checked, simulation = planned.checked, planned.simulation
     facts = {
         "predicted time of a step": format_seconds(simulation.step_s),

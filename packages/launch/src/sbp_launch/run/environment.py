@@ -1,6 +1,6 @@
 """What a run ran with and on: versions, machine, variables, and the state of the code, as a record.
 
-Only variables that are listed here are recorded, as others may hold secrets.
+Only variables that are listed here are recorded, because others may hold secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sbp_launch.secret_settings import without_secrets
 #: The file of a run folder that holds the record.
 ENVIRONMENT = "environment.json"
 
-#: Distributions whose versions are recorded, beside those of plugins.
+#: Distributions whose versions are recorded, besides those of plugins.
 _DISTRIBUTIONS = ("torch", "numpy", "hydra-core", "omegaconf", "mpi4py", "safetensors", "triton")
 
 #: Variables that are recorded where they are set: threads, devices, transports, launchers.

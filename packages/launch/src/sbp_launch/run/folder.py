@@ -26,7 +26,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.errors import ConfigError, RunError, SbpError, suggestion
 from sbp_core.serialize import read_bytes, read_text, read_yaml, shown
-from sbp_launch.checkpoint.files import writing_aside
+from sbp_launch.checkpoint.durable_files import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
 
 #: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.
@@ -87,7 +87,7 @@ def take_folder(folder: Path, *, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _try_to_write(folder)
     check_unused(folder, overwrite=overwrite)
-    # It may be from elsewhere. The folder of checkpoints may lie on another disk; what is written
+    # It may be from elsewhere. The folder of checkpoints may be on another disk; what is written
     # there follows no link.
     inside = [path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*")]
     if pipes := [path for path in inside if path.is_fifo() and not path.is_symlink()]:
@@ -239,7 +239,7 @@ _HEAD = "# The settings of this run, as they were composed; every rank reads the
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
-    """Writes what stands in two places twice, as readers take no references."""
+    """Writes what is in two places twice, because readers take no references."""
 
     def ignore_aliases(self, data: object) -> bool:
         """See `yaml.Dumper`."""

@@ -23,7 +23,7 @@ def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
 
     Args:
         run: The run.
-        resumed_step: The step behind which the run goes on; 0 for a new one.
+        resumed_step: The step after which the run goes on; 0 for a new one.
 
     Raises:
         RunError, PluginError: see `calling_sink`; of its end only if nothing has failed before.

@@ -7,19 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sbp_launch.run.speed import Speed
 
 
 @contextmanager
 def timed(console: Console, what: str) -> Iterator[None]:
-    """Print `what`, and the seconds of the block behind it, on one line."""
+    """Print `what`, and the seconds of the block after it, on one line."""
     began = time.perf_counter()
     console.print(f"{what} ...", end="")
     try:

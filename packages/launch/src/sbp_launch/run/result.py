@@ -25,7 +25,7 @@ class RunResult:
         loss: Of the newest step; None if there was none.
         held_out_loss: Of the newest evaluation.
         best: The lowest held-out loss.
-        best_step: The step behind which that was found.
+        best_step: The step after which that was found.
         unit: What `rate` counts: `tokens` or `samples`.
         rate: Of these a second, the median without the first steps; None of too few.
         mfu: Model flop utilization at that speed.

@@ -58,7 +58,7 @@ class Run:
         return self.registry.entry(kind, getattr(self.config, kind).name)
 
     def stage(self, what: str) -> AbstractContextManager[None]:
-        """Print what the run is at, and the seconds of the `with` block behind it."""
+        """Print what the run is at, and the seconds of the `with` block after it."""
         return timed(self.console, what)
 
     def say(self, lines: Iterable[str]) -> None:

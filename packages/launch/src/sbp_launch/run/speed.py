@@ -1,7 +1,7 @@
 """How fast a run trains: of its newest steps while it runs, and of all of them at its end.
 
 A step is timed from the making of its batch to its loss. What else a run does meanwhile (the
-one-device program beside the first steps, printing, evaluation) does not count.
+one-device program next to the first steps, printing, evaluation) does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def warm_up_steps(count: int) -> int:
 
 
 def median_of(count: int, begun: int = 0) -> str:
-    """Say of which steps a median is: of so many, behind those that were done before."""
+    """Say of which steps a median is: of so many, after those that were done before."""
     return f"median of steps {begun + warm_up_steps(count) + 1}-{begun + count}"
 
 

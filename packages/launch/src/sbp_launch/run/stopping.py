@@ -7,7 +7,7 @@
 | anything else | stops it at once | stop it at once |
 
 Updates write over the states, so that in the middle of one there are none to save; and where each
-rank is a process, all have to stop behind the same step. SIGUSR1 is what Slurm sends before it
+rank is a process, all have to stop after the same step. SIGUSR1 is what Slurm sends before it
 takes the hosts away (`sbatch --signal=USR1@60`); outside of its jobs it asks (`status`).
 
 A run that is stopped while it trains saves its states, so until then a signal is one that comes
@@ -58,7 +58,7 @@ class StopSignals:
     """Hears signals inside its `with` block, if that is in the main thread.
 
     One that the program ignores, as under `nohup`, stays ignored. The handlers from before are
-    back behind the block.
+    back after the block.
 
     Args:
         name: Of the command, in front of what is said to stderr.

@@ -9,7 +9,7 @@ file has a first comment, and one for each setting:
     lr: 0.001  # learning rate                the comment of `lr`, which may go on
       # in lines that are indented further
 
-A comment may also stand above its setting.
+A comment may also be above its setting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder, PluginEntry, PluginRegistry
+from sbp_core.plugins import KINDS, ConfigFolder, PluginEntry, PluginRegistry
 from sbp_core.serialize import read_bytes
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import TrainerConfig
@@ -70,13 +70,13 @@ def comments(text: str) -> dict[str, str]:
 
 
 def _comment(lines: list[str], name: yaml.Node, value: yaml.Node, first: int) -> str:
-    """Return the comment behind or above a setting.
+    """Return the comment after or above a setting.
 
     Args:
         lines: The file.
         name: Its name.
         value: Its value.
-        first: Number of the first line behind the file's own comment.
+        first: Number of the first line after the file's own comment.
     """
     is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
     end = name.end_mark if is_block else value.end_mark
@@ -98,20 +98,20 @@ def _is_comment(line: str, indent: int) -> bool:
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
-    """Refuses a name that stands twice in a mapping."""
+    """Refuses a name that occurs twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         """Return a mapping.
 
         Raises:
-            MarkedYAMLError: a name stands twice.
+            MarkedYAMLError: a name occurs twice.
         """
         seen: dict[object, int] = {}
         for name, _ in node.value:
             if name.value in seen:
                 first = seen[name.value]
                 raise yaml.MarkedYAMLError(
-                    problem=f"{name.value!r} stands twice, the first time in line {first}",
+                    problem=f"{name.value!r} occurs twice, the first time in line {first}",
                     problem_mark=name.start_mark,
                 )
             seen[name.value] = name.start_mark.line + 1
@@ -152,10 +152,10 @@ def refuse_expansion(text: str, file: str) -> None:
         return  # `refuse_faults` says what is wrong
     if num_values(root) > MOST_VALUES:
         raise ConfigError(
-            "the references of the option file stand for a value almost without end",
+            "the references of the option file expand to a value of extreme size",
             where=file,
             accepted=f"at most {MOST_VALUES:,} values",
-            todo="write out what is meant",
+            todo="write the values without references",
         )
 
 
@@ -181,7 +181,7 @@ def refuse_faults(text: str, file: str) -> None:
             f"the option file is no YAML: {what}",
             where=f"{file}, line {line}{f': {shown.strip()}' if shown.strip() else ''}",
             accepted="name: value, one a line; nested settings indented by spaces",
-            todo="correct that line, or what stands before it",
+            todo="correct that line, or the text before it",
         ) from error
     except ConfigError:
         raise
@@ -234,7 +234,8 @@ class Catalog:
     def options(self, group: str) -> tuple[str, ...]:
         """Return the options of a group as one writes them: `osdp`, `manual/pipeline`."""
         found = (_options(folder.root().joinpath(group)) for folder in self.folders)
-        return tuple(sorted({option for options in found for option in options}))
+        former = self.registry.former_names(group) if group in KINDS else {}
+        return tuple(sorted({option for options in found for option in options} - former.keys()))
 
     def owners(self, config: str) -> tuple[str, ...]:
         """Return the distributions that bring a config such as `planner/osdp`."""
@@ -260,6 +261,11 @@ class Catalog:
     def comments(self, config: str) -> dict[str, str]:
         """Return what a config says of its settings, by key; see `option_file`."""
         return comments(self.text(config))
+
+    def configs(self, group: str) -> list[type]:
+        """Return the dataclasses of the settings of all plugins of a group."""
+        entries = (one for one in self.registry.entries if one.kind == group)
+        return [one.factory.config for one in entries if one.factory is not None]
 
     def config(self, group: str, name: object) -> type | None:
         """Return the dataclass of a group's settings, or None if it is not known."""
@@ -320,7 +326,7 @@ def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Cat
             raise ConfigError(
                 f"--config-dir {config_dir!r} is {'no folder' if path.exists() else 'not there'}",
                 where="the command line",
-                accepted="a folder with options of yours, as GROUP/NAME.yaml",
+                accepted="a folder with options of yours: GROUP/NAME.yaml",
             )
         folders.append(ConfigFolder(path=f"file://{path}", distribution=OWN_FOLDER))
     return Catalog(registry=registry, folders=tuple(folders))

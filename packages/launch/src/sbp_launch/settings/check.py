@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from sbp_core.errors import ConfigError, SbpError, SbpLookupError, nearest
-from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, blame, merge_settings
+from sbp_core.plugins import PluginEntry, PluginRegistry, blame, combination_check, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.secret_settings import refuse_secrets
 from sbp_launch.settings.config import (
@@ -106,11 +106,11 @@ def _check_together(
         PluginError: the code of one fails.
     """
     for group, config in asked.items():
-        if not isinstance(config, ChecksOthers):
-            continue
         try:
             with blaming(composed, registry):
-                config.check_beside({kind: one for kind, one in configs.items() if kind != group})
+                combination_check(config)(
+                    {kind: one for kind, one in configs.items() if kind != group}
+                )
         except ConfigError as error:
             told = f"{error.what} {error.accepted} {error.todo}"
             asking = group.partition(".")[0]
@@ -173,6 +173,7 @@ def choose(
             todo=_of_a_folder(composed, registry, group)
             or "add the plugin that the file is for: name: NAME",
         )
+    name = registry.current_name(group, name)
     with (
         _naming_overrides(composed, group, f"{group}.name is {name!r}"),
         _seeking_elsewhere(composed, registry),
@@ -272,9 +273,7 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
 
 @contextmanager
 def blaming(
-    composed: ComposedConfig,
-    registry: PluginRegistry,
-    first: Callable[[], object] = lambda: None,
+    composed: ComposedConfig, registry: PluginRegistry, first: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Blame the plugin whose code fails in the `with` block, if that is known.
 

@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import ConfigFolder
+from sbp_core.plugins import KINDS, ConfigFolder, former_fields
 from sbp_core.serialize import read_bytes, read_text
 from sbp_launch.secret_settings import leaves
 from sbp_launch.settings.catalog import (
+    CORE_CONFIGS,
     OWN_FOLDER,
     PRIMARY,
     Catalog,
@@ -34,6 +35,7 @@ from sbp_launch.settings.catalog import (
     refuse_faults,
 )
 from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
+from sbp_launch.settings.known_keys import nested_configs
 from sbp_launch.settings.refusals import (
     as_hydra_says,
     faulty_file,
@@ -191,6 +193,8 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
     files = {}
     for group, option in config.hydra.runtime.choices.items():
         if group in GROUPS and option is not None:
+            if group in PLUGIN_GROUPS:
+                option = catalog.registry.current_name(group, option)
             file = catalog.file(f"{group}/{option}") or place_of(group, option)
             files[group] = file
             owners = catalog.owners(f"{group}/{option}")
@@ -248,6 +252,24 @@ def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> objec
         raise unresolved(error, group, file) from error
 
 
+def renamed_overrides(overrides: Sequence[str], catalog: Catalog) -> dict[str, str]:
+    """Return the overrides that use a former name of an option or a setting: old text -> new."""
+    found = {}
+    for text in overrides:
+        group, dot, name = key_of(text).partition(".")
+        head, equals, value = text.partition("=")
+        configs = [CORE_CONFIGS[group]] if group in CORE_CONFIGS else catalog.configs(group)
+        if dot and not any(name in nested_configs(config) for config in configs):
+            former = {old: new for config in configs for old, new in former_fields(config).items()}
+            head = head.replace(f"{group}.{name}", f"{group}.{former.get(name, name)}", 1)
+        elif not dot and group in KINDS:
+            for old, new in catalog.registry.former_names(group).items():
+                value = re.sub(rf"(?<![\w/]){re.escape(old)}(?![\w/])", new, value)
+        if (new := head + equals + value) != text:
+            found[text] = new
+    return found
+
+
 def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:
     """Return overrides in which `planner=glob(manual/*)` names the options that it stands for.
 
@@ -268,7 +290,7 @@ def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:
             names = value.filter([one for one in options if deep or "/" not in one])
             if not names:
                 raise ConfigError(
-                    f"{text} stands for no option of the group {group!r}",
+                    f"{text} matches no option of the group {group!r}",
                     where=f"the command line: {text}",
                     accepted=", ".join(options) or f"a group: {', '.join(catalog.groups())}",
                 )
@@ -302,7 +324,7 @@ def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             key = override.get_key_element()
             values = [f"{key}={value}" for value in override.sweep_string_iterator()]
             if not values:
-                what = f"{text} stands for no value"
+                what = f"{text} has no values"
                 raise ConfigError(what, where="the command line", accepted="one value or more")
             choices.append(values)
     return tuple(itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED))

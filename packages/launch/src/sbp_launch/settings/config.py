@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
@@ -86,9 +86,9 @@ class TrainerConfig:
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
         loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
-            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update behind
-            each, or behind every few.
-        micro_batches_per_update: With `loss=each_micro_batch`: behind so many there is an update,
+            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update after
+            each, or after every few.
+        micro_batches_per_update: With `loss=each_micro_batch`: after so many there is an update,
             by the mean of their losses; divides `micro_batches`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
@@ -110,15 +110,16 @@ class TrainerConfig:
         overwrite: Whether a run may replace the files of an earlier one in its folder.
         resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
             the path of one, of a folder of them, or of a run. None to begin.
-        other_data: Whether it may go on in other data, or in another order of them, than those in
-            which it stopped; at the same number of samples.
+        allow_other_data: Whether to resume in other data, or in another order of them, than where
+            the run stopped; at the same number of samples.
         checkpoint: When checkpoints are saved, and which are kept.
         callbacks: What is called between steps: the name of each, or a mapping with `name` and its
             settings.
         schedule: How the learning rate goes.
-        update: Clipping, averages and scaling beside the optimizer.
+        update: Clipping, averages and scaling besides the optimizer.
     """
 
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"other_data": "allow_other_data"}
     steps: int | None = None
     epochs: float | None = None
     tokens: int | None = None
@@ -147,7 +148,7 @@ class TrainerConfig:
     trace_operators: bool = False
     overwrite: bool = False
     resume: str | None = None
-    other_data: bool = False
+    allow_other_data: bool = False
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -359,7 +360,7 @@ class Application(Generic[ConfigT]):
         groups: The config groups that it has; empty for all.
         may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
             for a command that leaves no run folder.
-        reads_folder_alone: Whether no process that was started beside it reads the run folder.
+        reads_folder_alone: Whether no process that was started next to it reads the run folder.
         sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
             told of in one table.
     """

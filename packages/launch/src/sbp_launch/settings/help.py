@@ -47,7 +47,7 @@ _FLAGS = {
 
 
 def split_topics(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without the words right behind `--help`, and these words.
+    """Return the arguments without the words right after `--help`, and these words.
 
     >>> split_topics(["planner=osdp", "--help", "trainer", "-m"])
     (['planner=osdp', '--help', '-m'], ['trainer'])

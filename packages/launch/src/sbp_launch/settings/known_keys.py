@@ -1,7 +1,7 @@
 """The keys of all settings, and which of them an unknown key may mean.
 
 A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`. What settings
-callbacks take is read from their dataclasses, as no option file tells of them.
+callbacks take is read from their dataclasses, because no option file tells of them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import PluginRegistry
 
-#: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
+#: Distributions of the house that bring options of a group, besides sbp-torch and sbp-launch.
 HOMES: Mapping[str, tuple[str, ...]] = {
     "model": ("sbp-models",),
     "data": ("sbp-models",),

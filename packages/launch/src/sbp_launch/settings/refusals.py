@@ -44,7 +44,7 @@ def unreadable(error: OverrideParseException) -> ConfigError:
     if call := _SBP_CALL.search(override):
         todo = f'quote values with brackets: "{call[0]}"'
     elif value[:1] == "(" and value[-1:] == ")":
-        todo = f"a list stands in square brackets: '{key}=[{value[1:-1]}]'"
+        todo = f"write a list in square brackets: '{key}=[{value[1:-1]}]'"
     elif value[:1] == "~":
         todo = "the shell does not replace ~ here: " + (
             f"{key}=$HOME{value[1:]}" if value[1:2] in ("", "/") else "write the whole path"

@@ -107,11 +107,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 Gather = Callable[[str, str], Mapping[int, str]]
 
 
-def gathering(
-    communicator: Communicator,
-    ranks: Sequence[int],
-    deadline_s: float,
-) -> Gather:
+def gathering(communicator: Communicator, ranks: Sequence[int], deadline_s: float) -> Gather:
     """Return a function that returns a text of every rank, of what it is called.
 
     Args:
@@ -137,7 +133,7 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     """See that all ranks have the same manifest. All of them call this at the same time.
 
     Args:
-        own: This rank's. Of a value with a NUL, what stands before it is compared, and what stands
+        own: This rank's. Of a value with a NUL, what is before it is compared, and what stands
             after it is shown.
         gather: See `gathering`.
 

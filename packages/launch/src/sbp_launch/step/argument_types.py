@@ -86,7 +86,7 @@ def check_optimizer(optimizer: object) -> None:
         todo = (
             "for one step with all of them, combine them: "
             "sbp_torch.optim.CombinedOptimizer([one, other]); for a loss with an optimizer of its "
-            "own, plan a second step: step.beside(loss, batch, other)"
+            "own, plan a second step: step.add_step(loss, batch, other)"
         )
     elif isinstance(optimizer, Iterable):
         todo = "make an optimizer over the parameters: torch.optim.AdamW(model.parameters())"

@@ -4,9 +4,9 @@
     lengths          1 2 3 4     5 6 7 8                 9 ... 16          17: refused
     forms            one         one                     one
 
-The largest size is planned first, as it needs the most memory, and the others around its states
-before the first step. That padding changes neither loss nor gradients is not taken for granted; see
-`neutral`.
+The largest size is planned first, because it needs the most memory, and the others around its
+states before the first step. That padding changes neither loss nor gradients is not taken for
+granted; see `neutral`.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class LengthBuckets:
             )
         if type(self.dim) is not int or self.dim < 0:
             raise ConfigError(
-                f"dim is {self.dim!r}",
-                where=_WHERE,
-                accepted="the dim of the positions, >= 0",
+                f"dim is {self.dim!r}", where=_WHERE, accepted="the dim of the positions, >= 0"
             )
         if not self.values or not isinstance(self.values, Mapping):
             raise ConfigError(
@@ -121,7 +119,7 @@ class Padding:
     """What becomes of a batch before a step takes it: its samples are moved to dim 0.
 
     Args:
-        samples: Where they lie in batches of the loop.
+        samples: Where they are in batches of the loop.
     """
 
     #: How many sizes there are.
@@ -160,7 +158,7 @@ class BucketPadding(Padding):
         example: A batch of this process. What it does not name has this length along the dim of
             the positions in all batches.
         world: This process among all.
-        samples: Where samples lie in batches of the loop.
+        samples: Where samples are in batches of the loop.
 
     Raises:
         ConfigError: the example cannot be padded; says which tensor, and why.
@@ -261,7 +259,7 @@ class BucketPadding(Padding):
         for name in self.buckets.values:
             if name not in flat:
                 raise SbpValueError(
-                    f"{name!r} is to be padded, and the batch has no tensor of that name",
+                    f"pad_to names {name!r}, and the batch has no tensor of that name",
                     accepted=", ".join(map(repr, flat)),
                     todo=suggestion(name, flat),
                 )
@@ -273,9 +271,10 @@ class BucketPadding(Padding):
                 )
             if self.samples.of(name, flat[name]) == dim:
                 raise SbpValueError(
-                    f"dim {dim} of {name!r}, which is to be padded, is that of its samples",
+                    f"dim {dim} of {name!r}, which pad_to pads, is the dim of its samples",
                     accepted="the dim of the positions",
-                    todo="give it to pad_to as dim=...; or say by batch_dim=... where samples lie",
+                    todo="give it to pad_to as dim=...; or give the dim of the samples as "
+                    "batch_dim=...",
                 )
             lengths[name] = flat[name].shape[dim]
         first = next(iter(lengths))
@@ -285,7 +284,7 @@ class BucketPadding(Padding):
                     f"{first!r} has {lengths[first]} positions at dim {dim}, and {name!r} has "
                     f"{length}",
                     accepted="one length for all tensors that are padded",
-                    todo="cut or shift inside the loss, behind the padding; or leave out of "
+                    todo="cut or shift inside the loss, after the padding; or leave out of "
                     "values={...} what has no positions there",
                 )
         return lengths[first]
@@ -314,16 +313,16 @@ class BucketPadding(Padding):
             if self._fixed is None:
                 if found == length and sizes != (length,):
                     raise SbpValueError(
-                        f"{name!r} has {found} positions at dim {dim}, as the tensors that are "
-                        "padded, and is not named: it would not fit them",
-                        accepted="a value for each tensor with positions, and none for others",
+                        f"{name!r} has {found} positions at dim {dim}, like the padded "
+                        "tensors, and pad_to has no value for it: it would not fit them",
+                        accepted="a value for each tensor with positions, and for no other tensor",
                         todo=f"add {name!r}: VALUE to values={{...}}; if that dim of it does not "
                         "vary, give an example batch of another length",
                     )
             elif found != self._fixed.get(name, found):
                 raise SbpValueError(
                     f"{name!r} has {found} positions at dim {dim}, had {self._fixed[name]} in the "
-                    "example, and is not named: it would not fit what is padded",
+                    "example, and pad_to has no value for it: it would not fit the padded tensors",
                     accepted="a value for each tensor whose length varies",
                     todo=f"add {name!r}: VALUE to values={{...}} of pad_to",
                 )
@@ -368,7 +367,7 @@ class BucketPadding(Padding):
         if not is_held:
             raise SbpValueError(
                 f"{name!r} is of dtype {str(dtype).removeprefix('torch.')}, which does not hold "
-                f"{number!r}, with which it is to be padded",
+                f"{number!r}, the value of its padding",
                 accepted="a value of the tensor's dtype",
             )
         shape = list(value.shape)
@@ -388,7 +387,7 @@ def make_padding(
         pad_to: See `parallelize`.
         example: A batch of this process.
         world: This process among all.
-        samples: Where samples lie in batches of the loop.
+        samples: Where samples are in batches of the loop.
 
     Raises:
         ConfigError: a setting is unknown, missing or refused; or the example cannot be padded.

@@ -20,7 +20,7 @@ from sbp_torch.interchange.torch_states import copy_to_model, to_optimizer_state
 _NUMBERS = ("lr", "weight_decay", "momentum")
 
 
-class Comparison:
+class OneDeviceComparison:
     """Copies of model and optimizer that take the first steps, too.
 
     Args:

@@ -20,7 +20,7 @@ from sbp_launch.planning.unchanged import check_unchanged
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.training import Training
 from sbp_torch.graph_capture import NumberPlace
-from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
+from sbp_torch.guards import ChangedValue, Guard, modules_in_eval_mode
 
 
 class Following:
@@ -61,7 +61,7 @@ class Following:
         """See whether other tensors may be in the places of the model's."""
         self.looks_again |= not self._guard.holds()
 
-    def changes(self) -> list[Changed]:
+    def changes(self) -> list[ChangedValue]:
         """Return what the program read and is not as it was when a form was last found for it."""
         found = self._guard.changes()
         self.looks_again |= bool(found)
@@ -100,7 +100,7 @@ class Following:
         return bool(changes)
 
 
-def refusal(changes: Sequence[Changed], problem: str = "") -> RunError:
+def refusal(changes: Sequence[ChangedValue], problem: str = "") -> RunError:
     """Return the error for a program that has changed and cannot be followed.
 
     Args:

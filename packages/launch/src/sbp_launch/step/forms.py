@@ -25,8 +25,8 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
 from sbp_core.graph import LogicalGraph, Node, graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
-from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
+from sbp_launch.planning.shared_states import plan_form
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following, refusal
 from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
@@ -34,7 +34,7 @@ from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.training import Training
 from sbp_launch.step.unseen import UnseenChanges
 from sbp_torch.graph_capture import check_modes, flatten_batch, host_numbers, rebuild_batch
-from sbp_torch.guards import Changed
+from sbp_torch.guards import ChangedValue
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TooManyFormsError(RunError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class StepForm:
     """A form of a step.
 
     Args:
@@ -112,7 +112,7 @@ class Forms:
         self.first = self._form(first.planned, first.captured.original, None)
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
-        self._known: dict[Shapes, Form] = {}
+        self._known: dict[Shapes, StepForm] = {}
         #: Those of which a form was made, and a batch without values of each.
         self._met: set[Shapes] = set()
         self._templates: dict[Shapes, Any] = {}
@@ -121,14 +121,14 @@ class Forms:
         self._has_warned = False
         self._unseen = UnseenChanges(first.capture_s)
         #: The form of the last step, and a batch of its shapes.
-        self._last: tuple[Form, Any] | None = None
+        self._last: tuple[StepForm, Any] | None = None
         #: From so many on, a warning names what varies; and most of all.
         self._many_forms, self._most_forms = 4, MOST_FORMS
 
     def _form(
         self, planned: Planned, original: LogicalGraph, session: Session | None, why: str = ""
-    ) -> Form:
-        return Form(
+    ) -> StepForm:
+        return StepForm(
             captured=graph_hash(original),
             original=original,
             planned=planned,
@@ -165,7 +165,8 @@ class Forms:
         if not self._engine.runtime.has_forms:
             raise RunError(
                 f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
-                accepted="the form that was planned first; runtime='actor' has others",
+                accepted="the form that was planned first; runtime='actor' takes steps of "
+                "several forms",
             )
 
     def _start(self, planned: Planned) -> Session:
@@ -199,7 +200,7 @@ class Forms:
 
     def before_step(
         self, batch: Any, scalars: Mapping[str, float]
-    ) -> tuple[Form, dict[str, float]]:
+    ) -> tuple[StepForm, dict[str, float]]:
         """Return the form of the next step, and its scalars; all processes call this.
 
         What was written to model and optimizer since the last step is taken over.
@@ -239,7 +240,7 @@ class Forms:
         self._training.agree(self.call, problem, told, compared, whole, written)
         return form, {**scalars, **numbers}
 
-    def _look(self, form: Form, batch: Any) -> None:
+    def _look(self, form: StepForm, batch: Any) -> None:
         """See that the program still makes a form, though nothing has changed that is compared.
 
         Raises:
@@ -260,7 +261,7 @@ class Forms:
         except SbpError:  # it has become something else since, which cannot be captured
             return
 
-    def _find(self, batch: Any, changes: list[Changed]) -> Form:
+    def _find(self, batch: Any, changes: list[ChangedValue]) -> StepForm:
         shapes = self._shapes(batch)
         if not changes and shapes in self._known:
             return self._known[shapes]
@@ -318,7 +319,7 @@ class Forms:
         parts = self.first.parts.items()
         return not self._is_odd(shapes) and any(given[name] != part.shape for name, part in parts)
 
-    def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
+    def _of_program(self, batch: Any, shapes: Shapes, changes: list[ChangedValue]) -> StepForm:
         """Return the form that the program has now: one that is known, or a new one."""
         captured = self._numbers.captured(batch, changes)
         try:
@@ -330,8 +331,8 @@ class Forms:
         return self._of_captured(captured, batch, shapes, changes)
 
     def _of_captured(
-        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[Changed]
-    ) -> Form:
+        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[ChangedValue]
+    ) -> StepForm:
         """Return the form of a captured step: one that is known, or a new one."""
         name, inputs = graph_hash(captured.original), captured.original.input_kinds
         numbers = {key: one for key, one in captured.numbers.items() if key in inputs}
@@ -364,7 +365,7 @@ class Forms:
             self._met.add(shapes)
         return form
 
-    def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:
+    def _varies(self, shapes: Shapes, changes: list[ChangedValue]) -> str:
         """Return what makes another form, as far as that is known: size, program, or both."""
         told = []
         if not changes or (shapes not in self._met and self._is_other_shape(shapes)):

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 from sbp_core.runtime import BatchIs, Session, StepResult
-from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
@@ -22,6 +21,7 @@ from sbp_launch.planning.flow import (
     with_averages,
 )
 from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_launch.planning.shared_states import plan_on_states
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.step.agreement import EVALUATED
 from sbp_launch.step.engine import Engine
@@ -65,7 +65,7 @@ def plan_forward(
         graph = capture_forward(program.model, program.loss_of_step, example, plain, name)
     if mode is Mode.AVERAGED:
         graph = with_averages(graph, train.graph)
-    return plan_beside(train, graph, plain)
+    return plan_on_states(train, graph, plain)
 
 
 class Forwards:
@@ -145,7 +145,7 @@ class Forwards:
             self.close()
             self._is_proved = False
         if not self._is_proved:
-            with one_at_a_time(), self._training.apart():
+            with one_at_a_time(), self._training.disconnected():
                 self._prove()
             self._is_proved = True
         is_step = mode is Mode.TRAINING
@@ -165,7 +165,7 @@ class Forwards:
         return self._sessions[key]
 
     def _planned(self, example: Any, mode: Mode) -> Planned:
-        with one_at_a_time(), self._training.apart():
+        with one_at_a_time(), self._training.disconnected():
             return plan_forward(self._program, example, self._engine.settings, self._train, mode)
 
     def close(self) -> None:

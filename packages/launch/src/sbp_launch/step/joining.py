@@ -71,8 +71,8 @@ def join(
     if len(set(found.values())) > 1:
         if rank == ranks[0]:
             logger.warning(
-                "the processes made the model with different values: those of rank %d are taken; "
-                "torch.manual_seed(...) before the model is made spares sending them",
+                "the processes made the model with different values: all take the values of rank "
+                "%d. To save this transfer, call torch.manual_seed(...) before the model is made",
                 ranks[0],
             )
         session.load_state_dict(
@@ -81,12 +81,7 @@ def join(
     return gather
 
 
-def _from_first(
-    communicator: Communicator,
-    ranks: list[int],
-    name: str,
-    value: Tensor,
-) -> Tensor:
+def _from_first(communicator: Communicator, ranks: list[int], name: str, value: Tensor) -> Tensor:
     """Return the value of the first rank, on all ranks."""
     everyone = NdSbp(B)
     here = value.detach().contiguous().to(communicator.device)

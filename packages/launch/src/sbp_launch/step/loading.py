@@ -16,7 +16,7 @@ from sbp_core.errors import SbpLookupError, unknown_name
 from sbp_core.runtime import state_slots
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.saving import ReadTogether
-from sbp_launch.checkpoint.tensors import Chosen, Tensors
+from sbp_launch.checkpoint.tensors import Chosen, LazyTensors
 from sbp_launch.step.training import Training
 from sbp_torch.runtime import check_tensor
 
@@ -39,7 +39,7 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     missing = [name for name in training.states.names if name not in states]
     fresh: dict[str, Tensor] = {}
     if missing:
-        with training.apart():
+        with training.disconnected():
             fresh = training.states.fresh(missing, states.keys(), ahead)
     for tied in training.states.plan.ties.values():
         values = {float(fresh[name]) for name in tied if name in fresh}
@@ -65,7 +65,7 @@ def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[st
     names = called_here(states, own)
     if all(name == there for name, there in names.items()):
         return states
-    if isinstance(states, Tensors):
+    if isinstance(states, LazyTensors):
         return Chosen(states, names)
     return {name: states[there] for name, there in names.items()}
 
@@ -89,27 +89,27 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
             raise error.replaced(
                 SbpLookupError,
                 todo=f"{error.todo}; if it is of another program, put that there first: "
-                "step.beside(loss, batch, optimizer)",
+                "step.add_step(loss, batch, optimizer)",
             )
 
 
-class _Together(Tensors):
+class _Together(LazyTensors):
     """Tensors that are read, and others that are in memory."""
 
-    def __init__(self, read: Tensors, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, read: LazyTensors, held: Mapping[str, Tensor]) -> None:
         self._read, self._held, self._names = read, held, [*read.names, *held]
 
     @property
     def names(self) -> Collection[str]:
-        """See `Tensors.names`."""
+        """See `LazyTensors.names`."""
         return self._names
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         return self._held[name].to("meta") if name in self._held else self._read.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """See `Tensors.part`."""
+        """See `LazyTensors.part`."""
         if name in self._held:
             return self._held[name][tuple(slice(*one) for one in bounds)].clone()
         return self._read.part(name, bounds)

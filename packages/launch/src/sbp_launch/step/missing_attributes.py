@@ -49,11 +49,12 @@ _OF_FIRST = (
     "starts, saves and ends them together"
 )
 
-#: What steps beside the first one do not have.
-OF_STEPS_BESIDE: Mapping[str, str] = {
+#: What the steps that `add_step` returns do not have.
+OF_ADDED_STEPS: Mapping[str, str] = {
     **OF_STEPS,
     **dict.fromkeys(
         (
+            "add_step",
             "beside",
             "close",
             "copy_to",

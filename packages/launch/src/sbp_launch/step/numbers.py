@@ -16,7 +16,7 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_launch.planning.flow import Captured
 from sbp_torch.graph_capture import NumberPlace, check_numbers, placed
-from sbp_torch.guards import Changed
+from sbp_torch.guards import ChangedValue
 
 #: How the names of inputs that are numbers begin.
 _NUMBER = "number."
@@ -75,7 +75,7 @@ class FollowedNumbers:
         self._names: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
         self._refused: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
 
-    def captured(self, batch: Any, changes: Sequence[Changed]) -> Captured:
+    def captured(self, batch: Any, changes: Sequence[ChangedValue]) -> Captured:
         """Capture the step as it is now, with inputs for the numbers that vary.
 
         Args:
@@ -171,7 +171,7 @@ class FollowedNumbers:
         self.places = {}
         return self.capture.prepared(self._plain, {})
 
-    def told(self, changes: Sequence[Changed]) -> str:
+    def told(self, changes: Sequence[ChangedValue]) -> str:
         """Return why numbers that have changed are no inputs, for messages; or ""."""
         numbers = [one.number for one in changes if one.number is not None]
         found = (self._refused[one.at][0] for one in numbers if one.at in self._refused)

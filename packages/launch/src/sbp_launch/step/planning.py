@@ -21,23 +21,14 @@ from typing import Any
 from sbp_core.errors import ConfigError
 from sbp_core.graph import InputKind, LogicalGraph, Node
 from sbp_core.strategy import Strategy
-from sbp_launch.planning.beside import PlanAround, plan_form
-from sbp_launch.planning.flow import (
-    Captured,
-    Planned,
-    PlanSettings,
-)
+from sbp_launch.planning.flow import Captured, Planned, PlanSettings
+from sbp_launch.planning.shared_states import PlanAround, plan_form
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.step_capture import StepCapture
 from sbp_launch.step.step_planner import PlanChoice, step_planner
-from sbp_launch.step.time_steps import (
-    num_cuts,
-    refuse_cut_time,
-    tell_cut_time,
-    time_in_front,
-)
+from sbp_launch.step.time_steps import num_cuts, refuse_cut_time, tell_cut_time, time_in_front
 from sbp_launch.step.training import Training
 
 #: Axes along which ranks do not split a batch, unless their planner says so.

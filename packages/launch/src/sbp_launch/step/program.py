@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from sbp_core.errors import SbpValueError, unknown_name
 from sbp_launch.step.argument_types import check_loss, check_model, check_optimizer
 from sbp_torch.deferred_init import DeferredModel
-from sbp_torch.graph_capture import (
-    VELOCITY,
-    SampleDims,
-    UpdateOptions,
-    initial_states,
-)
+from sbp_torch.graph_capture import VELOCITY, SampleDims, UpdateOptions, initial_states
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
 
@@ -36,7 +31,7 @@ class OneDeviceProgram:
         optimizer: Over `model.parameters()`.
         update: What happens once a step, besides the optimizer.
         deferred: What makes the states of a deferred model.
-        samples: Where samples lie in the batches that `loss` takes.
+        samples: Where samples are in the batches that `loss` takes.
 
     Raises:
         ConfigError: one of them is of another type.

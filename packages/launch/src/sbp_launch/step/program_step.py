@@ -24,17 +24,17 @@ from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.step.agreement import compare_batches
 from sbp_launch.step.batch_names import check_batch_names
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.first_bad_value import UndoneStepError, first_bad_value
 from sbp_launch.step.following import Following
-from sbp_launch.step.forms import Form, Forms
+from sbp_launch.step.forms import Forms, StepForm
 from sbp_launch.step.forward import Forwards, Mode
-from sbp_launch.step.missing_attributes import OF_STEPS_BESIDE, missing_attribute
+from sbp_launch.step.missing_attributes import OF_ADDED_STEPS, missing_attribute
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.output import StepOutput
 from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.scalars import UpdateScalars
+from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.training import Training
 from sbp_launch.team import Team
 from sbp_launch.world import World
@@ -45,7 +45,7 @@ from sbp_torch.optim import note_step
 class ProgramStep:
     """A training step of one program, on the states of a `ParallelStep`: call it with a batch.
 
-    Made by `ParallelStep.beside`. Several processes, one a rank, make the same calls in the same
+    Made by `ParallelStep.add_step`. Several processes, one a rank, make the same calls in the same
     order.
 
     Attributes:
@@ -59,7 +59,7 @@ class ProgramStep:
         following: Following,
         training: Training,
         padding: Padding,
-        comparison: Comparison | None = None,
+        comparison: OneDeviceComparison | None = None,
     ) -> None:
         self.world: World = engine.world
         program = planned.capture.program
@@ -112,7 +112,7 @@ class ProgramStep:
         return session
 
     def _begin(self) -> None:
-        """Start the step, as there is a session that has the states."""
+        """Start the step, because there is a session that has the states."""
         self._forms.begin()
         self._padding.begin(self._training.team)
         self._forms.plan_ahead(self._padding.examples())
@@ -124,13 +124,14 @@ class ProgramStep:
     if not TYPE_CHECKING:  # so that type checkers know what there is, and that `with` is wrong
 
         def __getattr__(self, name: str) -> Any:
-            return missing_attribute(self, name, OF_STEPS_BESIDE)
+            return missing_attribute(self, name, OF_ADDED_STEPS)
 
         def __enter__(self) -> NoReturn:
             raise RunError(
-                "a step that step.beside returned cannot be entered by `with`",
+                "a step that step.add_step returned cannot be entered by `with`",
                 accepted="the first step, which parallelize returned",
-                todo="leave out this `with`: that of the first step starts and ends all steps",
+                todo="leave out this `with`: the `with` of the first step starts and ends all "
+                "steps",
             )
 
         def __exit__(
@@ -196,7 +197,7 @@ class ProgramStep:
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         if compared is not None and not compared.has_begun:
             first = self._current.state_dict(to=0)
-            with training.apart():
+            with training.disconnected():
                 compared.begin(first, training.steps_done)
         with training.until_done():
             before = form.session.steps_done
@@ -210,7 +211,7 @@ class ProgramStep:
                 raise self._undone(error, form, flat, values) from error
             finally:
                 if form.session.steps_done > before:  # else it was given up, or has failed
-                    training.behind_step(form.planned.graph)
+                    training.note_step(form.planned.graph)
                     note_step(self._program.optimizer)
             if compared is not None:
                 compared.step(lambda: batch, float(found.loss), values)
@@ -221,7 +222,7 @@ class ProgramStep:
     def _undone(
         self,
         error: NotFiniteStepError,
-        form: Form,
+        form: StepForm,
         batch: Mapping[str, Tensor],
         scalars: Mapping[str, float],
     ) -> UndoneStepError:

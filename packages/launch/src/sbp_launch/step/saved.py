@@ -15,7 +15,7 @@ from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Session, StatePiece
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
@@ -28,7 +28,7 @@ from sbp_launch.checkpoint.saving import (
 )
 from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.checkpoint.steps import step_name
-from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
+from sbp_launch.checkpoint.survivors import claimed_from_the_lost, surviving_pieces
 from sbp_launch.planning.output import write_plan
 from sbp_launch.run.environment import versions
 from sbp_launch.step.agreement import Gather
@@ -114,7 +114,9 @@ class StepSaves:
             if not wait:
                 self._claim = claim.pop_all()
 
-    def save_left(self, folder: Path, session: Session, step: int, left: SurvivingRanks) -> None:
+    def save_survivors(
+        self, folder: Path, session: Session, step: int, left: SurvivingRanks
+    ) -> None:
         """Save a checkpoint with the processes that are left, as another has ended; each calls it.
 
         Raises:
@@ -136,8 +138,8 @@ class StepSaves:
         def write(pieces: Iterable[StatePiece], processes: Processes) -> None:
             save(storage, step_name(step), self._metadata(step), pieces, processes)
 
-        pieces, _ = pieces_left(self._states.plan, session, left, step, DEADLINE_S)
-        with_those_left(self._processes, left, storage, pieces, prepare, write)
+        pieces, _ = surviving_pieces(self._states.plan, session, left, step, DEADLINE_S)
+        save_among_survivors(self._processes, left, storage, pieces, prepare, write)
 
     def _metadata(self, step: int) -> Metadata:
         return Metadata(
@@ -203,7 +205,7 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
 
 
-def with_those_left(
+def save_among_survivors(
     processes: Processes,
     left: SurvivingRanks,
     storage: CheckpointStorage,

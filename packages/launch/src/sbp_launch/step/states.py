@@ -195,17 +195,17 @@ class ProgramStates:
         others = [one for one in self.programs if one.optimizer is not program.optimizer]
         for other in others:
             number = 1 + self.programs.index(other)
-            # Also of what is frozen, as it may be trained later.
+            # Also of what is frozen, because it may be trained later.
             both = _own_states(program) & _own_states(other)
             if both:
                 raise ConfigError(
                     f"two optimizers have a state {min(both)!r}",
-                    where=f"the optimizer of another program, and that of program {number}",
+                    where=f"the optimizers of another program and of program {number}",
                     accepted="optimizers over different parameters of the model, or the same "
                     "optimizer",
                     todo="give each its own parameters: Adam(model.critic.parameters()); or train "
-                    "both losses by one optimizer: leave out optimizer=; to start an optimizer "
-                    "anew, empty the one that is there, between two steps: optimizer.state.clear()",
+                    "both losses by one optimizer: leave out optimizer=; to restart an optimizer, "
+                    "empty it between two steps: optimizer.state.clear()",
                 )
 
     def plan_with(self, states: Mapping[str, Tensor]) -> PhysicalPlan:
@@ -247,7 +247,7 @@ class ProgramStates:
                     f"the states have none of the optimizer of program {number}: "
                     f"{min(missing)!r} is missing",
                     accepted="states of all programs of the step",
-                    todo="load them before step.beside(...) puts that program there"
+                    todo="load them before step.add_step(...) puts that program there"
                     if number > 1
                     else "",
                 )

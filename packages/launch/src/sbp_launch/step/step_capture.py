@@ -10,12 +10,7 @@ import torch
 
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
-from sbp_launch.planning.flow import (
-    Captured,
-    Planned,
-    PlanSettings,
-    capture_step,
-)
+from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_step
 from sbp_launch.planning.proving import proved
 from sbp_launch.step.numbers import Places
 from sbp_launch.step.program import OneDeviceProgram
@@ -175,7 +170,7 @@ def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
                 where="the argument micro_batches",
                 accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
                 todo="take another size of batch, or other micro-batches; if these are time steps, "
-                "say along which dim samples lie, such as batch_dim=1",
+                "give the dim of the samples, such as batch_dim=1",
             )
     taken = {
         name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: Modules that go through the time steps, or positions, of their input.
 _SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention)
 
-_WAY_OUT = "say along which dim samples lie, such as batch_dim=1"
+_WAY_OUT = "give the dim of the samples, such as batch_dim=1"
 
 
 def time_in_front(graph: LogicalGraph, model: nn.Module) -> Node | None:

@@ -4,7 +4,7 @@ A step has one set of states, which live on its ranks. Its forms, and the progra
 next to it, run on them in turn; what one of them needs and the others have not is added to the set.
 
     parallelize(loss_d, optimizer_d)          parameters of both networks, moments of the one
-    step.beside(loss_g, optimizer_g)          the moments of the other are added
+    step.add_step(loss_g, optimizer_g)          the moments of the other are added
     backbone.requires_grad_(True)             and those of parameters that begin to be trained
 """
 
@@ -149,8 +149,8 @@ class Training:
             check_not_forked(self._process)
         if self.has_damaged_states:
             raise RunError(
-                "this parallel step has no states: those that it was to load are damaged",
-                todo="load others: step.load(PATH), or step.load_state_dict(states)",
+                "this parallel step has no states: the states that it began to load are damaged",
+                todo="load other states: step.load(PATH), or step.load_state_dict(states)",
             )
         return self.started
 
@@ -197,7 +197,7 @@ class Training:
         self._connected = ConnectedStates(self._model, read)
         self._know_states()
         self._connected.connect(self._let_go)
-        self._connected.behind_step()  # states may be others: given, or those of rank 0
+        self._connected.note_step()  # states may be others: given, or those of rank 0
 
     def _know_states(self) -> None:
         """Have model and optimizers read as the states that there are."""
@@ -221,13 +221,13 @@ class Training:
             return
         new = {*names_of(plan)} - {*self.states.names}
         self.states.check_new(new)
-        with self.apart():
+        with self.disconnected():
             copies = copied_states(program.model, program.optimizer, program.update).keys() & new
         if copies - self.given.keys():
             self._read_model(min(copies))
         if self.states.moves(plan):  # to host numbers, which the plans so far do not know
             self._forget()
-        with self.apart():
+        with self.disconnected():
             states = program.own_states()
             own = {name: states[name] for name in sorted(new) if name in states}
         self._widen(plan, {**own, **self.given})
@@ -240,7 +240,7 @@ class Training:
             raise RunError(
                 f"{name!r} begins as a copy of its parameter, which the model has no value of",
                 accepted="such states of the first program, or of models with values",
-                todo="give update= to parallelize, not to step.beside",
+                todo="give update= to parallelize, not to step.add_step",
             )
         self._connected.read_model()
 
@@ -250,7 +250,7 @@ class Training:
         Raises:
             ConfigError: they do not; raised in all of them.
         """
-        self.enter("step.beside(...)")
+        self.enter("step.add_step(...)")
         if self.gather is not None:
             compare(manifest(planned, registry, {}), self.gather)
 
@@ -293,9 +293,9 @@ class Training:
             raise ConfigError(
                 "the model is trained by another parallel step, which is not over",
                 accepted="one step at a time for each model, and more programs on the same states",
-                todo="another loss, or another optimizer, over the same states is "
-                "step.beside(loss, batch, optimizer); else end that step's `with` block first, or "
-                "give this one a copy of the model: copy.deepcopy(model)",
+                todo="for another loss or optimizer over the same states, call "
+                "step.add_step(loss, batch, optimizer); otherwise end that step's `with` block "
+                "first, or give this one a copy of the model: copy.deepcopy(model)",
             )
         connected = self._connected
         assert connected is not None, "it has begun"
@@ -412,7 +412,7 @@ class Training:
         connected, session = self._connected, self._session
         assert connected is not None and session is not None, "it has begun"
         if looks_again:
-            connected.look_again()
+            connected.reconnect()
         written = connected.written()
         if written:
             with self.until_done():
@@ -433,7 +433,7 @@ class Training:
                 return True
         return False
 
-    def behind_step(self, graph: LogicalGraph) -> None:
+    def note_step(self, graph: LogicalGraph) -> None:
         """Note that a step has changed the states.
 
         Args:
@@ -442,25 +442,25 @@ class Training:
         self.num_steps += 1
         self.states.note_updated(graph)
         if self._connected is not None:
-            self._connected.behind_step()
+            self._connected.note_step()
 
     def replaced(self) -> None:
         """Note that the states were replaced, and with them what was written before."""
         self.states.updated.update(self.states.names)
         if self._connected is not None:
-            self._connected.look_again()
+            self._connected.reconnect()
             self._connected.taken_over()
-            self._connected.behind_step()
+            self._connected.note_step()
 
     @contextmanager
     def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
         """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
-        with one_at_a_time(), self.apart(), as_stepped(program, self.states.updated):
+        with one_at_a_time(), self.disconnected(), as_stepped(program, self.states.updated):
             yield
 
-    def apart(self) -> AbstractContextManager[None]:
+    def disconnected(self) -> AbstractContextManager[None]:
         """Let the model's tensors be ordinary ones meanwhile."""
-        return nullcontext() if self._connected is None else self._connected.apart()
+        return nullcontext() if self._connected is None else self._connected.disconnected()
 
     def copied_to(
         self,

@@ -4,7 +4,7 @@
     start(), close(), or `with`            the ranks
     step(batch)                            a training step; step.evaluate(batch) changes nothing
     save, load, load_model, state_dict     the states
-    save_left                              the same after a rank has failed
+    save_survivors                              the same after a rank has failed
 
 `ParallelStep` is what `parallelize` returns of it; the trainer of `sbp-train` calls the same one.
 """
@@ -28,7 +28,7 @@ from sbp_launch.checkpoint.starting_weights import find_weights, named_as_in
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.step.agreement import digest_of
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.joining import join
@@ -72,7 +72,7 @@ class TrainingStep(ProgramStep):
         training: Training,
         padding: Padding,
         states: Mapping[str, Tensor] | None = None,
-        comparison: Comparison | None = None,
+        comparison: OneDeviceComparison | None = None,
     ) -> None:
         super().__init__(planned, engine, following, training, padding, comparison)
         self._choice, self._given_states = choice, states
@@ -203,7 +203,7 @@ class TrainingStep(ProgramStep):
 
     # Programs.
 
-    def _put_beside(
+    def _add_program(
         self,
         program: OneDeviceProgram,
         batch: Any,
@@ -225,7 +225,7 @@ class TrainingStep(ProgramStep):
             SbpError: it cannot be captured or planned.
         """
         training = self._training
-        with training.apart():
+        with training.disconnected():
             training.states.check_optimizer(program)
         if all(program.optimizer is not one.optimizer for one in training.states.programs):
             training.optimizer_calls.watch(program.optimizer)
@@ -236,9 +236,9 @@ class TrainingStep(ProgramStep):
         if not program.trained & planned.captured.original.new_states.keys():
             raise ConfigError(
                 "the loss gives no gradient to a parameter of the optimizer",
-                where="the arguments loss and optimizer of step.beside",
+                where="the arguments loss and optimizer of step.add_step",
                 accepted="an optimizer over parameters that the loss uses, and does not detach",
-                todo="see that the optimizer is that of this loss",
+                todo="pass the optimizer of this loss",
             )
         if training.has_begun:
             training.compare_programs(planned.planned, engine.registry)
@@ -295,7 +295,7 @@ class TrainingStep(ProgramStep):
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
         program, states = self._program, self._whole("optimizer_state_dict")
-        with self._training.apart():
+        with self._training.disconnected():
             return to_optimizer_state(states, program.model, program.optimizer)
 
     def copy_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -345,7 +345,7 @@ class TrainingStep(ProgramStep):
         if backend is not None and backend.spans_processes and (why := backend.failure_reason()):
             left = backend.survivors(MEET_S)
             try:
-                self._saves.save_left(place, session, self.steps_done, left)
+                self._saves.save_survivors(place, session, self.steps_done, left)
             except RunError as error:
                 where = (*error.where, f"a run that has failed: {why}")
                 raise error.replaced(RunError, where=where) from error
@@ -431,7 +431,7 @@ class TrainingStep(ProgramStep):
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
         with self._training.until_done():
-            with self._training.apart(), weights.over(program.own_states()) as states:
+            with self._training.disconnected(), weights.over(program.own_states()) as states:
                 others = [one.own_states() for one in self._training.states.programs[1:]]
                 session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
             self._training.replaced()

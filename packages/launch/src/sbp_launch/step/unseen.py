@@ -1,7 +1,7 @@
 """What no guard sees is found by execution: now and then, a program is captured again.
 
 Python can read a number in more ways than anybody lists. So a program that is taken for the same
-one, as nothing that is compared has changed, is captured again now and then:
+one, because nothing that is compared has changed, is captured again now and then:
 
     seconds of training    0 ...... a ...... 2a ............... 4a ........................ the end
     captured again                  x        x                  x                           x
@@ -64,13 +64,13 @@ class UnseenChanges:
         if graph_hash(again) != graph_hash(before):
             # It stays due, so that the next step is an error, too.
             raise RunError(
-                "the program makes another step than the one that was captured, though nothing "
-                "that is compared has changed",
+                "the program now makes a different step from the captured one, though no compared "
+                "value has changed",
                 where=difference(before, again) or "its constants",
                 accepted="numbers and objects that forward and loss read from variables, "
                 "attributes, entries and closures",
-                todo="read what changes from one of these, or from the batch; the steps since the "
-                "change were those of the program before it",
+                todo="read the changing value from one of these, or from the batch; the steps "
+                "since the change were steps of the program before it",
             )
         passed_s = self._looked_s - self._begun_s
         self._due_s = self._looked_s + max(_PATIENCE * self._capture_s, passed_s)

@@ -30,20 +30,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sbp_core.compile import (
-    Actor,
-    ActorId,
-    BoxingActor,
-    Compute,
-    PhysicalPlan,
-    Receive,
-    Send,
-)
+from sbp_core.compile import Actor, ActorId, BoxingActor, Compute, PhysicalPlan, Receive, Send
 from sbp_core.graph import LogicalGraph, Node, Phase
-from sbp_core.runtime import Held, Span, SpanKind
+from sbp_core.runtime import MemorySample, Span, SpanKind
 from sbp_core.simulation import Simulation, simulate
 from sbp_launch.planning.moves import updated_module
-from sbp_launch.tracing.times import END_OF, Late, late_ranks
+from sbp_launch.tracing.times import END_OF, LastArrival, late_ranks
 
 Event = dict[str, Any]
 
@@ -75,7 +67,7 @@ class Traced:
     plan: PhysicalPlan
     graph: LogicalGraph
     spans: Sequence[Span]
-    held: Sequence[Held] = ()
+    held: Sequence[MemorySample] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
     clock_error_s: float = 0.0
     simulation: Simulation | None = None
@@ -176,7 +168,7 @@ class _Events:
 
     def _late_slice(self, span: Span) -> Iterator[Event]:
         """Return the slice of what a boxing call waited for another rank, if it did."""
-        late: Late | None = self.late.get(span)
+        late: LastArrival | None = self.late.get(span)
         if late is not None:
             name = f"wait for rank {late.rank}"
             yield self._slice(span, name, "wait", late.until_ns, {"came_last": late.rank})
@@ -219,11 +211,11 @@ class _Events:
         return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
 
     def _predicted(self) -> Iterator[Event]:
-        """Return lanes and slices of the simulated step, beside the steps that were traced."""
+        """Return lanes and slices of the simulated step, next to the traced steps."""
         linked: set[tuple[int, str]] = set()
         over_ns = 0
         for step, begin_ns in sorted(self.begins_ns.items()) or [(0, 0)]:
-            # One that is predicted to take longer than it did leaves no room beside the next.
+            # One that is predicted to take longer than it did leaves no room next to the next.
             if begin_ns >= over_ns:
                 over_ns = begin_ns + round(self.simulation.step_s * 1e9)
                 for rank, thread in self.lanes:

@@ -46,14 +46,14 @@ _HEADS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
+class LastArrival:
     """What a boxing call waited for: until when, in nanoseconds, and the rank that came last."""
 
     until_ns: int
     rank: int
 
 
-def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]:
+def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastArrival]:
     """Return for each boxing call, and wait for the end of one, what it waited for."""
     senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
     for link in plan.links:
@@ -76,7 +76,7 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]
             ]
             for key in calls[span]:
                 calls.pop(firings[key], None)  # which only began what is waited for here
-    found: dict[Span, Late] = {}
+    found: dict[Span, LastArrival] = {}
     waits = [(span, key) for span, keys in calls.items() for key in keys]
     for span, (step, index, rank, name) in waits:
         actor = plan.by_rank[rank].by_name[name]
@@ -95,7 +95,7 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]
         begin_ns, last = max(came, default=(0, rank))
         until_ns = min(begin_ns, span.end_ns)
         if until_ns > max(span.begin_ns, found[span].until_ns if span in found else 0):
-            found[span] = Late(until_ns=until_ns, rank=last)
+            found[span] = LastArrival(until_ns=until_ns, rank=last)
     return found
 
 
@@ -121,7 +121,7 @@ class RankTimes:
 
     @property
     def rest(self) -> int:
-        """What lies between firings."""
+        """What is between firings."""
         return self.steps - self.compute - self.boxing - self.waiting - self.turn
 
 
@@ -141,7 +141,7 @@ def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str
             times.waiting += took
         elif span.kind is SpanKind.TURN:
             times.turn += took
-            times.compute -= took  # it lies within a firing
+            times.compute -= took  # it is within a firing
         elif is_call or isinstance(plan.by_rank[span.rank].by_name[span.actor], BoxingActor):
             waited = late[span].until_ns - span.begin_ns if span in late else 0
             times.waiting += waited

@@ -30,7 +30,7 @@ from statistics import median
 import torch
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.runtime import Held, Session, Span, SpanKind, Trace, measured_operators
+from sbp_core.runtime import MemorySample, Session, Span, SpanKind, Trace, measured_operators
 from sbp_launch.machine import describe_machine
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.folder import writing
@@ -50,7 +50,7 @@ _SIZE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ProcessTrace:
     """The trace of one process.
 
     Args:
@@ -65,13 +65,13 @@ class Part:
     host: str
     process: int
     spans: tuple[Span, ...]
-    held: tuple[Held, ...]
+    held: tuple[MemorySample, ...]
     exits_ns: tuple[int, ...] = ()
 
 
-def own_part(trace: Trace, ranks: Sequence[int]) -> Part:
+def own_part(trace: Trace, ranks: Sequence[int]) -> ProcessTrace:
     """Return what was noted in this process."""
-    return Part(
+    return ProcessTrace(
         ranks=tuple(ranks),
         host=platform.node(),
         process=os.getpid(),
@@ -80,7 +80,9 @@ def own_part(trace: Trace, ranks: Sequence[int]) -> Part:
     )
 
 
-def gather_parts(backend: BoxingBackend, ranks: Sequence[int], own: Part) -> list[Part]:
+def gather_parts(
+    backend: BoxingBackend, ranks: Sequence[int], own: ProcessTrace
+) -> list[ProcessTrace]:
     """Return the parts of all processes; all of them call this between two steps.
 
     Args:
@@ -108,7 +110,7 @@ def gather_parts(backend: BoxingBackend, ranks: Sequence[int], own: Part) -> lis
     return [unpack(part) for part in exchange(text, "traces", max(map(int, sizes)))]
 
 
-def with_one_clock(parts: Sequence[Part]) -> tuple[list[Part], float]:
+def with_one_clock(parts: Sequence[ProcessTrace]) -> tuple[list[ProcessTrace], float]:
     """Return the parts with all times by the clock of the first one's host, and the error.
 
     Returns:
@@ -131,7 +133,7 @@ def with_one_clock(parts: Sequence[Part]) -> tuple[list[Part], float]:
     return moved, error_ns * 1e-9
 
 
-def pack(part: Part) -> str:
+def pack(part: ProcessTrace) -> str:
     """Return a part as text."""
     value = {
         "ranks": part.ranks,
@@ -150,15 +152,15 @@ def pack(part: Part) -> str:
     return base64.b85encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
-def unpack(text: str) -> Part:
+def unpack(text: str) -> ProcessTrace:
     """Return the part that `pack` wrote."""
     value = json.loads(zlib.decompress(base64.b85decode(text)))
-    return Part(
+    return ProcessTrace(
         ranks=tuple(value["ranks"]),
         host=value["host"],
         process=value["process"],
         spans=tuple(Span(SpanKind(kind), *rest) for kind, *rest in value["spans"]),
-        held=tuple(Held(*entry) for entry in value["held"]),
+        held=tuple(MemorySample(*entry) for entry in value["held"]),
         exits_ns=tuple(value["exits_ns"]),
     )
 
@@ -229,7 +231,7 @@ class StepTracer:
             session.trace = None
 
     def finish(self, number: int) -> None:
-        """Write the trace behind the last step of it; all processes call this behind each step.
+        """Write the trace after the last step of it; all processes call this after each step.
 
         Raises:
             BoxingError: another rank did not come with its trace.
@@ -245,7 +247,7 @@ class StepTracer:
             with writing(self.folder):
                 self._write(parts or [own])
 
-    def _write(self, parts: Sequence[Part]) -> None:
+    def _write(self, parts: Sequence[ProcessTrace]) -> None:
         """Write the trace of these processes, and say what is in it."""
         parts, clock_error_s = with_one_clock(parts)
         spans = [span for part in parts for span in part.spans]

@@ -1,6 +1,6 @@
 """Training a run: `trainer` is its flow, `loop` one step after the other until its budget is spent.
 
-Before the loop: `program` (model, data, optimizer), `planned` and `micro_batches` (the plan),
+Before the loop: `run_program` (model, data, optimizer), `planned` and `micro_batches` (the plan),
 `session` (the ranks), `resume` (where the run goes on). In it: `step`, `checkpoints` with the
 `saved_settings`, `evaluation`, `callbacks` and the callback `early_stop`, and `team`, what
 processes say to each other between steps. Of each step: `figures`, `phases`;

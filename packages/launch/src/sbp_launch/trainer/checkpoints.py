@@ -161,11 +161,7 @@ class RunCheckpoints:
         return self.place(state.step)
 
     def begin(
-        self,
-        session: Session,
-        state: TrainerState,
-        cursor: DataCursor,
-        tell: Callable[[str], None],
+        self, session: Session, state: TrainerState, cursor: DataCursor, tell: Callable[[str], None]
     ) -> None:
         """Begin to save what a session has, which is written while it goes on; all processes call.
 
@@ -208,7 +204,7 @@ class RunCheckpoints:
         return self._saves.is_busy
 
     def go_on(self) -> None:
-        """Go on with the checkpoint that is under way, if there is one, as no process is busy.
+        """Go on with the checkpoint that is under way, if there is one, because no process is busy.
 
         Raises:
             RunError: it cannot be saved.

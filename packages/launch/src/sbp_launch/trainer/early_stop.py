@@ -35,7 +35,7 @@ class EarlyStopConfig:
                 f"min_delta={self.min_delta} is out of range", accepted="a finite number >= 0"
             )
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
+    def check_combination(self, others: Mapping[str, object]) -> None:
         """Check that the run is evaluated while it trains.
 
         Raises:

@@ -12,7 +12,7 @@ from sbp_launch.data import BatchLoader, LocalBatch, LocalPart, is_for_gpus
 from sbp_launch.run.run import Run
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import fail_together
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 
 class Evaluator:
@@ -26,7 +26,7 @@ class Evaluator:
         step: Whose states are evaluated, where they are.
     """
 
-    def __init__(self, run: Run, program: Program, step: TrainingStep) -> None:
+    def __init__(self, run: Run, program: RunProgram, step: TrainingStep) -> None:
         self.run, self.program, self.step = run, program, step
 
     def metrics(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredUsage:
     """What ranks held and sent.
 
     Args:
@@ -51,7 +51,7 @@ class Measured:
     sent_bytes: float
 
     @classmethod
-    def of_all(cls, texts: Sequence[str]) -> Measured:
+    def of_all(cls, texts: Sequence[str]) -> MeasuredUsage:
         """Return what the ranks of several processes did, of their `to_text`."""
         parts = [json.loads(text) for text in texts]
         return cls(
@@ -106,15 +106,17 @@ class StepMeter:
         return found
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredUsage:
         """What the ranks of this process held and sent."""
         peaks = [self.meter.peak(rank) for rank in self.ranks] if self.meter else []
         # In their first step, ranks of several processes also compare their plans.
         compared = self.backend.spans_processes and len(self.sent_bytes) > 1
         sent = self.sent_bytes[1:] if compared else self.sent_bytes
-        return Measured(peak_bytes=max(peaks, default=0), sent_bytes=mean(sent) if sent else 0.0)
+        return MeasuredUsage(
+            peak_bytes=max(peaks, default=0), sent_bytes=mean(sent) if sent else 0.0
+        )
 
-    def lines(self, predicted: Predicted, measured: Measured | None = None) -> list[str]:
+    def lines(self, predicted: Predicted, measured: MeasuredUsage | None = None) -> list[str]:
         """Return a line for each figure that was measured, with the prediction after it.
 
         Args:

@@ -18,13 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from sbp_core.errors import SbpError
-from sbp_core.plugins import (
-    Callback,
-    MetricSink,
-    TrainerControl,
-    TrainerState,
-    TrainingContext,
-)
+from sbp_core.plugins import Callback, MetricSink, TrainerControl, TrainerState, TrainingContext
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.utilization import ModelWork
@@ -34,7 +28,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.settings.budget import Allowance
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import Team, fail_together, stop_together, vote_deadline_s
 from sbp_launch.tracing.tracer import StepTracer
@@ -43,14 +37,14 @@ from sbp_launch.trainer.checkpoints import RunCheckpoints
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.phases import PhaseTimes
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 from sbp_launch.trainer.step import StepTaker
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6
 
 
-def allowance_of(run: Run, program: Program) -> Allowance:
+def allowance_of(run: Run, program: RunProgram) -> Allowance:
     """Return the budget of a run, as its steps are counted against it.
 
     Raises:
@@ -81,11 +75,11 @@ class TrainingLoop:
     """
 
     run: Run
-    program: Program
+    program: RunProgram
     step: TrainingStep
     step_meter: StepMeter
     tracer: StepTracer
-    comparison: Comparison | None
+    comparison: OneDeviceComparison | None
     signals: StopSignals
     checkpoints: RunCheckpoints
     state: TrainerState = field(default_factory=TrainerState)
@@ -236,11 +230,7 @@ class TrainingLoop:
         return None
 
     def _step(
-        self,
-        loader: BatchLoader,
-        sink: MetricSink,
-        evaluator: Evaluator,
-        progress: StepProgress,
+        self, loader: BatchLoader, sink: MetricSink, evaluator: Evaluator, progress: StepProgress
     ) -> None:
         """Take one step and all that follows it."""
         settings, step = self.run.config.trainer, self.state.step + 1

@@ -15,13 +15,13 @@ from sbp_launch.planning.flow import Captured, Planned, compiled
 from sbp_launch.run.run import Run
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 #: Names that a message lists.
 _MOST_NAMES = 3
 
 
-def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: Program) -> Planned:
+def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: RunProgram) -> Planned:
     """Return the checked plan of a strategy, on as many ranks and micro-batches as it says.
 
     Args:
@@ -50,7 +50,7 @@ def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: Prog
         raise error.replaced(ConfigError, where=("compare", *error.where)) from error
 
 
-def _captured_for(strategy: Strategy, run: Run, program: Program) -> StepPlanner:
+def _captured_for(strategy: Strategy, run: Run, program: RunProgram) -> StepPlanner:
     """Capture the step as the mesh and the micro-batches of a strategy ask for it.
 
     Raises:

@@ -18,13 +18,13 @@ from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.step_capture import StepCapture
 from sbp_launch.step.step_planner import PlanChoice, StepPlanner, step_planner
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 #: How a run saves to another place, for messages.
 ELSEWHERE = "name another place: hydra.run.dir=FOLDER"
 
 
-def plan_settings(run: Run, program: Program) -> PlanSettings:
+def plan_settings(run: Run, program: RunProgram) -> PlanSettings:
     """Return what the config of a run says of planning."""
     config, trainer = run.config, run.config.trainer
     names = config.compile.plugins
@@ -51,7 +51,7 @@ def plan_choice(run: Run) -> PlanChoice:
     )
 
 
-def engine_of(run: Run, program: Program, backend: BoxingBackend) -> Engine:
+def engine_of(run: Run, program: RunProgram, backend: BoxingBackend) -> Engine:
     """Return what starts the step of a run.
 
     Args:
@@ -75,7 +75,7 @@ def engine_of(run: Run, program: Program, backend: BoxingBackend) -> Engine:
     )
 
 
-def planner_of(run: Run, program: Program) -> StepPlanner:
+def planner_of(run: Run, program: RunProgram) -> StepPlanner:
     """Capture the training step of a run, and return what plans it.
 
     Raises:
@@ -94,7 +94,7 @@ def planner_of(run: Run, program: Program) -> StepPlanner:
     return step_planner(capture, whole, choice, following, stage=run.stage, say=run.say)
 
 
-def whole_example(run: Run, program: Program) -> dict[str, Tensor]:
+def whole_example(run: Run, program: RunProgram) -> dict[str, Tensor]:
     """Return what has the shapes of the batch of a step, over all ranks."""
     return program.example(run.config.trainer.batch_size)
 

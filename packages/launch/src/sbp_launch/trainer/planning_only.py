@@ -9,13 +9,13 @@ from rich.console import Console
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.console import make_console
+from sbp_launch.planning.cluster_lines import machine_lines
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.machine import machine_lines
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of, with_micro_batches
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_launch.trainer.trainer import show_plan
 
 

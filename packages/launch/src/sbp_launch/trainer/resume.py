@@ -11,7 +11,7 @@ from sbp_core.errors import ConfigError, SbpValueError, words_of
 from sbp_core.plugins import CheckpointStorage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import load
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
@@ -21,7 +21,7 @@ from sbp_launch.checkpoint.tensors import dtype_name
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 from sbp_launch.trainer.saved_settings import differences, settings_of
 
 
@@ -88,7 +88,7 @@ class Resume:
     def check_data(self, order: SampleOrder) -> None:
         """See that the run goes on in the data, and in the order, in which it was.
 
-        With `trainer.other_data` it goes on in others, and says so.
+        With `trainer.allow_other_data` it goes on in others, and says so.
 
         Raises:
             ConfigError: it would not.
@@ -97,12 +97,12 @@ class Resume:
             return
         where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
         cursor = DataCursor.from_json(self.metadata.cursor, where=where)
-        if not self._run.config.trainer.other_data:
+        if not self._run.config.trainer.allow_other_data:
             cursor.check_same_data(order, where=where)
         for told in cursor.differences(order):
             self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])
 
-    def check_states(self, program: Program) -> None:
+    def check_states(self, program: RunProgram) -> None:
         """See that the checkpoint has the states that a run begins with; before it is planned.
 
         Raises:

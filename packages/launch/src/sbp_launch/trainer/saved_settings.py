@@ -72,7 +72,7 @@ def config_hash(config: RunConfig) -> str:
     trainer = replace(
         config.trainer,
         resume=None,
-        other_data=False,
+        allow_other_data=False,
         overwrite=False,
         compare_steps=0,
         sample_tokens=0,

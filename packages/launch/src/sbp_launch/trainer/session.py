@@ -13,7 +13,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
 from sbp_launch.trainer.loop import TrainingLoop
-from sbp_launch.trainer.survivors import save_with_survivors
+from sbp_launch.trainer.survivor_saving import save_with_survivors
 from sbp_torch.runtime import check_device
 
 

@@ -14,7 +14,7 @@ from sbp_launch.trainer.finite_loss import FiniteLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TakenStep:
     """A step that was taken.
 
     Args:
@@ -56,7 +56,7 @@ class StepTaker:
         self._finite = FiniteLoss(config)
         step.only_finite = self._finite.undoes
 
-    def take(self, batch: LocalBatch, place: tuple[float, float], waited_s: float) -> Taken:
+    def take(self, batch: LocalBatch, place: tuple[float, float], waited_s: float) -> TakenStep:
         """Take a step.
 
         Args:
@@ -78,9 +78,9 @@ class StepTaker:
             outputs, bad_value = dict(error.outputs), error.bad_value
         self._speed.end(self._step_units)
         metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
-        return Taken(metrics=metrics, factor=factor, rates=rates, bad_value=bad_value)
+        return TakenStep(metrics=metrics, factor=factor, rates=rates, bad_value=bad_value)
 
-    def check(self, step: int, taken: Taken) -> str:
+    def check(self, step: int, taken: TakenStep) -> str:
         """Look whether a step, counted from 1, is finite; return a warning, or "".
 
         Raises:

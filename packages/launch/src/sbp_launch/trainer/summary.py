@@ -13,7 +13,7 @@ from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.figures import Predicted, prediction_basis
 from sbp_launch.trainer.loop import TrainingLoop
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 
 def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:
@@ -72,7 +72,7 @@ def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
     return [f"saved: {loop.checkpoints.newest}", f"  to go on: {resume_command(run.folder)}{more}"]
 
 
-def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
+def predicted_of(run: Run, program: RunProgram, planned: Planned) -> Predicted:
     """Return what was predicted of a step of the run, and what the prediction rests on."""
     peak = None
     if isinstance(planned.memory, MemoryReport):

@@ -34,7 +34,7 @@ from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.following import Following
 from sbp_launch.step.planning import plan_program
 from sbp_launch.step.training import Training
@@ -42,16 +42,11 @@ from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import stop_together
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.checkpoints import RunCheckpoints, claimed, run_storage
-from sbp_launch.trainer.figures import Measured, StepMeter
+from sbp_launch.trainer.figures import MeasuredUsage, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
-from sbp_launch.trainer.planned import (
-    engine_of,
-    plan_choice,
-    whole_example,
-    with_micro_batches,
-)
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.planned import engine_of, plan_choice, whole_example, with_micro_batches
 from sbp_launch.trainer.resume import Resume
+from sbp_launch.trainer.run_program import RunProgram, make_program
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
     check_devices,
@@ -102,7 +97,7 @@ def train(
         console=console or make_console(),
         world=world or World(),
     )
-    check_devices(run)  # first, as it may be refused
+    check_devices(run)  # first, because it may be refused
     backend = make_backend(run)  # likewise
     check_traces(run)
     storage = run_storage(run)
@@ -158,10 +153,10 @@ class MeasuredStep:
     step: TrainingStep
     meter: StepMeter
     tracer: StepTracer
-    comparison: Comparison | None
+    comparison: OneDeviceComparison | None
 
 
-def make_step(run: Run, program: Program, backend: BoxingBackend) -> MeasuredStep:
+def make_step(run: Run, program: RunProgram, backend: BoxingBackend) -> MeasuredStep:
     """Capture, plan, compile, check and prove the training step of a run.
 
     Args:
@@ -203,7 +198,7 @@ def make_step(run: Run, program: Program, backend: BoxingBackend) -> MeasuredSte
             return model, optimizer_over(program.make_optimizer, model)
 
         steps = config.trainer.compare_steps
-        comparison = Comparison(one, found.planned, engine, steps, copied)
+        comparison = OneDeviceComparison(one, found.planned, engine, steps, copied)
     return MeasuredStep(step=step, meter=meter, tracer=tracer, comparison=comparison)
 
 
@@ -218,7 +213,7 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
 
 def train_states(
     run: Run,
-    program: Program,
+    program: RunProgram,
     made: MeasuredStep,
     signals: StopSignals,
     status: StatusSignal,
@@ -275,7 +270,7 @@ def train_states(
             raise
         with signals.saving():
             save_states(run, loop)
-        measured = Measured.of_all(team.gather(meter.measured.to_text()))
+        measured = MeasuredUsage.of_all(team.gather(meter.measured.to_text()))
         steps = counted(loop.state.step, "step")
         if team.highest(signals.pending_number):
             run.say([f"the states of all {steps} are saved"])
@@ -290,7 +285,7 @@ def train_states(
     return loop
 
 
-def starting_weights(run: Run, program: Program) -> StartingWeights | None:
+def starting_weights(run: Run, program: RunProgram) -> StartingWeights | None:
     """Return the weights that the run starts from, if it is to start from some; say which.
 
     Raises:
@@ -305,7 +300,7 @@ def starting_weights(run: Run, program: Program) -> StartingWeights | None:
     return found
 
 
-def show_sample(run: Run, program: Program, checkpoints: RunCheckpoints) -> None:
+def show_sample(run: Run, program: RunProgram, checkpoints: RunCheckpoints) -> None:
     """Print a text that the trained model writes, if it is one that writes."""
     settings, data = run.config.trainer, program.data
     if not settings.sample_tokens or not isinstance(data, TextDataset):

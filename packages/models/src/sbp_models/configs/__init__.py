@@ -4,8 +4,6 @@ Holds no torch: a wrong setting must be answered before torch is imported. Messa
 name of the setting, which `sbp_core.plugins.merge_settings` completes to its key.
 """
 
-from sbp_models.configs.clicks import ClicksConfig
-from sbp_models.configs.dlrm import DlrmConfig
 from sbp_models.configs.files import (
     AugmentConfig,
     ClickLogConfig,
@@ -16,16 +14,11 @@ from sbp_models.configs.files import (
     TokensConfig,
     WebDatasetConfig,
 )
-from sbp_models.configs.hf import HfConfig
-from sbp_models.configs.images import ImagesConfig
-from sbp_models.configs.language import (
-    BertConfig,
-    GptConfig,
-    LlamaConfig,
-    MoeConfig,
-    T5Config,
-)
-from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask, text_task
+from sbp_models.configs.language import BertConfig, GptConfig, LlamaConfig, MoeConfig, T5Config
+from sbp_models.configs.recommendation import DlrmConfig
+from sbp_models.configs.synthetic_data import ClicksConfig, ImagesConfig
+from sbp_models.configs.text_data import StdlibConfig, TextConfig, TextTask, text_task
+from sbp_models.configs.transformers_models import HfConfig
 from sbp_models.configs.vision import ResnetConfig, VitConfig
 
 __all__ = [

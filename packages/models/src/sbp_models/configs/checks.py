@@ -28,8 +28,7 @@ def check_sizes(name: str, sizes: Iterable[int], *, at_least: int = 1) -> None:
     listed = list(sizes)
     if len(listed) < at_least or any(size < 1 for size in listed):
         raise ConfigError(
-            f"{name}={listed} names no sizes",
-            accepted=f"{at_least} or more integers, each >= 1",
+            f"{name}={listed} names no sizes", accepted=f"{at_least} or more integers, each >= 1"
         )
 
 

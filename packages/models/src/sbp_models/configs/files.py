@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.serialize import read_bytes
@@ -42,7 +43,7 @@ class TokensConfig:
         path: A file, or a folder of which every file is taken: text, or `.jsonl`, of which each
             line is a document.
         tokenizer: A `tokenizer.json` of the library `tokenizers`.
-        end: Token that is put behind each document.
+        end: Token that is put after each document.
         field: What holds the text in a line of a `.jsonl` file.
         context: Tokens of one sample.
         cache: Folder for the tokens; if None, those of less than 16 MiB of files are kept in
@@ -187,7 +188,7 @@ class ClickLogConfig:
         rows: Rows of the table of each category: the last one is for missing values, integers below
             it have the row that they are, and other categories are hashed to the rows before it.
         label: Column that says whether one clicked: 0 or 1.
-        log: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
+        log_transform: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
         held_out: Part of the rows to hold out: the last ones.
         cache: Folder for the rows; if None, those of less than 16 MiB of files are kept in memory,
             and others in the cache folder of the user.
@@ -196,12 +197,13 @@ class ClickLogConfig:
         ConfigError: a setting is out of range, or columns and rows do not fit each other.
     """
 
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"log": "log_transform"}
     path: str
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     rows: tuple[int, ...]
     label: str = "label"
-    log: bool = True
+    log_transform: bool = True
     held_out: float = 0.05
     cache: str | None = None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.errors import ConfigError
-from sbp_models.configs.clicks import ClicksConfig
 from sbp_models.configs.files import (
     ClickLogConfig,
     DigitsConfig,
@@ -17,8 +16,8 @@ from sbp_models.configs.files import (
     TokensConfig,
     WebDatasetConfig,
 )
-from sbp_models.configs.images import ImagesConfig
-from sbp_models.configs.text import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
+from sbp_models.configs.synthetic_data import ClicksConfig, ImagesConfig
+from sbp_models.configs.text_data import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
 
 #: What a data set gives, and the option of each.
 OPTIONS: Mapping[type, tuple[str, str]] = {

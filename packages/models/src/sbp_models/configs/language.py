@@ -41,8 +41,8 @@ class GptConfig:
         check_positive(self, *(field.name for field in fields(self)))
         check_divides(self, "num_heads", "hidden")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model="gpt",
@@ -95,12 +95,12 @@ class LlamaConfig:
         if self.hidden // self.num_heads % 2:
             raise ConfigError(
                 f"num_heads={self.num_heads} makes heads of the odd width "
-                f"{self.hidden // self.num_heads}, whose dims rotary positions turn in pairs",
+                f"{self.hidden // self.num_heads}; rotary positions turn pairs of dims",
                 accepted="an even hidden / num_heads",
             )
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model=self.option,
@@ -178,8 +178,8 @@ class BertConfig:
         check_divides(self, "num_heads", "hidden")
         check_fractions(self, "dropout")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model="bert",
@@ -240,11 +240,6 @@ class T5Config:
                 f"start={self.start} is no token", accepted=f"0 to {self.vocabulary - 1}"
             )
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
-        check_text(
-            others.get("data"),
-            model="t5",
-            task="continue",
-            vocabulary=self.vocabulary,
-        )
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        check_text(others.get("data"), model="t5", task="continue", vocabulary=self.vocabulary)

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_models.configs.checks import (
-    check_divides,
-    check_fractions,
-    check_positive,
-)
+from sbp_models.configs.checks import check_divides, check_fractions, check_positive
 from sbp_models.configs.fit import check_images
 
 
@@ -46,13 +42,10 @@ class ResnetConfig:
         check_positive(self, "width", "channels", "num_classes")
         check_fractions(self, "label_smoothing")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
-            others.get("data"),
-            model="resnet",
-            channels=self.channels,
-            num_classes=self.num_classes,
+            others.get("data"), model="resnet", channels=self.channels, num_classes=self.num_classes
         )
 
 
@@ -74,7 +67,7 @@ class VitConfig:
         mlp_ratio: How many times as wide the hidden layer of a block is.
         fused_qkv: One layer makes queries, keys and values, as in timm; otherwise three do, whose
             rows split by heads.
-        dropout: Probability with which a number is dropped behind a layer, in [0, 1).
+        dropout: Probability with which a number is dropped after a layer, in [0, 1).
         drop_path: Probability with which a sample skips the last block, in [0, 1); it grows
             linearly from 0 at the first.
         label_smoothing: Part of the target that is spread over all classes, in [0, 1).
@@ -104,8 +97,8 @@ class VitConfig:
         check_divides(self, "num_heads", "hidden")
         check_fractions(self, "dropout", "drop_path", "label_smoothing")
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"),
             model="vit",

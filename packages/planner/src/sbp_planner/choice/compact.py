@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import Floats, Ints
+from sbp_planner.choice.reduced_graph import Graph
 
 Array = TypeVar("Array", Floats, Ints)
 Mask = NDArray[np.bool_]
@@ -160,8 +160,8 @@ class Messages(NamedTuple):
         return least
 
 
-class Beside(NamedTuple):
-    """Columns of one end of some edges, and their costs beside what the other end takes.
+class EdgeColumns(NamedTuple):
+    """Columns of one end of some edges, and their costs besides what the other end takes.
 
     Args:
         other: The node of the other end of each column.
@@ -198,7 +198,7 @@ class Compact:
         held_column: Of each held span its column, int64; spans of no bytes are left out.
         held_first, held_end: Its half-open range of memory rows, int64.
         held_bytes: Its bytes, int64.
-        constant: Cost beside that of nodes and edges.
+        constant: Cost besides that of nodes and edges.
     """
 
     cost: Floats
@@ -276,7 +276,7 @@ class Compact:
             to_column=ragged(self.first[receiver], received),
         )
 
-    def beside(self, edges: Ints, second: Mask) -> Beside:
+    def edge_columns(self, edges: Ints, second: Mask) -> EdgeColumns:
         """Return the costs of the columns of one end of some edges.
 
         Args:
@@ -289,7 +289,7 @@ class Compact:
         place = ragged(np.zeros_like(sizes), sizes)
         # Along strategies of the second end an entry is the next one, along the first a row on.
         step = np.repeat(np.where(second, 1, widths), sizes)
-        return Beside(
+        return EdgeColumns(
             other=np.repeat(np.where(second, ends[:, 0], ends[:, 1]), sizes),
             column=ragged(self.first[node], sizes),
             entry=np.repeat(flat.first[edges], sizes) + place * step,

@@ -35,7 +35,7 @@ from sbp_core.infer import Factor
 from sbp_planner.choice.problem import Floats, Ints
 
 
-class Term(Protocol):
+class CostTerm(Protocol):
     """A part of the cost, over some variables."""
 
     @property
@@ -90,7 +90,7 @@ class TableTerm:
 class _Part(NamedTuple):
     """A term of a variable, its place there, and its shares of what moves, ahead and back."""
 
-    term: Term
+    term: CostTerm
     place: int
     share: tuple[float, float]
 
@@ -108,11 +108,11 @@ class MovedCosts:
     """
 
     def __init__(
-        self, sizes: Sequence[int], terms: Sequence[Term], order: Sequence[int] | None = None
+        self, sizes: Sequence[int], terms: Sequence[CostTerm], order: Sequence[int] | None = None
     ) -> None:
         self.terms = terms
         self.kept: list[Ints] = [np.arange(size) for size in sizes]
-        places: list[list[tuple[Term, int]]] = [[] for _ in sizes]
+        places: list[list[tuple[CostTerm, int]]] = [[] for _ in sizes]
         for term in terms:
             for place, variable in enumerate(term.variables):
                 places[variable].append((term, place))

@@ -189,7 +189,7 @@ class ChoiceProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class AssignmentCost:
     """What an assignment costs.
 
     Args:
@@ -211,7 +211,7 @@ class Evaluation:
         return not self.reason
 
 
-def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> Evaluation:
+def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> AssignmentCost:
     """Return cost and memory of an assignment.
 
     Args:
@@ -243,7 +243,7 @@ def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> Evaluation:
     elif broken := [tie for tie in problem.ties if len({assignment[i] for i in tie}) > 1]:
         reason = f"the tied nodes {broken[0]} take different strategies"
     cost = inf if reason else node_cost + edge_cost
-    return Evaluation(cost=cost, peak_usage=usage, peak_time=time, reason=reason)
+    return AssignmentCost(cost=cost, peak_usage=usage, peak_time=time, reason=reason)
 
 
 def whole_cost(problem: ChoiceProblem, assignment: Sequence[int]) -> int | None:
@@ -283,7 +283,7 @@ def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
 
 
 def memory_rows(intervals: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return the few times at which the limit can bind, and where each interval lies among them.
+    """Return the few times at which the limit can bind, and the place of each interval among them.
 
     Memory is held in intervals, so only what lives together counts:
 

@@ -248,11 +248,7 @@ class _Program:
             columns = np.append(columns, self.num_columns)
             entries = np.append(entries, -max(abs(capacity) * scale, 1.0))
         self.model.addRow(
-            -highspy.kHighsInf,
-            capacity * scale,
-            len(columns),
-            columns.astype(np.int32),
-            entries,
+            -highspy.kHighsInf, capacity * scale, len(columns), columns.astype(np.int32), entries
         )
         self.rows.add(row)
 

@@ -50,7 +50,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class OptimalityProof:
     """What is known of the cheapest assignment.
 
     Args:
@@ -194,7 +194,7 @@ def prove(
     gap: float = 0.0,
     deadline: float,
     cutoff: float = inf,
-) -> Proof:
+) -> OptimalityProof:
     """Return a proof that an assignment is the cheapest, or a cheaper one and its proof.
 
     Args:
@@ -231,7 +231,7 @@ class _Prover:
         """The bound that is enough, and what costs more than is struck out."""
         return min(self.cost, self.cutoff) * (1 - self.gap)
 
-    def run(self, deadline: float) -> Proof:
+    def run(self, deadline: float) -> OptimalityProof:
         buckets, bound, level = self.buckets, -inf, 0
         while monotonic() < deadline and level < len(_MAX_ENTRIES):
             buckets.eliminate_small(_MAX_ENTRIES[level])
@@ -275,5 +275,5 @@ class _Prover:
         if cost < self.cost:
             self.best, self.cost = values, cost
 
-    def _proved(self, bound: float) -> Proof:
-        return Proof(values=self.best, cost=self.cost, bound=min(bound, self.cost))
+    def _proved(self, bound: float) -> OptimalityProof:
+        return OptimalityProof(values=self.best, cost=self.cost, bound=min(bound, self.cost))

@@ -10,9 +10,9 @@ from math import ceil, inf, isfinite
 import numpy as np
 
 from sbp_planner.choice.compact import Mask, compacted
-from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
+from sbp_planner.choice.reduced_graph import Graph
 
 #: Part of the time, and most seconds, that are kept to finish.
 _RESERVE_PART = 0.06
@@ -142,7 +142,7 @@ class Record:
         )
 
 
-class Part:
+class RemainingProblem:
     """What is left of the problem after some reductions, and how to get back from it."""
 
     def __init__(self, graph: Graph, record: Record) -> None:
@@ -167,7 +167,9 @@ class Part:
         allowed = self.compact.total(found) < inf and self.compact.fits(found)
         return found if allowed else None
 
-    def pruned(self, strategies: list[Mask], pairs: list[Mask], deadline: float) -> Part:
+    def pruned(
+        self, strategies: list[Mask], pairs: list[Mask], deadline: float
+    ) -> RemainingProblem:
         """Return the part with some strategies and pairs only.
 
         Raises:
@@ -176,4 +178,4 @@ class Part:
         by_node = dict(zip(self.nodes, strategies, strict=True))
         edges = ((self.nodes[u], self.nodes[v]) for u, v in self.compact.edges)
         by_edge = dict(zip(edges, pairs, strict=True))
-        return Part(reduce_further(self.graph, by_node, by_edge, deadline), self.record)
+        return RemainingProblem(reduce_further(self.graph, by_node, by_edge, deadline), self.record)

@@ -33,8 +33,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.graph import Graph, Indices
 from sbp_planner.choice.problem import ChoiceProblem, Floats
+from sbp_planner.choice.reduced_graph import Graph, Indices
 
 #: The s and t of pairs of strategies of one node.
 Places = tuple[Indices, ...]
@@ -294,14 +294,14 @@ def _decided(table: Floats) -> Indices | None:
 
 
 def _least_differences(table: Floats) -> Floats:
-    """Return at [s, t] what t in place of s adds beside the strategy that is cheapest with s."""
+    """Return at [s, t] what t in place of s adds, given the strategy that is cheapest with s."""
     cheapest = table.argmin(axis=1)
     least: Floats = table[:, cheapest].T - table[np.arange(len(table)), cheapest][:, None]
     return least
 
 
 def _differences(table: Floats, places: Places) -> Floats:
-    """Return at [n, r] what t in place of s adds beside r, for the n-th (s, t) of `places`.
+    """Return at [n, r] what t in place of s adds, given r, for the n-th (s, t) of `places`.
 
     It is -inf where s is forbidden.
     """
@@ -313,7 +313,7 @@ def _differences(table: Floats, places: Places) -> Floats:
 
 
 def _beaten(places: Places, better: NDArray[np.bool_], size: int) -> NDArray[np.bool_]:
-    """Return at [s, r] whether some t beats s beside r; of equals the first stays.
+    """Return at [s, r] whether some t beats s, given r; of equals the first stays.
 
     Args:
         places: The s, rising, and t that are compared.

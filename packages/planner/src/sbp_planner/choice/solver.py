@@ -5,7 +5,7 @@
                few pairs left? ──yes──> integer program ──> proved, mostly
                      │ no, or not proved in time
                      v
-                  search: messages, neighbourhoods, pruning, the program beside them (`large`)
+                  search: messages, neighbourhoods, pruning, the program next to them (`large`)
 
 All find assignments for one record of the best, in terms of the problem as it was given.
 """
@@ -21,18 +21,18 @@ from numpy.typing import NDArray
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import Buckets, Factor, minimise
 from sbp_planner.choice.compact import Compact
-from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.large.large_search import LargeSearch
 from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
 from sbp_planner.choice.program import solve_program
-from sbp_planner.choice.record import ChoiceSolution, Keep, Part, Progress, Record
+from sbp_planner.choice.record import ChoiceSolution, Keep, Progress, Record, RemainingProblem
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
 
 #: Part of the time that reductions, and the first integer program, may take; seconds that it may at
-#: most: what is not proved by then is better searched beside it.
+#: most: what is not proved by then is better searched next to it.
 _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 _FIRST_S = 20.0
@@ -79,7 +79,7 @@ def solve(
     if start is not None:
         record.offer([int(strategy) for strategy in start])
     try:
-        part = Part(reduce_problem(problem, record.after(_REDUCE_PART)), record)
+        part = RemainingProblem(reduce_problem(problem, record.after(_REDUCE_PART)), record)
     except NothingAllowedError:
         record.prove()
         return record.solution()
@@ -88,7 +88,7 @@ def solve(
         part.offer(values)
         record.prove()
         return record.solution()
-    search = Search(record, part, part.projected(start))
+    search = LargeSearch(record, part, part.projected(start))
     if part.num_pairs <= _FEW_PAIRS:
         # An assignment first: the program may find its own late.
         now = time.monotonic()

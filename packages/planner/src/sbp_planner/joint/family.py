@@ -41,7 +41,7 @@ from sbp_core.planning import PlanRequest, forms_of, leaner_forms, smaller_varia
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import bound_from_below
-from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
+from sbp_planner.joint.search import BoundedAssignment, JointSearch, JointSettings, Values
 
 #: Of the time that is left, what one variant may take.
 _SHARE = 0.5
@@ -60,7 +60,7 @@ _MAX_NODES, _NEAR_SHARE = 10_000, 0.01
 _NUM_NAMED = 3
 
 
-class Outcome(StrEnum):
+class VariantOutcome(StrEnum):
     """What became of a variant."""
 
     BEST = "best"
@@ -88,13 +88,15 @@ class BoundedVariant:
     request: PlanRequest
     bound_s: float
     problem: StepProblem | None = None
-    outcome: Outcome = Outcome.UNSOLVED
+    outcome: VariantOutcome = VariantOutcome.UNSOLVED
     is_fastest: bool = False
 
     @property
     def may_gain_by_less(self) -> bool:
         """Whether a form of it that needs less memory could take less time than its plan."""
-        return self.outcome not in (Outcome.STRUCK, Outcome.NEAR) and not self.is_fastest
+        return (
+            self.outcome not in (VariantOutcome.STRUCK, VariantOutcome.NEAR) and not self.is_fastest
+        )
 
     @property
     def words(self) -> str:
@@ -108,7 +110,7 @@ class _Best:
     entry: BoundedVariant
     search: JointSearch
     values: Values
-    free: Assigned
+    free: BoundedAssignment
     cost_s: float
 
 
@@ -172,7 +174,7 @@ class FamilySearch:
         self.ends_at = monotonic() + self.settings.time_limit_s
         asked = self.family.variant.num_micro_batches
         for count in dict.fromkeys((asked, *sorted(self.family.micro_batches))):
-            if self.is_late and self.seen:
+            if self.is_out_of_time and self.seen:
                 self.unseen.append(count)
                 continue
             forms = self._settled(self._forms(count))
@@ -180,11 +182,11 @@ class FamilySearch:
                 raise self.problems[0]  # a wrong setting is one of all variants
             short = [form for form in forms if form.may_gain_by_less]
             self.spared += [form for form in forms if not form.may_gain_by_less]
-            if self.is_late and self.has_leaner:
+            if self.is_out_of_time and self.has_leaner:
                 self.left_out += short
             else:
                 self._settled(self._leaner(short))
-        if self.best is None and self.is_late:
+        if self.best is None and self.is_out_of_time:
             self._try_the_leanest()
         if self.best is None:
             raise self._refusal()
@@ -196,7 +198,7 @@ class FamilySearch:
         return self.family.may_recompute or self.family.may_slice
 
     @property
-    def is_late(self) -> bool:
+    def is_out_of_time(self) -> bool:
         """Whether the time is up."""
         return monotonic() > self.ends_at
 
@@ -239,11 +241,7 @@ class FamilySearch:
             request = self.request.of(variant)
             quiet = replace(request, progress=None)
             problem = joint_problem(
-                quiet,
-                pins=self.pins,
-                from_axes=False,
-                tied=self.settings.tied,
-                tables=self.tables,
+                quiet, pins=self.pins, from_axes=False, tied=self.settings.tied, tables=self.tables
             )
         except SbpError as error:
             self.problems.append(error)
@@ -283,7 +281,7 @@ class FamilySearch:
                 known=None if problem is None else problem.work,
             )
             if search.is_hopeless:
-                entry.outcome, entry.bound_s = Outcome.NO_FIT, inf
+                entry.outcome, entry.bound_s = VariantOutcome.NO_FIT, inf
                 self.refused.append(search)
                 return
             free = search.cheapest(self.best_s)
@@ -292,25 +290,25 @@ class FamilySearch:
                 return
             if free.bound_s >= self.wanted_s:
                 # Of all signatures less may be known than of those that were looked at.
-                entry.outcome, entry.is_fastest = Outcome.SLOWER, True
+                entry.outcome, entry.is_fastest = VariantOutcome.SLOWER, True
                 return
             values = search.fitting(free, self.best_s)
         except SbpError as error:
             # What was not found may be there: the bound stays.
-            entry.outcome = Outcome.NO_FIT
+            entry.outcome = VariantOutcome.NO_FIT
             self.problems.append(error)
             return
         if values is None:
-            entry.outcome = Outcome.NO_FIT if self.best is None else Outcome.SLOWER
+            entry.outcome = VariantOutcome.NO_FIT if self.best is None else VariantOutcome.SLOWER
             self.refused.append(search)
             return
         cost_s = search.problem.cost(values)
         entry.is_fastest = values == free.values
-        entry.outcome = Outcome.SLOWER
+        entry.outcome = VariantOutcome.SLOWER
         if cost_s < self.best_s * (1 - _TIE):
             if self.best is not None:
-                self.best.entry.outcome = Outcome.SLOWER
-            entry.outcome = Outcome.BEST
+                self.best.entry.outcome = VariantOutcome.SLOWER
+            entry.outcome = VariantOutcome.BEST
             self.best = _Best(entry=entry, search=search, values=values, free=free, cost_s=cost_s)
 
     def wanted_of(self, entry: BoundedVariant) -> float:
@@ -321,10 +319,10 @@ class FamilySearch:
     def _is_struck(self, entry: BoundedVariant) -> bool:
         """Say, and note, whether the bound of a variant is reason enough to look no further."""
         if entry.bound_s >= self.wanted_s:
-            entry.outcome = Outcome.STRUCK
+            entry.outcome = VariantOutcome.STRUCK
         elif entry.bound_s >= self.wanted_of(entry):
-            entry.outcome = Outcome.NEAR
-        return entry.outcome is not Outcome.UNSOLVED
+            entry.outcome = VariantOutcome.NEAR
+        return entry.outcome is not VariantOutcome.UNSOLVED
 
     def _try_the_leanest(self) -> None:
         """Try the variant that needs least memory, if it has not been."""
@@ -337,7 +335,7 @@ class FamilySearch:
             self.unseen = [count for count in self.unseen if count != variant.num_micro_batches]
             known = next((one for one in self.seen if one.variant == variant), None)
             entry = known or self._posed(variant)
-            if entry is None or entry.outcome is not Outcome.UNSOLVED:
+            if entry is None or entry.outcome is not VariantOutcome.UNSOLVED:
                 continue
             if known is None:
                 self.seen.append(entry)
@@ -348,7 +346,7 @@ class FamilySearch:
         say = self.request.progress
         if say is None or len(self.seen) == 1:
             return say
-        done = sum(one.outcome is not Outcome.UNSOLVED for one in self.seen) / len(self.seen)
+        done = sum(one.outcome is not VariantOutcome.UNSOLVED for one in self.seen) / len(self.seen)
         return lambda what, part: say(f"{entry.words}: {what}", done + part / len(self.seen))
 
     # What is said
@@ -364,7 +362,7 @@ class FamilySearch:
         is_open = (
             self.unseen
             or self.left_out
-            or any(one.outcome is Outcome.UNSOLVED for one in self.seen)
+            or any(one.outcome is VariantOutcome.UNSOLVED for one in self.seen)
         )
         error = least.refusal(f"{late if is_open else ''}take more ranks")
         return error.replaced(
@@ -401,11 +399,11 @@ class FamilySearch:
             f"(gap {gap:.2%})"
         )
         words = {
-            Outcome.STRUCK: "take no less, by their bounds",
-            Outcome.NEAR: f"gain no more than {_NEAR_SHARE:.0%}, by their bounds",
-            Outcome.SLOWER: "have no faster plan that was found and fits",
-            Outcome.NO_FIT: "have no plan that was found and fits",
-            Outcome.UNSOLVED: f"were not solved within {self.settings.time_limit_s:g} s",
+            VariantOutcome.STRUCK: "take no less, by their bounds",
+            VariantOutcome.NEAR: f"gain no more than {_NEAR_SHARE:.0%}, by their bounds",
+            VariantOutcome.SLOWER: "have no faster plan that was found and fits",
+            VariantOutcome.NO_FIT: "have no plan that was found and fits",
+            VariantOutcome.UNSOLVED: f"were not solved within {self.settings.time_limit_s:g} s",
         }
         for outcome, told in words.items():
             entries = [one for one in self.seen if one.outcome is outcome]

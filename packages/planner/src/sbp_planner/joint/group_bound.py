@@ -30,8 +30,8 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed, Factor
-from sbp_planner.choice.moved_costs import MovedCosts, TableTerm, Term
+from sbp_core.infer import FORBIDDEN_S, ConversionGroup, CostedVariables, Factor
+from sbp_planner.choice.moved_costs import CostTerm, MovedCosts, TableTerm
 
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -47,8 +47,8 @@ NUM_SWEEPS, LEAST_GAIN = 2, 0.05
 _ROUNDING = 1e-9
 
 
-class Paid:
-    """What is paid for one value, and what its variables pay beside that: one term of the bound.
+class BoundTerm:
+    """What is paid for one value, and what its variables pay besides that: one term of the bound.
 
     Args:
         costs: C, (classes of the source, targets); `inf` forbids.
@@ -58,11 +58,7 @@ class Paid:
     """
 
     def __init__(
-        self,
-        costs: Table,
-        classes: Numbers,
-        users: Sequence[Numbers],
-        variables: tuple[int, ...],
+        self, costs: Table, classes: Numbers, users: Sequence[Numbers], variables: tuple[int, ...]
     ) -> None:
         self.costs, self.variables = costs, variables
         self.maps = [classes, *users]
@@ -169,9 +165,9 @@ class GroupBound(MovedCosts):
         step: The step; conversions may be priced too low, which makes the bound lower.
     """
 
-    def __init__(self, step: Costed) -> None:
+    def __init__(self, step: CostedVariables) -> None:
         unary = [np.where(table >= FORBIDDEN_S, inf, table) for table in step.unary]
-        terms: list[Term] = []
+        terms: list[CostTerm] = []
         for group in step.groups:
             # What the source asks for itself, it pays alone.
             own = group.own_targets()
@@ -207,14 +203,14 @@ class GroupBound(MovedCosts):
         return min(bound, above)
 
 
-def _terms(group: ConversionGroup, costs: Table) -> Iterator[Paid]:
+def _terms(group: ConversionGroup, costs: Table) -> Iterator[BoundTerm]:
     """Yield the terms of what is paid for a value by others than its source.
 
     Args:
         group: The value.
         costs: Its costs; forbidden ones are told `inf` here.
     """
-    others = group.others()
+    others = group.requests_by_variable()
     if not others:
         return
     costs[costs >= FORBIDDEN_S] = inf
@@ -226,7 +222,7 @@ def _terms(group: ConversionGroup, costs: Table) -> Iterator[Paid]:
     num_terms = -(-len(users) // MAX_USERS)
     for at in range(num_terms):
         together = users[at::num_terms]
-        yield Paid(
+        yield BoundTerm(
             costs[first] / num_terms,
             classes,
             [targets for _, targets in together],

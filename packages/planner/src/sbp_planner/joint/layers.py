@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sbp_core.infer import (
     ConversionGroup,
-    Request,
+    ConversionRequest,
     StepProblem,
     generic_name,
     node_colours,
@@ -120,7 +120,9 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
     alike: dict[object, tuple[ConversionGroup, dict[int, tuple[Table, int]]]] = {}
     for group in groups:
         requests = tuple(
-            Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
+            ConversionRequest(
+                tied[one.variable] if one.variable >= 0 else one.variable, one.targets
+            )
             for one in group.requests
         )
         for one in requests:
@@ -133,9 +135,6 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
         times = alike[key][1]
         times[id(group.costs)] = group.costs, times.get(id(group.costs), (group.costs, 0))[1] + 1
     return [
-        replace(
-            first,
-            costs=reduce(np.add, (n * of if n > 1 else of for of, n in times.values())),
-        )
+        replace(first, costs=reduce(np.add, (n * of if n > 1 else of for of, n in times.values())))
         for first, times in alike.values()
     ]

@@ -29,7 +29,7 @@ _STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class VariableMemory:
     """What the values of each variable hold.
 
     Args:
@@ -47,7 +47,7 @@ class Held:
     limit_bytes: float
     inputs: Mapping[str, int]
 
-    def within(self, limit_bytes: float) -> Held:
+    def within(self, limit_bytes: float) -> VariableMemory:
         """Return the same under another limit."""
         return replace(self, limit_bytes=limit_bytes)
 
@@ -69,7 +69,7 @@ class Held:
         return found
 
 
-def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()) -> Held:
+def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()) -> VariableMemory:
     """Return what the variables of a step hold, on the fullest rank of each stage.
 
     A stage has its own stretch of places, so that the limit is that of each.
@@ -143,7 +143,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         usages[own] = usages[own] + sizes(id(entries), tensor, entries, mesh_shape)
         intervals[own] = (stage * length, (stage + 1) * length)
     assert num_stages * length >= max(end for _, end in intervals)
-    return Held(
+    return VariableMemory(
         variables=tuple(variables),
         usages=tuple(usages),
         intervals=tuple(intervals),

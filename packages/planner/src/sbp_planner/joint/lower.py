@@ -23,10 +23,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import FORBIDDEN_S, Costed, CostTables
+from sbp_core.infer import FORBIDDEN_S, CostedVariables, CostTables
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.problem import Floats
-from sbp_planner.joint.lifetime import Held
+from sbp_planner.joint.lifetime import VariableMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,10 @@ class LoweredStep:
 
 
 def lower_step(
-    problem: Costed, *, ties: Sequence[Sequence[int]] = (), held: Held | None = None
+    problem: CostedVariables,
+    *,
+    ties: Sequence[Sequence[int]] = (),
+    held: VariableMemory | None = None,
 ) -> LoweredStep:
     """Return the choice problem of a step.
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from sbp_core.infer import FORBIDDEN_S, CostTables, Factor, StepProblem, minimise
 from sbp_planner.joint.layers import TiedStep
-from sbp_planner.joint.lifetime import Held
+from sbp_planner.joint.lifetime import VariableMemory
 
 Bytes = NDArray[np.float64]
 
@@ -80,7 +80,7 @@ class PricedMemory:
         self,
         problem: StepProblem,
         step: TiedStep,
-        memory: Held,
+        memory: VariableMemory,
         free: Sequence[int],
         *,
         max_entries: int,

@@ -5,7 +5,7 @@
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
 2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
    where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan
-   holds beside what was counted, until limits whose plans fit and limits whose plans do not are
+   holds besides what was counted, until limits whose plans fit and limits whose plans do not are
    next to each other, or the tries are used up. The fastest that fits is taken.
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
@@ -44,7 +44,7 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.choice.prove import prove
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
+from sbp_planner.joint.lifetime import VariableMemory, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
@@ -108,7 +108,7 @@ Values = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class BoundedAssignment:
     """An assignment, and what is proved of it.
 
     Args:
@@ -146,11 +146,7 @@ class JointSearch:
         self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
-            quiet,
-            pins=pins,
-            tied=settings.tied,
-            tables=tables,
-            known=known,
+            quiet, pins=pins, tied=settings.tied, tables=tables, known=known
         )
         #: What plans take at least: the states, however they are stored.
         self.least_stored_bytes = least_stored_bytes(self.problem)
@@ -192,7 +188,7 @@ class JointSearch:
             )
         return self.reported(best, free)
 
-    def cheapest(self, cutoff_s: float = inf) -> Assigned:
+    def cheapest(self, cutoff_s: float = inf) -> BoundedAssignment:
         """Return the cheapest assignment whatever memory it takes, and a bound of all.
 
         Args:
@@ -214,11 +210,11 @@ class JointSearch:
             )
         return free
 
-    def bound_s(self, free: Assigned) -> float:
+    def bound_s(self, free: BoundedAssignment) -> float:
         """Return what all assignments take at least, also those that were not looked at."""
         return self.least_s if self.is_limited else free.bound_s
 
-    def fitting(self, free: Assigned, cutoff_s: float = inf) -> Values | None:
+    def fitting(self, free: BoundedAssignment, cutoff_s: float = inf) -> Values | None:
         """Return the fastest assignment that was found and fits; None if there is none.
 
         Args:
@@ -234,7 +230,7 @@ class JointSearch:
             return free.values
         return self.within_memory(free.values, first, cutoff_s)
 
-    def around(self, free: Assigned) -> Assigned:
+    def around(self, free: BoundedAssignment) -> BoundedAssignment:
         """Look near what was found near an assignment, while that gains something.
 
         What is returned is of the last problem that was looked at, near whose start it is.
@@ -252,7 +248,7 @@ class JointSearch:
                 break
         return free
 
-    def free(self, cutoff_s: float = inf) -> Assigned:
+    def free(self, cutoff_s: float = inf) -> BoundedAssignment:
         """Return the cheapest assignment of those that are looked at, and their bound.
 
         Raises:
@@ -272,7 +268,7 @@ class JointSearch:
                 tables.sizes, tables.factors, start, gap=gap, deadline=deadline, cutoff=cutoff_s
             )
             if proof.bound >= wanted:
-                return Assigned(values=step.expanded(proof.values), bound_s=proof.bound)
+                return BoundedAssignment(values=step.expanded(proof.values), bound_s=proof.bound)
             start = proof.values
         start = minimise(tables.sizes, tables.factors, start, max_entries=MAX_ENTRIES).values
         self._say("proving that no assignment costs less", 0.3)
@@ -285,7 +281,7 @@ class JointSearch:
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
         if proof.gap <= max(gap, _ROUNDING) or bound >= wanted or monotonic() > ends:
-            return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
+            return self._allowed(BoundedAssignment(values=values, bound_s=min(bound, cost)))
         lowered = lower_step(step)
         pairs = sum(table.size for table in lowered.choice.edge_costs)
         if pairs <= MAX_PAIRS:
@@ -301,9 +297,9 @@ class JointSearch:
                 other = step.expanded(lowered.values(solution.assignment))
                 if problem.cost(other) < cost:
                     values, cost = other, problem.cost(other)
-        return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
+        return self._allowed(BoundedAssignment(values=values, bound_s=min(bound, cost)))
 
-    def _allowed(self, found: Assigned) -> Assigned:
+    def _allowed(self, found: BoundedAssignment) -> BoundedAssignment:
         if self.problem.cost(found.values) >= FORBIDDEN_S:
             raise PlanError(
                 "no assignment of signatures on all mesh axes that was found fulfils the pins",
@@ -389,7 +385,7 @@ class JointSearch:
                 return leanest
         return None
 
-    def within(self, memory: Held) -> Values | None:
+    def within(self, memory: VariableMemory) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
         if self.priced is not None:
             return self.priced.within(memory.limit_bytes)
@@ -422,7 +418,7 @@ class JointSearch:
             is_predicted=is_predicted,
         )
 
-    def reported(self, best: Values, free: Assigned) -> Strategy:
+    def reported(self, best: Values, free: BoundedAssignment) -> Strategy:
         """Return the strategy, and in its report what was found and proved.
 
         Args:

@@ -16,14 +16,14 @@ from sbp_planner.stages.flushed import (
     cut_flushed,
     transfer_s,
 )
-from sbp_planner.stages.graph import Block, BlockGraph, Flow, chain
+from sbp_planner.stages.graph import AtomicBlock, BlockGraph, Flow, chain
 from sbp_planner.stages.hierarchy import HierarchyPlan, HierarchyProblem, cut_hierarchy
 from sbp_planner.stages.ideals import Ideals, order_ideals
 from sbp_planner.stages.lazy import LazyPlan, PricedStage, cut_lazily
 from sbp_planner.stages.pipeline import (
-    Evaluation,
     Infeasible,
-    Level,
+    MachineLevel,
+    PipelineCost,
     Stage,
     StagePrice,
     WeightVersions,
@@ -32,7 +32,7 @@ from sbp_planner.stages.pipeline import (
 )
 from sbp_planner.stages.profile import Profile, parse_profile, read_profile
 from sbp_planner.stages.table import (
-    InFlight,
+    InFlightLimits,
     TablePlan,
     TableProblem,
     TableStage,
@@ -41,9 +41,8 @@ from sbp_planner.stages.table import (
 )
 
 __all__ = [
-    "Block",
+    "AtomicBlock",
     "BlockGraph",
-    "Evaluation",
     "Flow",
     "FlushedPlan",
     "FlushedProblem",
@@ -51,10 +50,11 @@ __all__ = [
     "HierarchyPlan",
     "HierarchyProblem",
     "Ideals",
-    "InFlight",
+    "InFlightLimits",
     "Infeasible",
     "LazyPlan",
-    "Level",
+    "MachineLevel",
+    "PipelineCost",
     "PricedStage",
     "Profile",
     "Stage",

@@ -11,7 +11,7 @@ the machine's devices: stages may end anywhere, also inside a node. For one micr
     s   ring all-reduce: the largest, over the levels k, of 2 (q_k - 1) / q_k * P / B_k, where q_k
         components of one and the same component are in the range of the stage
     a   bytes across the cut     k   highest level at which the devices on either side differ
-    l   components of level k in the range before or behind the cut, whichever are fewer
+    l   components of level k in the range before or after the cut, whichever are fewer
     n   micro-batches in flight: all m with GPipe, as many as stages from here on with 1F1B
 
 and the step takes (m - 1) max + sum of these (`table` solves that exactly).
@@ -33,8 +33,8 @@ import numpy.typing as npt
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
-from sbp_planner.stages.pipeline import Level, StagePrice, num_devices, ring_factor
-from sbp_planner.stages.table import InFlight, TableProblem, cut_table
+from sbp_planner.stages.pipeline import MachineLevel, StagePrice, num_devices, ring_factor
+from sbp_planner.stages.table import InFlightLimits, TableProblem, cut_table
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,9 +58,9 @@ class FlushedProblem:
     """
 
     graph: BlockGraph
-    levels: tuple[Level, ...]
+    levels: tuple[MachineLevel, ...]
     micro_batches: int
-    in_flight: InFlight = InFlight.STAGES
+    in_flight: InFlightLimits = InFlightLimits.STAGES
     memory_bytes: float = inf
     device_counts: tuple[int, ...] | None = None
     num_stages: int | None = None
@@ -69,10 +69,10 @@ class FlushedProblem:
     def __post_init__(self) -> None:
         if not self.levels:
             raise SbpValueError("a machine without levels", accepted="one level or more")
-        if self.in_flight is InFlight.ROUND_ROBIN:
+        if self.in_flight is InFlightLimits.ROUND_ROBIN:
             raise SbpValueError(
                 "devices of a flushed stage share each micro-batch, none is sent round",
-                accepted="InFlight.STAGES or InFlight.ALL",
+                accepted="InFlightLimits.STAGES or InFlightLimits.ALL",
             )
 
 
@@ -174,7 +174,7 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
     return lambda own, behind: priced(own, _sync_factor(problem.levels, own, behind))
 
 
-def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:
+def _sync_factor(levels: Sequence[MachineLevel], own: int, behind: int) -> float:
     """Return the seconds that summing one byte of gradients takes a stage."""
     stop = num_devices(levels) - behind
     pairs = zip(_touched(levels, stop - own, stop), levels, strict=True)
@@ -182,16 +182,16 @@ def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:
 
 
 def transfer_s(
-    levels: Sequence[Level], ideals: Ideals, own: int, after: int, behind: int
+    levels: Sequence[MachineLevel], ideals: Ideals, own: int, after: int, behind: int
 ) -> Floats:
-    """Return the seconds that what crosses each place takes for one micro-batch, float (S,).
+    """Return the seconds of the transfers at each place for one micro-batch, float (S,).
 
     Args:
         levels: The machine, innermost first.
         ideals: The places.
         own: Devices of the stage before the cut.
-        after: Of the one behind it.
-        behind: All devices behind it.
+        after: Of the one after it.
+        behind: All devices after it.
     """
     cut = num_devices(levels) - behind
     sizes = [prod(level.components for level in levels[:k]) for k in range(len(levels))]
@@ -208,7 +208,7 @@ def _memory(ideals: Ideals, own: int, in_flight: int) -> Floats:
     return ideals.inside(ideals.parameter_bytes) + in_flight * activations
 
 
-def _touched(levels: Sequence[Level], start: int, stop: int) -> Iterator[int]:
+def _touched(levels: Sequence[MachineLevel], start: int, stop: int) -> Iterator[int]:
     """Yield, level by level, how many components of one component a range has devices in."""
     size = 1
     for level in levels:

@@ -2,7 +2,7 @@
 
 A block is anything that stays whole: an operator of a profile, a layer, a module. Values are kept
 apart from blocks because a value with several consumers crosses a cut once, however many of its
-consumers lie beyond. Knows no devices and no cluster.
+consumers are beyond. Knows no devices and no cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sbp_core.errors import SbpValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AtomicBlock:
     """A piece of the model that no cut divides; all for one micro-batch on one device.
 
     Args:
@@ -73,7 +73,7 @@ class BlockGraph:
         SbpValueError: Two blocks of one name, a flow from or to a block that is none, a cycle.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AtomicBlock, ...]
     flows: tuple[Flow, ...] = ()
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class BlockGraph:
         )
 
 
-def chain(blocks: Iterable[Block], boundary_bytes: Sequence[float]) -> BlockGraph:
+def chain(blocks: Iterable[AtomicBlock], boundary_bytes: Sequence[float]) -> BlockGraph:
     """Return a sequence of blocks, each using the one before.
 
     Args:

@@ -4,7 +4,7 @@
     over        chains of order ideals, replicas of each stage at each level
     such that   every device is used once, and memory of each stage <= the limit
 
-Level k joins n_k components of the level below. A segment, what lies between two ideals i < j, on m
+Level k joins n_k components of the level below. A segment, what is between two ideals i < j, on m
 of them in parallel, followed inside its component by s others:
 
     T_k(i, j, m, c) = max(A_{k-1}(i, j, ceil(c / m)), 2 (m-1)/m * (P_j - P_i) / B_k) / m
@@ -18,8 +18,8 @@ of them in parallel, followed inside its component by s others:
           component
 
 The released optimizer charges memory for the micro-batches in flight minus one. How many are in
-flight depends on what comes behind, also behind the component: that is what c carries down, and
-why the recurrence runs from the last stage to the first: the c devices behind m components are
+flight depends on what comes after it, also after the component: that is what c carries down, and
+why the recurrence runs from the last stage to the first: the c devices after m components are
 ceil(c / m) for each of them, and ceil(ceil(c / m) / r) = ceil(c / (m r)), so nothing is lost.
 Each c is a table of its own; there are few, as c is a multiple of components (4 x 4 devices: 0, 2,
 4, 8, 12). Without a limit there is one.
@@ -53,9 +53,9 @@ from sbp_core.units import format_bytes
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
 from sbp_planner.stages.pipeline import (
-    Evaluation,
     Infeasible,
-    Level,
+    MachineLevel,
+    PipelineCost,
     Stage,
     WeightVersions,
     evaluate,
@@ -96,7 +96,7 @@ class HierarchyProblem:
     """
 
     graph: BlockGraph
-    levels: tuple[Level, ...]
+    levels: tuple[MachineLevel, ...]
     memory_bytes: float | None = None
     replicate: bool = True
     idle: bool = False
@@ -127,9 +127,9 @@ class HierarchyPlan:
         searched_s: The time as the search has it, for those who check.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[MachineLevel, ...]
     stages: tuple[Stage, ...]
-    evaluation: Evaluation
+    evaluation: PipelineCost
     complete: bool
     num_ideals: int
     family: str
@@ -138,11 +138,11 @@ class HierarchyPlan:
 
 
 def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
-    """Return the pipeline whose slowest stage or transfer is fastest, or why there is none."""
+    """Return the pipeline with the fastest slowest stage or transfer, or the reason for none."""
     limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
     ideals = order_ideals(problem.graph, limit)
     few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None
-    best: tuple[float, tuple[Level, ...], list[Stage]] | None = None
+    best: tuple[float, tuple[MachineLevel, ...], list[Stage]] | None = None
     for levels in _machines(problem):
         if best is not None and ideals.compute_s[-1] / num_devices(levels) >= best[0]:
             continue  # even if all devices were busy all the time
@@ -192,7 +192,7 @@ def _best_on(
     return None if found is None else (found, search.stages())
 
 
-def _machines(problem: HierarchyProblem) -> Iterator[tuple[Level, ...]]:
+def _machines(problem: HierarchyProblem) -> Iterator[tuple[MachineLevel, ...]]:
     """Yield the machine; if devices may be idle, the smaller ones too, large ones first."""
     if not problem.idle:
         yield problem.levels
@@ -284,7 +284,7 @@ class _Search:
             2 * (0.0 if least_memory else 1.0) * ideals.crossing_bytes / level.bytes_per_s
             for level in self.levels
         ]
-        # Devices behind count only where memory does.
+        # Devices after count only where memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
 

@@ -45,7 +45,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ideals:
-    """A family of order ideals with what they hold; S ideals, sorted by seconds, then by blocks.
+    """A family of order ideals with their contents; S ideals, sorted by seconds, then by blocks.
 
     Args:
         masks: The ideals as sets of blocks (bit i is block i); the first is empty, the last is all.

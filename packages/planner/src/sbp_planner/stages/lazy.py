@@ -46,7 +46,7 @@ class PricedStage:
     held_s: float
 
 
-#: (stage, devices behind it, micro-batches in flight) -> its price.
+#: (stage, devices after it, micro-batches in flight) -> its price.
 Pricer = Callable[[TableStage, int, int], PricedStage]
 
 
@@ -106,7 +106,7 @@ def cut_lazily(
     price: Pricer,
     *,
     first: Sequence[Sequence[TableStage]] = (),
-    is_late: Callable[[], bool] = lambda: False,
+    is_out_of_time: Callable[[], bool] = lambda: False,
     gap: float = 0.0,
 ) -> LazyPlan | None:
     """Return the best pipeline; None if none was found that fits.
@@ -115,8 +115,8 @@ def cut_lazily(
         problem: Its `seconds`, and `held_seconds` if it has them, are never above the price.
         price: Asked for stages that may be in the best pipeline, for each at most once.
         first: Pipelines that are priced before all others.
-        is_late: Asked between prices; once it is so, the best of what is priced is taken. The first
-            pipeline is priced whenever it is.
+        is_out_of_time: Asked between prices; once it returns true, the best priced pipeline is
+            taken. The first pipeline is always priced.
         gap: Relative distance to the bound at which the search ends, >= 0.
     """
     prices = _Prices(least=problem)
@@ -145,7 +145,7 @@ def cut_lazily(
         for stage, behind, count in problem.walk(stages):
             key = stage, behind, problem.held(stage.devices, behind, count)
             if key not in prices.known:
-                if not is_first and is_late():
+                if not is_first and is_out_of_time():
                     takes.append(inf)
                     break
                 prices.add(*key, price(*key))
@@ -158,7 +158,7 @@ def cut_lazily(
             found = price_table(asked, stages)
             if best is None or found.objective_s < best.objective_s:
                 best = found
-        if is_late():
+        if is_out_of_time():
             break
     if best is None:
         return None

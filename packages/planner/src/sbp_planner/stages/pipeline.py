@@ -15,7 +15,7 @@
                             s_k   2 (r_k - 1) / r_k * (parameters of its segment of level k) / B_k
     transfer at a boundary  2 a / (B_k min(r_k, r'_k)) / (r_{k+1} r_{k+2} ...)
                             a     bytes across it, each value once, however far it goes
-                            k     highest level at which the stages beside it differ in segment
+                            k     highest level at which the stages next to it differ in segment
     in flight               n = ceil(devices of this and all later stages / devices of this stage)
     memory of a device      versions(n) * parameters + n * activations
 
@@ -43,7 +43,7 @@ from sbp_planner.stages.graph import BlockGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class MachineLevel:
     """One level of a machine.
 
     Args:
@@ -105,7 +105,7 @@ class StagePrice:
     Args:
         compute_s: Forward and backward of one micro-batch on one device.
         sync_s: Summing its gradients, for as many micro-batches as it has replicas.
-        boundary_bytes: What crosses to the stages behind it, in one direction.
+        boundary_bytes: What crosses to the stages after it, in one direction.
         transfer_s: That and its gradient, one micro-batch, on the links that share it.
         in_flight: Micro-batches that a device holds at most: begun, and not yet taken back.
         memory_bytes: Parameters, by versions, and activations in flight of a device.
@@ -120,7 +120,7 @@ class StagePrice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class PipelineCost:
     """What a pipeline costs.
 
     Args:
@@ -161,17 +161,17 @@ def ring_factor(replicas: int) -> float:
     return 2 * (replicas - 1) / replicas
 
 
-def num_devices(levels: Sequence[Level]) -> int:
+def num_devices(levels: Sequence[MachineLevel]) -> int:
     """Return the number of devices of a machine."""
     return prod(level.components for level in levels)
 
 
 def evaluate(
     graph: BlockGraph,
-    levels: Sequence[Level],
+    levels: Sequence[MachineLevel],
     stages: Sequence[Stage],
     versions: WeightVersions = WeightVersions.STASHED,
-) -> Evaluation:
+) -> PipelineCost:
     """Return what a pipeline costs.
 
     Args:
@@ -231,10 +231,10 @@ def evaluate(
             )
         )
         times += [max(compute_s, sync_s) / stage.num_replicas, transfer_s]
-    return Evaluation(pipeline_s=max(times), stages=tuple(prices))
+    return PipelineCost(pipeline_s=max(times), stages=tuple(prices))
 
 
-def data_parallel(graph: BlockGraph, levels: Sequence[Level]) -> Evaluation:
+def data_parallel(graph: BlockGraph, levels: Sequence[MachineLevel]) -> PipelineCost:
     """Return what one stage on all devices costs."""
     stage = Stage(
         blocks=graph.names((1 << len(graph.blocks)) - 1),
@@ -264,8 +264,8 @@ def _check_blocks(graph: BlockGraph, stages: Sequence[Stage]) -> None:
                 )
 
 
-def _check_devices(levels: Sequence[Level], stages: Sequence[Stage]) -> None:
-    """Raise unless every level is filled, and segments are numbered as they lie in each other."""
+def _check_devices(levels: Sequence[MachineLevel], stages: Sequence[Stage]) -> None:
+    """Raise unless every level is filled, and segments are numbered as they are in each other."""
     for k in range(len(levels)):
         # Within a segment of the level above, the segments of this level share its components.
         above = [stage.segment[k + 1 :] for stage in stages]

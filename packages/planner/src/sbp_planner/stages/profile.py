@@ -27,7 +27,7 @@ from pathlib import Path
 
 from sbp_core.errors import SbpValueError
 from sbp_core.serialize import read_text
-from sbp_planner.stages.graph import Block, BlockGraph, Flow
+from sbp_planner.stages.graph import AtomicBlock, BlockGraph, Flow
 
 _NODE_FORM = (
     "ID -- DESCRIPTION -- forward_compute_time=MS, backward_compute_time=MS, "
@@ -79,7 +79,7 @@ def parse_profile(text: str, where: str = "profile") -> Profile:
         SbpValueError: A line is neither a node nor an edge, an edge names a node that is none, a
             node is there twice, there is a cycle, or nothing is left to be cut.
     """
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, AtomicBlock] = {}
     descriptions: dict[str, str] = {}
     edges: list[tuple[str, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -139,7 +139,7 @@ def parse_profile(text: str, where: str = "profile") -> Profile:
     return Profile(graph=graph, descriptions=descriptions, dropped=(*inputs, *unused))
 
 
-def _node(line: str, place: str) -> tuple[Block, str]:
+def _node(line: str, place: str) -> tuple[AtomicBlock, str]:
     parts = line.strip().split(" -- ")
     fields = dict(_FIELD.findall(parts[2])) if len(parts) >= 3 else {}
     missing = [key for key in _KEYS if key not in fields]
@@ -151,7 +151,7 @@ def _node(line: str, place: str) -> tuple[Block, str]:
             accepted=f"{_NODE_FORM}; edges: {_EDGE_FORM}",
         )
     forward, backward, activation, parameter = (_number(key, fields[key], place) for key in _KEYS)
-    block = Block(
+    block = AtomicBlock(
         name=parts[0].strip(),
         forward_s=forward / 1e3,
         backward_s=backward / 1e3,

@@ -1,7 +1,7 @@
 """Cutting with any price: the caller says what a stage costs, this finds the stages.
 
 Places to cut are numbered 0 ... S - 1, such as the order ideals of a graph or the gaps between
-layers; stage (i, j) holds what lies between two of them. Stages take devices one after the other,
+layers; stage (i, j) holds what is between two of them. Stages take devices one after the other,
 all of them. With t the seconds of stages and transfers for one micro-batch,
 
     steady     minimise  max t
@@ -14,7 +14,7 @@ interval of T whose lower end is L and whose upper end is U, the objective is at
 (m - 1) L + f(U). Intervals are halved until that bound is no better than what was found, but for
 a billionth.
 
-    f(i, d, r)   what lies behind place i, on d devices, the first stage of which takes r
+    f(i, d, r)   what is after place i, on d devices, the first stage of which takes r
                = min over j of t(i, j, r) + min over r' of (transfer(j, r, r') + f(j, d - r, r'))
 
 Where micro-batches in flight depend on the number of stages behind, or that number is fixed, it is
@@ -45,7 +45,7 @@ Ints = npt.NDArray[np.int64]
 _TOLERANCE = 1e-9
 
 
-class InFlight(Enum):
+class InFlightLimits(Enum):
     """How many micro-batches a stage has begun, and not yet taken back, at most."""
 
     ROUND_ROBIN = "round_robin"  #: ceil(devices from here on / devices of the stage), as PipeDream
@@ -70,21 +70,21 @@ class TableStage:
 
 @dataclass(frozen=True, kw_only=True)
 class TableProblem:
-    """What is to be cut, and what it costs.
+    """The step to cut, and its costs.
 
     Args:
         num_places: S; a pipeline goes from place 0 to place S - 1.
         devices: D, all of which are used.
-        seconds: (devices of the stage, devices behind it) -> float (S, S), one micro-batch;
+        seconds: (devices of the stage, devices after it) -> float (S, S), one micro-batch;
             infinite where there cannot be a stage, as where j <= i. D minus the two is where the
             stage begins on the machine.
         device_counts: How many devices a stage may take; None for any number.
         transfer_s: (devices before the cut, devices after it in the next stage, all devices
-            behind it) -> float (S,), what crosses each place; None if nothing takes time.
+            after it) -> float (S,), what crosses each place; None if nothing takes time.
         memory: (devices of the stage, micro-batches in flight) -> float (S, S), bytes of a device;
             None if memory does not count.
         memory_bytes: Its limit.
-        held_seconds: (devices of the stage, devices behind it, micro-batches in flight) -> float
+        held_seconds: (devices of the stage, devices after it, micro-batches in flight) -> float
             (S, S), where what a stage takes depends on what it has to hold: never less than
             `seconds`, and infinite where it does not fit. None if it does not depend on it.
         in_flight: How many micro-batches a stage holds.
@@ -100,7 +100,7 @@ class TableProblem:
     memory: Callable[[int, int], Floats] | None = None
     memory_bytes: float = inf
     held_seconds: Callable[[int, int, int], Floats] | None = None
-    in_flight: InFlight = InFlight.STAGES
+    in_flight: InFlightLimits = InFlightLimits.STAGES
     micro_batches: int | None = None
     num_stages: int | None = None
 
@@ -112,7 +112,7 @@ class TableProblem:
             )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise SbpValueError(f"{self.micro_batches} micro-batches", accepted="at least 1")
-        if self.in_flight is InFlight.ALL and self.micro_batches is None:
+        if self.in_flight is InFlightLimits.ALL and self.micro_batches is None:
             raise SbpValueError(
                 "a steady pipeline has no number of all micro-batches",
                 accepted="micro_batches, or another in_flight",
@@ -130,7 +130,7 @@ class TableProblem:
         return self.held_seconds(own, behind, self.held(own, behind, stages))
 
     def walk(self, stages: Sequence[TableStage]) -> Iterator[tuple[TableStage, int, int]]:
-        """Yield each stage of a pipeline, all devices behind it, and the stages from it on."""
+        """Yield each stage of a pipeline, all devices after it, and the stages from it on."""
         behind = self.devices
         for at, stage in enumerate(stages):
             behind -= stage.devices
@@ -141,13 +141,13 @@ class TableProblem:
 
         Args:
             stage: Its devices.
-            behind: All devices behind it.
+            behind: All devices after it.
             stages: Stages from here on, this one included.
         """
         most = self.micro_batches or inf
-        if self.in_flight is InFlight.ALL:
+        if self.in_flight is InFlightLimits.ALL:
             return int(most)
-        if self.in_flight is InFlight.STAGES:
+        if self.in_flight is InFlightLimits.STAGES:
             return int(min(stages, most))
         return int(min(ceil((stage + behind) / stage), most))
 
@@ -262,7 +262,7 @@ class _Suffix(NamedTuple):
     Args:
         seconds: Float (S,).
         stop: Int (S,), where the first stage ends.
-        following: Int (S,), devices of the stage that begins there; 0 behind the last one.
+        following: Int (S,), devices of the stage that begins there; 0 after the last one.
     """
 
     seconds: Floats
@@ -282,7 +282,7 @@ class _Pass:
         self._problem = problem
         self._combine = np.maximum if steady else np.add
         self._counted = problem.num_stages is not None or (
-            problem.in_flight is InFlight.STAGES and problem.is_limited
+            problem.in_flight is InFlightLimits.STAGES and problem.is_limited
         )
         most = min(problem.devices, problem.num_places - 1)
         self._most_stages = min(problem.num_stages or most, most)
@@ -339,7 +339,7 @@ class _Pass:
             place, stages, devices, own = stop, max(stages - 1, 0), devices - own, following
 
     def _keys(self) -> Iterator[_Key]:
-        """Yield the keys, each after those of the suffixes behind it."""
+        """Yield the keys, each after those of the suffixes after it."""
         for devices in range(1, self._problem.devices + 1):
             for own in self._counts(devices):
                 if not self._counted:

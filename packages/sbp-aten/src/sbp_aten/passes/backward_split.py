@@ -25,7 +25,7 @@ _MASK = 10
 
 
 def split_backward(graph: LogicalGraph) -> LogicalGraph:
-    """Compute the input gradients of convolutions apart from those of weights and bias.
+    """Compute input gradients of convolutions apart from gradients of weights and bias.
 
     before: dx, dw, db = convolution_backward(dy, x, w, .., mask=(True, True, True))
     after:  dx = convolution_backward(dy, x, w, .., mask=(True, False, False))

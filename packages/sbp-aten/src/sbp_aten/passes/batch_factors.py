@@ -1,4 +1,4 @@
-"""Where the batch lies in each value of a graph: as a dim, or as a factor of one.
+"""Where the batch is in each value of a graph: as a dim, or as a factor of one.
 
 The position of the batch is propagated from dim 0 of the batch inputs through the graph, by the
 notation of each operator. Where that does not say it, it is not known. It also tells where a module

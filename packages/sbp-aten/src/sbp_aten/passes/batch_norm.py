@@ -24,15 +24,7 @@ from dataclasses import replace
 from math import prod
 
 from sbp_aten.passes.losses import computed_in
-from sbp_core.graph import (
-    Argument,
-    LogicalGraph,
-    Node,
-    Ref,
-    TensorType,
-    drop_dead,
-    rename_uses,
-)
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead, rename_uses
 from sbp_core.passes import GraphWriter
 
 _FORWARD = "aten._native_batch_norm_legit_functional.default"

@@ -114,7 +114,7 @@ class _CastPlacer:
             self.of_parameters[node.outputs[0]] = replace(seen, views=(*seen.views, node))
 
     def _trace_cast(self, node: Node) -> _NarrowedValue:
-        """Return what a cast makes, with the views before the cast moved behind it."""
+        """Return what a cast makes, with the views before the cast moved after it."""
         views: list[Node] = []
         value: str = node.args[0].name
         while (view := self.made.get(value)) is not None and self._is_view(view):

@@ -234,7 +234,8 @@ class _Folding:
         elif node.op in _AND:
             choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
         for value in choices:
-            # Users may go by how a value lies in memory: a new one has no gaps, this may have.
+            # Users may go by how a value is laid out in memory: a new one has no gaps, this may
+            # have.
             gaps = may_have_gaps(self.made, value)
             if self.graph.types[value] == self.graph.types[made] and not gaps:
                 return value

@@ -1,7 +1,7 @@
 """Deferred reductions: values stay partial sums for longer, and are reduced once they are small.
 
 Inference lets partial values pass through whatever is linear and reduces them where that is
-cheapest, so sums of partial sums need no help. Two kinds of programs stand in its way, and are
+cheapest, so sums of partial sums need no help. Two kinds of programs are in its way, and are
 rewritten here:
 
 * A Euclidean norm is not linear, so that the norms of shards are no partial values of the norm: its

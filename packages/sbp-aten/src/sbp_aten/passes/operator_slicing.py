@@ -195,7 +195,7 @@ class _Slicer:
         left, right, _ = _CONTRACTIONS[node.op]
         is_left = use.position == left
         # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
-        # factor (k j) its columns do. Counted from the back, as a batch may stand in front.
+        # factor (k j) its columns do. Counted from the back, because a batch may be in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
         extents = {
             SliceAlong.OUTPUT: factor.shape[output],
@@ -250,7 +250,7 @@ class _Slicer:
                 args[added] = self._added(node, node.args[added], dim, index)
             token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
-        # Part j are the elements j, j + count, ...: stacked behind the dim, not one after the
+        # Part j are the elements j, j + count, ...: stacked after the dim, not one after the
         # other.
         #
         #     y/0 = a c e, y/1 = b d f   ->   stack   a b   ->   view   a b c d e f

@@ -1,7 +1,7 @@
 """Passes that remove work without changing a bit: identities, shared expressions, reshapes.
 
 *Not* removed: `add(x, 0.0)`, which makes 0.0 of -0.0, and copies that make an argument dense: a
-later `view` may need it, and sums add in the order in which elements lie in memory.
+later `view` may need it, and sums add in the order in which elements are in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Move step counters to the host and keep one instead of one a parameter.
 
-`torch.optim` keeps a 0-d `step` tensor beside every parameter. Mostly they count the same steps, so
-that one host number does: `tie_step_counters` finds counters that only count and are only read on
-the host.
+`torch.optim` keeps a 0-d `step` tensor next to every parameter. Mostly they count the same steps,
+so that one host number does: `tie_step_counters` finds counters that only count and are only read
+on the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tie_step_counters(graph: LogicalGraph, *, apart: bool = False) -> LogicalGra
     Args:
         graph: As it was captured.
         apart: Whether each has a host scalar of its own, such as `step_counter.w1.step`, as they
-            are not equal: behind some parameters were frozen, say.
+            are not equal: after some parameters were frozen, say.
 
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
     after:  s1 = host.add(step_counter, 1)            n1, n2 are s1;  states w1.step, w2.step: s1

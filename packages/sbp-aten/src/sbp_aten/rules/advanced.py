@@ -1,7 +1,7 @@
 """What a list of indices means, as in `x[i, :, j]` or `x[mask]`; reading and writing by one.
 
-The indices are broadcast together, to dims `b0 b1`, which stand in the result where the first of
-them stood, or in front if a dim that is not indexed lies between them. Dims that are not indexed
+The indices are broadcast together, to dims `b0 b1`, which are in the result where the first of
+them stood, or in front if a dim that is not indexed is between them. Dims that are not indexed
 are free (`d1`), those that are indexed are windows (`v0`). A mask stands for as many dims as it
 has, and makes one whose extent only the data tell.
 
@@ -90,7 +90,7 @@ class Indexing:
     Args:
         indices: Those that are given.
         free: Dims of the tensor that are not indexed.
-        at: How many of these stand in the result before the dims that the indices make.
+        at: How many of these are in the result before the dims that the indices make.
     """
 
     indices: tuple[Index, ...]
@@ -244,15 +244,15 @@ def _index(call: OpCall) -> Notation:
 def _clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
 
-    What lies beyond either end means the last element there.
+    What is beyond either end means the last element there.
     """
     return wrapped(builder, builder("aten.clamp.default", index, -extent, extent - 1), extent)
 
 
 def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read what lies in the windows of all dims that are indexed.
+    """Read what is in the windows of all dims that are indexed.
 
-    The number that fills the rest, beside a mask, is given by the first rank.
+    The number that fills the rest, with a mask, is given by the first rank.
     """
     masked = call.op == _MASKED
     names = ("self", "mask", "indices", "fill") if masked else ("self", "indices")
@@ -364,7 +364,7 @@ def _put(call: OpCall) -> Notation:
 
 
 def _localize_put(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Redirect updates of other shards to a spare element behind the flattened shard."""
+    """Redirect updates of other shards to a spare element after the flattened shard."""
     (target, index, *rest), named = given(call, ("self", "index", "source"))
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)

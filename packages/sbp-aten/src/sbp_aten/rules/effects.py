@@ -126,7 +126,7 @@ def _sum(call: OpCall) -> str:
 
 
 def _product(call: OpCall) -> str:
-    """`mul`: monotone beside a factor of known sign. Of bools it is "and"."""
+    """`mul`: monotone with a factor of known sign. Of bools it is "and"."""
     clauses = "linear 0; linear 1"
     if _wraps(call):
         return clauses

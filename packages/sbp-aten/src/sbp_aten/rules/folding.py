@@ -31,7 +31,7 @@ from sbp_core.signatures import (
     wrap_dim,
 )
 
-_PADDED = "why a shard would lie elsewhere among the padded elements"
+_PADDED = "why a shard would be elsewhere among the padded elements"
 
 
 def _dims(rank: int, pad: Sequence[int], *, nonempty: bool = False) -> tuple[str, str]:
@@ -39,7 +39,7 @@ def _dims(rank: int, pad: Sequence[int], *, nonempty: bool = False) -> tuple[str
 
     Args:
         rank: Number of dims.
-        pad: Elements to add before and behind each dim (negative: to take away), last dim first.
+        pad: Elements to add before and after each dim (negative: to take away), last dim first.
         nonempty: Whether kernels need elements in all dims but a batch.
     """
     touched = {rank - 1 - at // 2 for at, number in enumerate(pad) if number}

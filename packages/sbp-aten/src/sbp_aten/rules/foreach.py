@@ -1,7 +1,7 @@
 """Operators on lists of tensors: `_foreach_*` and the fused optimizers, also ours of one parameter.
 
 Each entry of the lists is an operator call of its own, independent of the other entries: its labels
-are those of the single operator behind a prefix `p0_`, `p1_`, ... A signature splits the tensors of
+are those of the single operator after a prefix `p0_`, `p1_`, ... A signature splits the tensors of
 one entry, or passes partial values in one entry or in all.
 """
 

@@ -3,7 +3,7 @@
     v d, i* => i* d              `i*` is a run `i0 i1 ..`, of as many dims as the tensor has left
     ... p m, ... r m => ... p r  `...` are leading dims `d0 d1 ..` that are broadcast
 
-Marks behind a run are those of all its labels, and a clause that names a run (`reduce v* max`) is
+Marks after a run are those of all its labels, and a clause that names a run (`reduce v* max`) is
 one for each label; `why` is left out where nothing is marked. All else is as in
 `sbp_core.signatures.notation`. Holds no rules.
 """
@@ -15,14 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from sbp_core.signatures import (
-    Localizer,
-    Notation,
-    OpCall,
-    Rule,
-    broadcast_dims,
-    broadcast_shape,
-)
+from sbp_core.signatures import Localizer, Notation, OpCall, Rule, broadcast_dims, broadcast_shape
 
 _RUN = re.compile(r"([A-Za-z_]\w*)\*([!+]*)")
 _DIM = re.compile(r"\([^()]+\)|[^\s()]+")
@@ -40,7 +33,7 @@ def notation(call: OpCall, text: str, **lengths: int) -> Notation:
     # A reason may have any signs in it.
     text, _, why = text.partition("; why ")
     formula, *clauses = text.split(";")
-    # Tensors stand at even places; `,`, ` + ` or an arrow, which part them, at odd ones.
+    # Tensors are at even places; `,`, ` + ` or an arrow, which part them, at odd ones.
     parts = _BETWEEN.split(formula)
     places = range(0 if call.inputs else 2, len(parts), 2)
     shapes = [entry.shape for entry in (*call.inputs, *call.outputs)]

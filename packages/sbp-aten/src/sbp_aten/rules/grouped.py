@@ -223,7 +223,7 @@ def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, tokens: Range) -> Ref:
     """Return the offsets of the tokens in a window, counted from its start.
 
-    Clamping gives experts that are all before the window no tokens, and likewise those behind it.
+    Clamping gives experts that are all before the window no tokens, and likewise those after it.
     """
     offsets = builder("aten.sub.Tensor", offsets, tokens[0])
     return builder("aten.clamp.default", offsets, 0, length(tokens))

@@ -62,7 +62,7 @@ def _read(
         at: The dim of argument 0 that is read.
         before: Arguments before the index.
         index: The index, of rows of the whole.
-        behind: Dims of the result behind those of the index.
+        behind: Dims of the result after those of the index.
         **named: Arguments by name.
     """
     window = shards.inputs[0][at]
@@ -106,8 +106,9 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _gather(call: OpCall) -> Notation:
     """Return `a v, a k => a k` for dim 1.
 
-    Where the index is shorter than the tensor beside `dim`, the first elements are read: the tensor
-    has to be whole there (`x!`), and a rank cuts from it what its piece of the index is for.
+    Where the index is shorter than the tensor in other dims than `dim`, the first elements are
+    read: the tensor has to be whole there (`x!`), and a rank cuts from it what its piece of the
+    index is for.
     """
     shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
     at = wrap_dim(argument(call, 1, "dim"), max(len(shape), 1))
@@ -126,7 +127,7 @@ def _gather(call: OpCall) -> Notation:
 
 
 def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Cut the tensor to the piece of the index beside `dim`, and read the rows of the window."""
+    """Cut the tensor to the piece of the index in other dims, and read the rows of the window."""
     (tensor, dim, index), named = given(call, ("self", "dim", "index"))
     shape, places = call.inputs[0].shape, call.inputs[1].shape
     bounds, pieces = shards.inputs
@@ -152,11 +153,11 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 def flat_positions(
     builder: LocalProgramBuilder, index: Ref, shape: tuple[int, ...], bounds: Bounds
 ) -> tuple[Ref, Ref]:
-    """Return places in a flattened tensor as places in a flattened shard, and which lie outside.
+    """Return places in a flattened tensor as places in a flattened shard, and which are outside.
 
     Args:
         builder: Takes the calls.
-        index: Places in the flattened tensor, from behind if negative; any shape, integers.
+        index: Places in the flattened tensor, from the end if negative; any shape, integers.
         shape: Shape of the tensor.
         bounds: Bounds of the shard, which is smaller.
     """

@@ -246,7 +246,7 @@ def _block_diag(call: OpCall) -> Notation:
         dependences=(linear(*every), *(increasing(*chosen) for chosen in sets)),
         whole=frozenset() if count == 1 else frozenset(known | {"i", "j"}),
         work_flop=0.0,
-        why="" if count == 1 else "blocks stand one behind the other",
+        why="" if count == 1 else "blocks stand one after the other",
     )
 
 

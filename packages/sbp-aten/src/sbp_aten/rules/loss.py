@@ -23,7 +23,7 @@ Connectionist temporal classification: the batch is free.
     forward     t! n+ c!, n+ s! => n+, n+ t! a!
     backward    n, t! n c!, n s!, n, n t! a! => t! n c!; linear 0
 
-Lengths are literals, or tensors `n`. Targets may also stand in one row, `s!`, where lengths say
+Lengths are literals, or tensors `n`. Targets may also be in one row, `s!`, where lengths say
 which are whose. Output 1 of the forward operator is as wide as the longest target of the batch
 needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves those of its
 elements undefined that no target reaches.

@@ -27,11 +27,11 @@ from sbp_core.signatures import (
     wrap_dim,
 )
 
-#: Why there may be no empty shards beside some biases.
-_UNBROADCAST = "beside an empty matrix the kernel does not broadcast the bias"
+#: Why there may be no empty shards with some biases.
+_UNBROADCAST = "with an empty matrix the kernel does not broadcast the bias"
 
 
-_REAL_BETA = "beside an empty matrix the kernel refuses to multiply integers by a real beta"
+_REAL_BETA = "with an empty matrix the kernel refuses to multiply integers by a real beta"
 
 
 def _bias_dims(call: OpCall, product: Notation) -> Dims:
@@ -42,7 +42,7 @@ def _bias_dims(call: OpCall, product: Notation) -> Dims:
 
 
 def _product_flop(call: OpCall, product: Notation) -> float:
-    """Return the work of the factors behind argument 0."""
+    """Return the work of the factors after argument 0."""
     dims = zip(call.inputs[1:], product.inputs, strict=True)
     sizes = {
         name: extent
@@ -159,9 +159,7 @@ def _matmul(call: OpCall) -> Notation:
     longest = max(map(len, batches))
     dims: list[Dims] = []
     for batch, inner in zip(
-        batches,
-        (("i", "k")[-min(len(left), 2) :], ("k", "j")[: min(len(right), 2)]),
-        strict=True,
+        batches, (("i", "k")[-min(len(left), 2) :], ("k", "j")[: min(len(right), 2)]), strict=True
     ):
         first = longest - len(batch)
         outer = ((f"b{first + at}",) if size != 1 else () for at, size in enumerate(batch))

@@ -262,7 +262,7 @@ def _dealt(count: int) -> Localizer:
     )
 
 
-_RANDOM = "the windows lie at random places"
+_RANDOM = "the windows are at random places"
 _ANYWHERE = "indices point anywhere in the plane, and of equal ones the last counts"
 
 

@@ -41,7 +41,7 @@ def _cat(call: OpCall) -> Notation:
     own = {*made[dim]}
     for index, entry in enumerate(call.inputs):
         part: Dim = (f"k{index}",)
-        if len(entry.shape) != len(shape):  # of shape (0,), which may stand beside any other
+        if len(entry.shape) != len(shape):  # of shape (0,), which may be next to any other
             inputs.append([part])
             own |= {*part}
             continue
@@ -65,7 +65,7 @@ def _stack(call: OpCall) -> Notation:
 
 
 def _chunk_cat(call: OpCall) -> Notation:
-    """`b+ x.., b+ y.. => b+ n m`: dims behind the leading ones are cut, padded and joined.
+    """`b+ x.., b+ y.. => b+ n m`: dims after the leading ones are cut, padded and joined.
 
     The operator takes no empty parts.
     """
@@ -122,7 +122,7 @@ def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
 def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
     """Return by how much `roll` moves the elements of each dim that it moves.
 
-    Without dims it moves all elements as one row: then the moves are of that row, and dims behind
+    Without dims it moves all elements as one row: then the moves are of that row, and dims after
     are free if they have as many elements as it moves by, or a divisor of it.
     """
     shape = call.inputs[0].shape

@@ -257,7 +257,7 @@ def _strided(call: OpCall) -> Notation:
 
 
 def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Adapt the strides of dims that are kept to the extents of those behind them."""
+    """Adapt the strides of dims that are kept to the extents of those after them."""
     size = shards.output_shape()
     if _is_reshape(call):
         return LocalCall(op="aten.reshape.default", args=(call.args[0], size))

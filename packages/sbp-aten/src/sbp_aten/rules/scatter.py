@@ -183,8 +183,8 @@ def _target(call: OpCall) -> Dims:
 def _scattered_dims(call: OpCall) -> tuple[Dims, ...]:
     """Return the dims of a call whose index has the rank of the tensor.
 
-    Where the index is shorter than the tensor beside `dim`, or the values than either, they have
-    labels of their own: `i1`, `s1`.
+    Where the index is shorter than the tensor in other dims than `dim`, or the values than either,
+    they have labels of their own: `i1`, `s1`.
     """
     shape, index = call.inputs[0].shape, call.inputs[1].shape
     at = _at(call)

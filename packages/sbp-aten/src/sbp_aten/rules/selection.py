@@ -132,7 +132,7 @@ def _selecting(read: _Read) -> Rule:
         both = [cut.dims(shape, index) for index in range(len(cut.pieces))]
         whole, pieces = both[0][0], [after for _, after in both]
         own = _names(*pieces) - _names(whole) | _names(whole) & {"s"}
-        why = "it is a piece of a dim, and lies on some of its shards" * bool(own)
+        why = "it is a piece of a dim, and is on some of its shards" * bool(own)
         gathered = () if own == {"s"} else whole[cut.dim]
         return arranged(call, [whole], pieces, whole=own, why=why, gathered=gathered)
 

@@ -64,7 +64,7 @@ class Slide:
 
     @property
     def blockwise(self) -> bool:
-        """Whether each window lies in a block of elements of its own."""
+        """Whether each window is in a block of elements of its own."""
         in_block = self.padding == 0 and self.reach <= self.stride
         return in_block and self.elements == self.windows * self.stride
 

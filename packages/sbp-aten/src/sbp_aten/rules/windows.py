@@ -1,7 +1,7 @@
 """Reading and writing by index where a rank holds a window of the rows that the indices number.
 
 A read gives zeros for the rows that other ranks hold, so that the ranks' results sum up to the
-whole; a write to such a row goes to a spare row behind the window, which is cut off afterwards.
+whole; a write to such a row goes to a spare row after the window, which is cut off afterwards.
 Holds no rules.
 """
 
@@ -57,7 +57,7 @@ def readable(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[R
 
 
 def writable(builder: LocalProgramBuilder, index: Ref, window: Range) -> Ref:
-    """Return an index into the window; where it points outside, to the spare row behind it."""
+    """Return an index into the window; where it points outside, to the spare row after it."""
     local, outside = inside(builder, index, window)
     return builder("aten.masked_fill.Scalar", local, outside, length(window))
 
@@ -71,7 +71,7 @@ def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
 def with_spare(
     builder: LocalProgramBuilder, tensor: Ref, dims: Sequence[int], num_dims: int
 ) -> Ref:
-    """Return a tensor with a row of zeros more behind each of some dims."""
+    """Return a tensor with a row of zeros more after each of some dims."""
     padding = [0] * (2 * num_dims)
     for dim in dims:
         padding[2 * (num_dims - 1 - dim) + 1] = 1
@@ -88,7 +88,7 @@ def without_spare(builder: LocalProgramBuilder, tensor: Ref, windows: Mapping[in
 def given(call: OpCall, names: Sequence[str]) -> tuple[list[Argument], dict[str, Argument]]:
     """Return the arguments that stand first in the schema, by position, and all others by name.
 
-    Arguments behind them that are given by position stay behind them.
+    Arguments after them that are given by position stay after them.
     """
     first = [argument(call, index, name) for index, name in enumerate(names)]
     rest = call.args[len(names) :]

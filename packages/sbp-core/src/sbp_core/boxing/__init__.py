@@ -3,7 +3,7 @@
 In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
 by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
 `memory`), `backend` (the contract of transports). What a rank does in
-a step: `call` (one call and its deadline), `manifest` (what it sends and receives,
+a step: `collective_call` (one call and its deadline), `manifest` (what it sends and receives,
 and how many bytes it hands over).
 
 What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
         SurvivingRanks,
         thread_share,
     )
-    from sbp_core.boxing.call import CollectiveCall
+    from sbp_core.boxing.collective_call import CollectiveCall
     from sbp_core.boxing.manifest import Manifest, TrafficCounter, manifest_of, span
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
         Bounds,
-        Piece,
+        TransferPiece,
         bounds_of,
         can_transfer,
         collective_bytes,
@@ -61,11 +61,11 @@ __all__ = [
     "LaunchSpec",
     "Manifest",
     "Pending",
-    "Piece",
     "Route",
     "StepKind",
     "SurvivingRanks",
     "TrafficCounter",
+    "TransferPiece",
     "bounds_of",
     "can_transfer",
     "clear_routes",
@@ -93,14 +93,14 @@ __getattr__, __dir__ = lazy_room(
         "BoxingBackend Communicator Delivered Delivery LaunchSpec Pending SurvivingRanks "
         "thread_share"
     ),
-    call="CollectiveCall",
+    collective_call="CollectiveCall",
     manifest="Manifest TrafficCounter manifest_of span",
     router="clear_routes conversion_bytes route",
     routes="Route",
     slices=(
-        "Bounds Piece bounds_of can_transfer collective_bytes collective_pieces intersection "
-        "is_realisable itemsize local_transition partial_axes sent_bytes transfer_bytes "
-        "transfer_pieces volume"
+        "Bounds TransferPiece bounds_of can_transfer collective_bytes collective_pieces "
+        "intersection is_realisable itemsize local_transition partial_axes sent_bytes "
+        "transfer_bytes transfer_pieces volume"
     ),
     step="BoxingStep StepKind",
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """One process to start, and the ranks that it stands for.
+    """One process to start, and its ranks.
 
     Args:
         command: Program and arguments.
@@ -158,13 +158,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def collective(
-        self,
-        step: BoxingStep,
-        shard: Tensor,
-        *,
-        tag: str,
-        deadline_s: float,
-        donate: bool = False,
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Tensor:
         """Run an all-reduce, reduce-scatter, all-gather or all-to-all with the step's group.
 
@@ -181,13 +175,7 @@ class Communicator(ABC):
         """
 
     def begin(
-        self,
-        step: BoxingStep,
-        shard: Tensor,
-        *,
-        tag: str,
-        deadline_s: float,
-        donate: bool = False,
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Pending:
         """Begin what `collective` does; it goes on while this rank does something else.
 
@@ -255,7 +243,7 @@ class Communicator(ABC):
 
 
 class SurvivingRanks(Protocol):
-    """The ranks whose processes are left when a backend has failed.
+    """The ranks whose processes still run after a backend has failed.
 
     See `sbp_core.processes.Survivors`.
     """
@@ -342,6 +330,6 @@ class BoxingBackend(ABC):
         """Release everything; further calls raise `BoxingError`. Safe to call twice.
 
         Raises:
-            BoxingError: a rank of another process ended, or stands still, and had not closed its
+            BoxingError: a rank of another process ended, or hangs, and had not closed its
                 backend; no call of this one has said so. Everything is released.
         """

@@ -1,6 +1,6 @@
-"""What one rank sends and receives in one collective, and where that lies in its memory.
+"""What one rank sends and receives in one collective, and where that is in its memory.
 
-Worked out once for each step and rank. Pieces that lie one after the other, in the order of the
+Worked out once for each step and rank. Pieces that are one after the other, in the order of the
 group, in the row-major memory of a shard need no packing, and no unpacking. Of an all-gather of
 S(1) on two ranks, rank 0 sends its shard as it is, and has to unpack what it receives:
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from sbp_core.boxing.slices import Bounds, Piece, bounds_of, collective_pieces, volume
+from sbp_core.boxing.slices import Bounds, TransferPiece, bounds_of, collective_pieces, volume
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import split_bounds
 
@@ -52,8 +52,8 @@ class Manifest:
     place: int
     held: tuple[int, ...]
     shape: tuple[int, ...]
-    outgoing: tuple[Piece | None, ...]
-    incoming: tuple[Piece | None, ...]
+    outgoing: tuple[TransferPiece | None, ...]
+    incoming: tuple[TransferPiece | None, ...]
     sent_sizes: tuple[int, ...]
     received_sizes: tuple[int, ...]
     packed: bool
@@ -95,7 +95,7 @@ def manifest_of(step: BoxingStep, rank: int) -> Manifest:
     is_even = len(pieces) == len(group) ** 2 and len({piece.size_bytes for piece in pieces}) == 1
 
     def is_flat(one: int) -> bool:
-        """Say whether the pieces of one rank lie in order in its memory."""
+        """Say whether the pieces of one rank are in order in its memory."""
         arriving = [by_ends[other, one].target for other in group]
         leaving = [by_ends[one, other].source for other in group]
         return _tiles(_shape(after[one]), arriving) and (
@@ -124,7 +124,7 @@ def manifest_of(step: BoxingStep, rank: int) -> Manifest:
 
 
 def span(shape: Sequence[int], bounds: Bounds) -> tuple[int, int] | None:
-    """Return where a slice lies in row-major memory: (start, stop) in elements; None if in parts.
+    """Return where a slice is in row-major memory: (start, stop) in elements; None if in parts.
 
     Args:
         shape: Of what it is a slice of.
@@ -142,7 +142,7 @@ def span(shape: Sequence[int], bounds: Bounds) -> tuple[int, int] | None:
 
 
 def _tiles(shape: tuple[int, ...], slices: Sequence[Bounds]) -> bool:
-    """Say whether slices, none empty, lie one after the other and fill a tensor of a shape."""
+    """Say whether slices, none empty, are one after the other and fill a tensor of a shape."""
     end = 0
     for bounds in slices:
         where = span(shape, bounds)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sbp_core.boxing.slices import (
-    Piece,
+    TransferPiece,
     bounds_of,
     collective_pieces,
     itemsize,
@@ -70,7 +70,7 @@ def step_memory_bytes(step: BoxingStep) -> dict[int, int]:
     held, wanted = bounds_of(step.shape, *step.source), bounds_of(step.shape, *step.target)
     ranks = dict.fromkeys((*held, *wanted))
     sent, received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TransferPiece, ...] = ()
     if step.kind is StepKind.TRANSFER:
         pieces = transfer_pieces(step)
     elif step.kind is StepKind.LOCAL:

@@ -29,12 +29,7 @@ import numpy as np
 from sbp_core.boxing.algorithms import LinkRates, Membership, RankGroup, timed_algorithms
 from sbp_core.boxing.routing.layout import Ints, Sizes, encode, positions, shared_places
 from sbp_core.boxing.routing.transfers import End, messages
-from sbp_core.boxing.slices import (
-    bounds_of,
-    itemsize,
-    uniform_bytes,
-    volume,
-)
+from sbp_core.boxing.slices import bounds_of, itemsize, uniform_bytes, volume
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import local_bounds
 from sbp_core.units import format_seconds
@@ -152,7 +147,7 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
 def rank_groups(
     groups: tuple[tuple[int, ...], ...], group_sizes: tuple[int, ...]
 ) -> tuple[RankGroup, ...]:
-    """Return how groups lie on a machine that do a collective at the same time.
+    """Return how groups that do a collective at the same time are placed on a machine.
 
     Tensors of all shapes ask for those of the same few groups.
 

@@ -21,8 +21,9 @@ The second is the faster one where links between the stages are slow and those i
 scatter/gather optimisation).
 
 Here are the ways in, and the steps of the answer. What the answer depends on is
-`boxing.routing.problem`, the states `boxing.routing.layout`, what each step moves
-`boxing.routing.tables`, the search `boxing.routing.search`, prices in seconds `boxing.price`.
+`boxing.routing.canonical_problem`, the states `boxing.routing.layout`, what each step moves
+`boxing.routing.step_tables`, the search `boxing.routing.shortest_path`, prices in seconds
+`boxing.price`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from sbp_core.boxing.routes import Route
-from sbp_core.boxing.routing.problem import Codes, RoutingProblem, State, pose_problem
-from sbp_core.boxing.routing.search import Edge, shortest_path
-from sbp_core.boxing.routing.tables import clear_tables, tables
+from sbp_core.boxing.routing.canonical_problem import Codes, RoutingProblem, State, pose_problem
+from sbp_core.boxing.routing.shortest_path import Edge, shortest_path
+from sbp_core.boxing.routing.step_tables import clear_tables, tables
 from sbp_core.boxing.slices import itemsize
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.boxing.step_spec import check_reductions
@@ -42,12 +43,7 @@ from sbp_core.sbp import NdSbp, check_sbp
 
 
 def route(
-    shape: Sequence[int],
-    dtype: str,
-    source: State,
-    target: State,
-    *,
-    fewest_between: bool = False,
+    shape: Sequence[int], dtype: str, source: State, target: State, *, fewest_between: bool = False
 ) -> Route:
     """Find the best route of a logical tensor: the fewest bytes, then the least memory and effort.
 
@@ -130,7 +126,7 @@ def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, C
 
 
 def clear_routes(*, meshes: bool = False) -> None:
-    """Forget all routes, and what is known of their meshes if asked to; for measuring."""
+    """Forget all cached routes, and optionally their meshes; for measurements."""
     _route.cache_clear()
     _solve.cache_clear()
     if meshes:

@@ -38,13 +38,13 @@ _CACHED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TransferPiece:
     """One slice that goes from one rank to another (or stays, if they are the same).
 
     Args:
         sender, receiver: Ranks.
         term: The receiver puts all pieces of one term together, then reduces terms in order.
-        source: Where the piece lies in the sender's shard: (start, stop) of each dim.
+        source: Where the piece is in the sender's shard: (start, stop) of each dim.
         target: Where it goes in the receiver's shard.
         size_bytes: Bytes of the piece.
     """
@@ -85,7 +85,7 @@ def volume(bounds: Bounds) -> int:
 
 def intersection(one: Bounds, other: Bounds) -> Bounds:
     """Return the common slice; empty (start == stop in some dim) if there is none."""
-    # Where the slices lie apart, min(b, d) is before max(a, c): no slice may stop before it starts.
+    # Where the slices are apart, min(b, d) is before max(a, c): no slice may stop before it starts.
     return tuple(
         (max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)
     )
@@ -240,7 +240,7 @@ def transfer_bytes(step: BoxingStep) -> int:
 
 
 @lru_cache(maxsize=_CACHED)
-def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
+def transfer_pieces(step: BoxingStep) -> tuple[TransferPiece, ...]:
     """Return the pieces of a `TRANSFER`, by receiver, addend (`term`) and sender's slice.
 
     Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
@@ -253,7 +253,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
     sums, size, tiles = partial_axes(target, "sum"), itemsize(step.dtype), _Tiles.of(step)
     ordered = sorted(tiles.holders.items())
     terms = {} if sums else _terms(step)
-    pieces: list[Piece] = []
+    pieces: list[TransferPiece] = []
     # Many receivers want the same box.
     shared: dict[Bounds, list[tuple[int, Bounds, tuple[int, ...], Bounds]]] = {}
     for turn, (receiver, at) in enumerate(after.coordinates()):
@@ -272,7 +272,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
             # Receivers take turns among the copies, so that no holder has to serve all of them.
             if takes:
                 pieces.append(
-                    Piece(
+                    TransferPiece(
                         sender=receiver if receiver in ranks else ranks[turn % len(ranks)],
                         receiver=receiver,
                         term=term,
@@ -303,7 +303,7 @@ def transfer_partners(
 
 
 @lru_cache(maxsize=_CACHED)
-def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, ...]:
+def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[TransferPiece, ...]:
     """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
 
     Ordered by receiver, term and sender. In a reduce-scatter the terms are the senders, in mesh
@@ -315,7 +315,7 @@ def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, 
     # a slice of its own, and the receiver puts them side by side.
     reduces, size = step.kind is StepKind.REDUCE_SCATTER, itemsize(step.dtype)
     return tuple(
-        Piece(
+        TransferPiece(
             sender=sender,
             receiver=receiver,
             term=index if reduces else 0,
@@ -385,7 +385,7 @@ def _sent_in_transfer(step: BoxingStep) -> Mapping[int, int]:
 
 
 def local_transition(step: BoxingStep, rank: int) -> tuple[Bounds, Bounds]:
-    """Return the slice that a rank has before and after a local step, as bounds in both shards."""
+    """Return a rank's slice before and after a local step, as bounds in both shards."""
     held = bounds_of(step.shape, *step.source)[rank]
     wanted = bounds_of(step.shape, *step.target)[rank]
     common = intersection(held, wanted)
@@ -396,7 +396,7 @@ def is_realisable(step: BoxingStep) -> bool:
     """Say whether ranks find all they need inside their group of the step's mesh axis.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
-    split the same dim; then what a rank needs may lie outside its group. An all-gather on the outer
+    split the same dim; then what a rank needs may be outside its group. An all-gather on the outer
     axis of a 2 x 2 mesh, from (S(0), S(0)) to (B, S(0)), of 4 rows, is no step:
 
         ranks        0    1    2    3          groups on the outer axis: (0, 2) and (1, 3)

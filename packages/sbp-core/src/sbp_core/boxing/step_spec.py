@@ -41,7 +41,7 @@ def verify_step(step: BoxingStep) -> None:
     """Check that a step can be executed, and moves as many bytes as it says.
 
     Raises:
-        SbpValueError: there is no such tensor, or it does not lie on the meshes as the step says;
+        SbpValueError: there is no such tensor, or it is not on the meshes as the step says;
             the kind does not lead from source to target on these axes; ranks lack what they need;
             or other bytes are moved.
     """
@@ -111,8 +111,8 @@ def _moved_in_groups(step: BoxingStep) -> int:
         return moved_bytes
     if not is_realisable(step):
         raise SbpValueError(
-            f"{step} of a tensor of shape {step.shape}: ranks lack what others than those of "
-            "their group hold",
+            f"{step} of a tensor of shape {step.shape}: ranks need data that their group "
+            "does not hold",
             accepted="a transfer",
         )
     return collective_bytes(step)

@@ -78,7 +78,7 @@ def through(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
 
 
 def segments(size_bytes: NDArray[np.float64], knots: Sequence[int]) -> NDArray[np.float64]:
-    """Return how many bytes of each size lie in each segment: (sizes, knots), float64."""
+    """Return how many bytes of each size are in each segment: (sizes, knots), float64."""
     starts = np.asarray(knots, dtype=np.float64)
     lengths = np.append(np.diff(starts), np.inf)
     return np.clip(size_bytes[:, None] - starts, 0.0, lengths)

@@ -36,7 +36,7 @@ class Calibration:
         errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
         launch_s, boxing_launch_s: What `Device` calls so, in seconds, in steps that box through
             this backend; None if no step was measured.
-        operators: What operators take beside boxing through this backend.
+        operators: What operators take besides boxing through this backend.
         in_steps: How many times as long the bytes of a call take between the segments of a step as
             in the samples, whose calls follow each other; >= 1. Predictions are of calls in steps.
         busy: What `Device` calls `boxing_busy`, of this backend; None if it was not measured.
@@ -53,7 +53,8 @@ class Calibration:
     in_steps: float = 1.0
     busy: float | None = None
     #: The structural model of groups within a node (False), and of those on several (True); made
-    #: when it is needed, as most plans only need the curves. None without samples of such groups.
+    #: when it is needed, because most plans only need the curves. None without samples of such
+    #: groups.
     _structures: dict[bool, TransportModel | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )

@@ -33,7 +33,7 @@ def calibrate(samples: Iterable[Measurement]) -> Calibration:
 def cross_validate(
     samples: Iterable[Measurement], ways: Sequence[str] = HELD_OUT_BY
 ) -> tuple[tuple[FitError, ...], tuple[HeldOut, ...]]:
-    """Return the errors of each way that the samples allow, and every prediction behind them.
+    """Return the errors of each way that the samples allow, and all predictions.
 
     Args:
         samples: Of one backend.

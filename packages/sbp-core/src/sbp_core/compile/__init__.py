@@ -28,7 +28,7 @@ from sbp_core.compile.backward_parts import split_backward, waited_for
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
-from sbp_core.compile.items import Lowered
+from sbp_core.compile.items import LoweredItems
 from sbp_core.compile.legality import check_strategy, offloadable
 from sbp_core.compile.lowering import lower
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, owner_of
@@ -65,7 +65,7 @@ __all__ = [
     "CompileOptions",
     "Compute",
     "Instruction",
-    "Lowered",
+    "LoweredItems",
     "PhysicalPlan",
     "RankPlan",
     "Receive",

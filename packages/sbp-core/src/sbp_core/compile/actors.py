@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from sbp_core.graph.ir import Argument, Phase, Rate, refs
 
-#: An actor among those of all ranks: its rank, and its name there.
+#: An actor of any rank: its rank, and its name there.
 ActorId = tuple[int, str]
 
 
@@ -142,7 +142,8 @@ class Collective(_Maker):
         step: Index into `plan.steps`.
         makes: The key of its result, whether or not an actor of this rank takes it.
         begin_s: How much of `time_s` its thread is busy to begin; None if the thread waits.
-        drag_s: How much of the rest its thread cannot compute in, as the transport needs its core.
+        drag_s: How much of the rest its thread cannot compute in, because the transport needs its
+            core.
     """
 
     step: int

@@ -19,14 +19,14 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.graph.ir import Phase, Rate
 
 #: Stands for every gradient and every other stage: more than one.
 _MANY = ""
 
 
-def split_backward(lowered: Lowered, stages: Collection[int] | None = None) -> Lowered:
+def split_backward(lowered: LoweredItems, stages: Collection[int] | None = None) -> LoweredItems:
     """Return the items with those that make weight gradients in a phase of their own.
 
     Args:
@@ -45,10 +45,10 @@ def split_backward(lowered: Lowered, stages: Collection[int] | None = None) -> L
     return replace(lowered, items=items)
 
 
-def waited_for(lowered: Lowered) -> frozenset[int]:
+def waited_for(lowered: LoweredItems) -> frozenset[int]:
     """Return the stages for whose input gradients, of a micro-batch, another stage waits.
 
-    Where their weight gradients w fire behind the send of their input gradients b, that stage
+    Where their weight gradients w fire after the send of their input gradients b, that stage
     begins its backward B earlier, whatever the schedule:
 
         before  rank 0  F F . . B B . B B      after  rank 0  F F . B B . B B

@@ -41,7 +41,7 @@ _KINDS = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER, StepKind.ALL_GATHER)
 
 
 def packed_part(step: BoxingStep) -> PackedPart | None:
-    """Return how what a step boxes would lie in a buffer; None if it could not."""
+    """Return the layout in a buffer of what a step boxes; None if it could not."""
     if step.kind not in _KINDS or uniform_bytes(step) is None:
         return None
     return PackedPart.of(step)

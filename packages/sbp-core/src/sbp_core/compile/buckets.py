@@ -8,7 +8,7 @@ after:  flat = pack(g1, g2)                          one copy of each
 
 Also reduce-scatters of gradients, reductions of several arguments of one node, and all-gathers: of
 new parameter values whose updates are sharded, and of the parameters of one block that are gathered
-for their use. `packing` says how they lie there.
+for their use. `packing` says how they are laid out there.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from sbp_core.boxing import StepKind
 from sbp_core.boxing.slices import itemsize
 from sbp_core.cluster import Cluster
 from sbp_core.compile.bucket_price import most_bucket_bytes, packed_part
-from sbp_core.compile.items import Held, Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, KeyLayout, LoweredItems
 from sbp_core.compile.levels import is_awaited, is_gathered_on_use, with_levels
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType, block_of
 from sbp_core.sbp import Partial
 
-#: What may travel in a bucket, and how it lies there.
+#: What may travel in a bucket, and how it is laid out there.
 _Member = tuple[Item, PackedPart]
 
 
 def bucket(
-    graph: LogicalGraph, lowered: Lowered, bucket_bytes: int | None, cluster: Cluster | None = None
-) -> Lowered:
+    graph: LogicalGraph,
+    lowered: LoweredItems,
+    bucket_bytes: int | None,
+    cluster: Cluster | None = None,
+) -> LoweredItems:
     """Return the items with buckets; bytes moved stay the same.
 
     Args:
@@ -78,7 +81,7 @@ def bucket(
         while {name, f"{name}.packed"} & held.keys():
             name += "'"
         made = _bucket_items(name, bucketed, held, users, is_apart=for_use)
-        # The cast of a shard, say, stands where its own gather did, which may be behind the bucket.
+        # The cast of a shard, say, stands where its own gather did, which may be after the bucket.
         makers = (from_states[key] for item in members for key in item.inputs if key in from_states)
         moved = [
             item
@@ -100,7 +103,7 @@ def bucket(
 
 def _groups(
     graph: LogicalGraph,
-    lowered: Lowered,
+    lowered: LoweredItems,
     from_states: Mapping[str, Item],
     bucket_bytes: int | None,
     cluster: Cluster | None,
@@ -157,7 +160,7 @@ def _groups(
 
 
 def _bucket_key(
-    graph: LogicalGraph, lowered: Lowered, item: Item, runs: Mapping[str, int]
+    graph: LogicalGraph, lowered: LoweredItems, item: Item, runs: Mapping[str, int]
 ) -> tuple[object, ...] | None:
     """Return what the items of a bucket have in common; None if an item goes alone."""
     step = item.step
@@ -216,7 +219,7 @@ def _runs(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, int]:
 def _bucket_items(
     name: str,
     members: Sequence[_Member],
-    held: dict[str, Held],
+    held: dict[str, KeyLayout],
     users: dict[str, list[Item]],
     *,
     is_apart: bool,
@@ -229,8 +232,8 @@ def _bucket_items(
     flat = flat_step(like.kind, like.source[0], like.axes, like.dtype, num_elements, like.source[1])
     before, after = f"{name}.packed", name
     kind = TensorType(flat.shape, flat.dtype)
-    held[before] = Held("", first.stage, flat.source[1], kind)
-    held[after] = Held("", first.stage, flat.target[1], kind)
+    held[before] = KeyLayout("", first.stage, flat.source[1], kind)
+    held[after] = KeyLayout("", first.stage, flat.target[1], kind)
     outputs = tuple(item.outputs[0] for item in items)
     using = [user for key in outputs for user in users.get(key, ())]
     # Views that only the optimizer takes are made in its own segments.

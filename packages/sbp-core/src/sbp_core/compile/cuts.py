@@ -10,9 +10,10 @@ ranks wait for, goes before those of weights. Updates come in the order in which
 arrive, and are cut where another arrival begins. A piece is worth its switch: short ones are left
 together. Works on what is the same for all ranks, so their pieces are.
 
-Where boxing does not go on beside compute, cuts save memory only. There the segments that make
-gradients are cut where a bucket of them is reduce-scattered, and new values of states are unpacked
-bucket by bucket. So no rank holds all gradients whole, or the new values of all states twice:
+Where boxing does not go on in parallel with compute, cuts save memory only. There the segments that
+make gradients are cut where a bucket of them is reduce-scattered, and new values of states are
+unpacked bucket by bucket. So no rank holds all gradients whole, or the new values of all states
+twice:
 
 before: backward.0.0   dw1 dw2 dw3   reduce-scatter 1 2 3     3 whole gradients are alive
 after:  backward.0.0   dw1           reduce-scatter 1         1 whole gradient and shards of others
@@ -30,9 +31,9 @@ from itertools import groupby, pairwise
 
 from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.compile.levels import is_awaited
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
 from sbp_core.strategy import Strategy
 
@@ -46,12 +47,12 @@ _NEVER = 1 << 60
 def cut(
     graph: LogicalGraph,
     strategy: Strategy,
-    lowered: Lowered,
+    lowered: LoweredItems,
     piece_s: float,
     cluster: Cluster | None = None,
     *,
     overlaps: bool = True,
-) -> Lowered:
+) -> LoweredItems:
     """Return the items with segments cut into pieces.
 
     Args:
@@ -60,8 +61,8 @@ def cut(
         lowered: With levels.
         piece_s: Least time of a piece, in seconds.
         cluster: The machine that says how long items take; a nominal one if None.
-        overlaps: Whether boxing goes on beside compute. Otherwise only what makes gradients that
-            are scattered is cut, so that they are not all whole at once.
+        overlaps: Whether boxing goes on in parallel with compute. Otherwise only what makes
+            gradients that are scattered is cut, so that they are not all whole at once.
     """
     items = lowered.items
     exits = _exits(graph, items)
@@ -78,7 +79,7 @@ def cut(
     piling = scattered if overlaps else scattered | gathered
     if not (exits if overlaps else scattered):
         return lowered
-    program = Program(graph, strategy, lowered, cluster)
+    program = LoweredProgram(graph, strategy, lowered, cluster)
     segments: dict[object, list[Item]] = defaultdict(list)
     for item in items:
         if item.is_inside:

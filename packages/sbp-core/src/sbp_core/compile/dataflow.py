@@ -1,4 +1,4 @@
-"""Which actors come after which, and what may lie in the memory of states; by name, over all ranks.
+"""Which actors come after which, and what may be in the memory of states; by name, over all ranks.
 
 Actors and keys are named alike on all ranks, so what holds on one is taken to hold on all.
 """
@@ -56,14 +56,14 @@ BOXED = "boxed "
 def memory_of_states(
     plan: PhysicalPlan, seeds: Mapping[str, Iterable[str]]
 ) -> dict[str, frozenset[str]]:
-    """Return for each key which memory it may lie in.
+    """Return for each key which memory it may be in.
 
     Threads of one process may hand each other what they have as it is. So what boxing makes may lie
-    in the memory of any rank that takes part: it is `boxed m` of what lies in `m`.
+    in the memory of any rank that takes part: it is `boxed m` of what is in `m`.
 
     Args:
         plan: With or without firing orders.
-        seeds: For some keys the memory that they are known to lie in, by any name.
+        seeds: For some keys the memory that they are known to be in, by any name.
     """
     users = _users_of_memory(plan)
     found: dict[str, set[str]] = defaultdict(set)
@@ -83,7 +83,7 @@ def memory_of_states(
 
 
 def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
-    """Return for each key those that may lie in its memory, and whether boxing makes them."""
+    """Return for each key those that may be in its memory, and whether boxing makes them."""
     users: dict[str, set[tuple[str, bool]]] = defaultdict(set)
     seen: set[int] = set()
     for part in plan.distinct:
@@ -108,10 +108,10 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
 
 
 def may_be_view(op: str) -> bool:
-    """Whether what an operator makes may lie in the memory of what it takes."""
+    """Whether what an operator makes may be in the memory of what it takes."""
     return op == LOCAL_BOX or is_view(op)
 
 
 def looks_at(keys: Iterable[str], memory: Mapping[str, frozenset[str]]) -> set[str]:
-    """Return the memory that any of some keys may lie in."""
+    """Return the memory that any of some keys may be in."""
     return {name for key in keys for name in memory.get(key, ())}

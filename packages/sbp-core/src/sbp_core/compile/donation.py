@@ -1,6 +1,6 @@
 """Let new values of states take the memory of the old ones, where nobody looks at it any more.
 
-before: a = addcdiv(v, ...); b = matmul(w, ...)       [kept to the end of the step, beside v, w]
+before: a = addcdiv(v, ...); b = matmul(w, ...)       [kept to the end of the step, next to v, w]
 after:  a = addcdiv_(v, ...); b = matmul(w, ...); w <- b                     (`Actor.in_place`)
 
 An update that has an in-place form writes over its state; what has none is copied over the state as
@@ -85,7 +85,7 @@ class _Memory:
 
     Args:
         of_keys: For each key the memory in which it may lie, of states, old or new.
-        lookers: For each state the actors that take something which lies in its memory; for
+        lookers: For each state the actors that take something which is in its memory; for
             `boxed STATE` those that do so on other ranks, or may.
         sent: For each state the boxing actors among them.
         writers: For each tensor that is a state, the actors that make its new value.

@@ -12,7 +12,7 @@ have nothing for it.
 
 The n-th firing of a thread begins at moment 2n - 1 and is over at 2n. A clock has the last moment
 of each thread that has been for certain. Ranks share what they know of each other until they part,
-so a clock is an array for all threads, and the few numbers of its own rank beside it.
+so a clock is an array for all threads, and the few numbers of its own rank next to it.
 
 Source: Mattern, Virtual time and global states of distributed systems, 1989.
 """
@@ -31,7 +31,7 @@ from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import Actor, ActorId, Collective, Send
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
-from sbp_core.compile.symmetry import Folded
+from sbp_core.compile.symmetry import FoldedPlan
 
 #: A moment of each thread of all ranks.
 Moments: TypeAlias = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ class HappensBefore:
         plan: That comes to its end.
         folded: The same, of one rank of each class.
         firings: All of a step of the folded plan, in any order in which they may happen; those of a
-            collective behind each other.
+            collective after each other.
         wanted: Actors that fire once, whose clocks are kept.
         alone: Whether ranks know of themselves alone. Then one rank of each class tells of all, and
             `plan` is the folded one: what a rank knows of itself follows from what it does.
@@ -75,7 +75,7 @@ class HappensBefore:
     def __init__(
         self,
         plan: PhysicalPlan,
-        folded: Folded,
+        folded: FoldedPlan,
         firings: Sequence[ActorId],
         wanted: Collection[ActorId],
         *,
@@ -146,7 +146,7 @@ class HappensBefore:
                 self._clocks[actor_id] = clock
             self._end(actor_id, actor, clock.others)
 
-    def _spread(self, folded: Folded) -> None:
+    def _spread(self, folded: FoldedPlan) -> None:
         """Let the other ranks of each class know what the one does that has fired alone."""
         for rank, members in folded.members.items():
             part = folded.plan.by_rank[rank]
@@ -265,9 +265,9 @@ class HappensBefore:
 
 
 def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:
-    """Return for each actor of a rank whose ends it waits for, beside what its thread did before.
+    """Return for each actor of a rank whose ends it waits for, besides what its thread did before.
 
-    What has begun and goes on beside its thread is among them.
+    What has begun and goes on in parallel with its thread is among them.
     """
     found: dict[str, list[tuple[Actor, Register]]] = defaultdict(list)
     for register in part.registers:

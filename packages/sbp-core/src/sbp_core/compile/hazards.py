@@ -8,11 +8,11 @@ a state is overwritten on a rank, whatever else looks at its memory as it was be
 
 is through before the overwriting actor begins (`happens_before`). Inside of that actor it is so
 instruction by instruction. And what outlives the step, results and states that are put in force
-behind it, lies in no memory that is overwritten: the next step would change it.
+after it, is in no memory that is overwritten: the next step would change it.
 
     optimizer.0.0      t = view(w); n = norm(t); a = mul_(w, ..); b = neg(a)      t before mul_ only
 
-Threads of one process hand each other what they have as it is. So what boxing makes may lie in the
+Threads of one process hand each other what they have as it is. So what boxing makes may be in the
 memory of each shard that it is made of, on whatever rank.
 
 What no boxing takes is looked at on its own rank alone. It is proved for one rank of each class,
@@ -47,19 +47,19 @@ from sbp_core.compile.dataflow import may_be_view
 from sbp_core.compile.happens_before import Clock, HappensBefore
 from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded
+from sbp_core.compile.symmetry import FoldedPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import refs
 
 
-def verify_overwriting(plan: PhysicalPlan, folded: Folded, firings: Sequence[ActorId]) -> None:
+def verify_overwriting(plan: PhysicalPlan, folded: FoldedPlan, firings: Sequence[ActorId]) -> None:
     """Prove that nobody looks at a state when it is overwritten, or expects the old value later.
 
     Args:
         plan: That `plan_spec` accepts, and that comes to its end.
         folded: The same, of one rank of each class.
         firings: All of a step of the folded plan, in an order in which they may happen; those of a
-            collective behind each other.
+            collective after each other.
 
     Raises:
         PlanError: names the actor that overwrites a state, and the one that looks at it.
@@ -119,8 +119,8 @@ class _Memory:
 
     Args:
         lookers: Who looks at it.
-        leaves: Results and states that lie in it behind the step, with the actors they leave.
-        boxed: What boxing has made of it, and may lie in it.
+        leaves: Results and states that are in it after the step, with the actors they leave.
+        boxed: What boxing has made of it, and may be in it.
     """
 
     lookers: list[_Looker] = field(default_factory=list)
@@ -129,7 +129,7 @@ class _Memory:
     _checked: tuple[Clock, list[_Looker]] | None = None
 
     def reached(self) -> Iterator[_Memory]:
-        """Yield it, and all that may lie in it by boxing."""
+        """Yield it, and all that may be in it by boxing."""
         met, todo = {id(self)}, [self]
         while todo:
             yield (one := todo.pop())
@@ -167,7 +167,7 @@ class _State(_Memory):
     after: _Memory = field(default_factory=_Memory)
 
 
-#: Of each key that lies in memory that is overwritten somewhere, in which.
+#: Of each key that is in memory that is overwritten somewhere, in which.
 _Places = Mapping[str, frozenset[_Memory]]
 
 
@@ -176,7 +176,7 @@ class _Lookers:
 
     Attributes:
         states: What is overwritten, by rank and name.
-        touch: The actors that look at their memory, or make something that may lie in it.
+        touch: The actors that look at their memory, or make something that may be in it.
 
     Args:
         plan: See `verify_overwriting`; or one rank of each class of it.
@@ -213,8 +213,8 @@ class _Lookers:
         """Let actors look.
 
         Args:
-            actor_ids: All that touch the states, each behind those that it takes something of, and
-                those of a collective behind each other.
+            actor_ids: All that touch the states, each after those that it takes something of, and
+                those of a collective after each other.
         """
         for actor_id in actor_ids:
             part = self.plan.by_rank[actor_id[0]]
@@ -229,7 +229,7 @@ class _Lookers:
         """Return the memory of what an actor takes and reads."""
         found: dict[str, frozenset[_Memory]] = {}
         for register in part.inputs_of[actor.name]:
-            # What a carried state is, in a step, is put in force behind it, so it lies in no such
+            # What a carried state is, in a step, is put in force after it, so it is in no such
             # memory: see `_leave`.
             for key in () if register.carries else register.keys:
                 if made := self._made.get((part.rank, register.producer, key)):
@@ -255,7 +255,7 @@ class _Lookers:
             self._sent[actor_id] = frozenset().union(*taken.values())
             made = {}
         else:
-            # What goes over a state is copied behind the firing.
+            # What goes over a state is copied after the firing.
             self._overwrite(part.rank, dict.fromkeys(actor.in_place, 1))
             boxed = self._box(actor_id, actor, taken)
             self._note(actor_id, (boxed,), 1 if actor.in_place else 0)
@@ -329,7 +329,7 @@ class _Lookers:
 
 
 def _boxed(memory: frozenset[_Memory]) -> frozenset[_Memory]:
-    """Return the memory of what is made of shards that lie in some memory."""
+    """Return the memory of what is made of shards that are in some memory."""
     if not memory:
         return memory
     made = _Memory()
@@ -340,7 +340,7 @@ def _boxed(memory: frozenset[_Memory]) -> frozenset[_Memory]:
 
 def _outlives(state: _State, actor_id: ActorId, what: str) -> PlanError:
     return PlanError(
-        f"{what} may lie in the memory of {state.name!r}, which is overwritten in place",
+        f"{what} may be in the memory of {state.name!r}, which is overwritten in place",
         where=(_named(state.writer, "which overwrites it"), _named(actor_id, "which hands it out")),
         accepted="results and states in memory of their own",
         todo=f"take {state.name!r} out of in_place of {state.writer[1]!r}",
@@ -364,27 +364,27 @@ def _named(actor_id: ActorId, what: str) -> str:
 
 
 #: What overwrites a state whose new value no instruction has written there.
-_COPY = "the copy behind its firing"
+_COPY = "the copy after its firing"
 
 
 class SegmentHazards:
     """What a segment looks at, what it overwrites, and what it hands on: by its instructions.
 
-    0  t = view(w)           looks at w, and lies in its memory
+    0  t = view(w)           looks at w, and is in its memory
     1  a = mul_(w, 0.9)      overwrites w: a is its memory now
     2  n = neg(a)            looks at the new value
-    3  m = neg(t)            refused: t lies in memory that has another value by now
+    3  m = neg(t)            refused: t is in memory that has another value by now
 
     Attributes:
         last: The last instruction that looks at what the segment takes, before it is overwritten.
-        overwrites: The first instruction that overwrites a state; copies behind the firing are
+        overwrites: The first instruction that overwrites a state; copies after the firing are
             numbered on.
-        leaving: For each key that leaves in somebody's memory, the names of what it lies in, and
+        leaving: For each key that leaves in somebody's memory, the names of what it is in, and
             whether it is the new value.
 
     Args:
         actor: The segment.
-        names: What it takes that lies in memory which is overwritten somewhere.
+        names: What it takes that is in memory which is overwritten somewhere.
         rank: Whose it is.
 
     Raises:
@@ -443,7 +443,7 @@ class SegmentHazards:
                 self.last[name] = at
 
     def _overwrite(self, entry: Instruction, at: int) -> Iterator[str]:
-        """Note what an instruction writes over; yield the results that lie there."""
+        """Note what an instruction writes over; yield the results that are there."""
         taken = [ref.name for ref in refs((entry.args, tuple(entry.kwargs.values())))]
         for key, made in zip_longest(written_keys(entry), entry.outputs):
             others = taken.copy()
@@ -465,7 +465,7 @@ class SegmentHazards:
 
     def _error(self, what: str) -> PlanError:
         return PlanError(
-            f"{what}, in whose memory it may lie",
+            f"{what}, and may be in its memory",
             where=self._where,
             accepted="instructions that look at a state before those that overwrite it",
             todo="put it before them, or take the state out of in_place",

@@ -17,7 +17,7 @@ from sbp_core.compile.actors import Instruction
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.offload import owner_of
 from sbp_core.compile.packing import pack_instructions, unpack_instructions
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import Argument, Node, Ref, Symbol, map_refs
 from sbp_core.graph.primitives import ALIAS, LOCAL_BOX, TO_DEVICE, TO_HOST
 from sbp_core.signatures.call import OpCall
@@ -47,7 +47,7 @@ class _Pattern:
 class Instructions:
     """What the segments of all ranks execute."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoweredProgram) -> None:
         # From items to instructions, in steps of which each is done once for what is equal:
         #
         #     item -> pattern           calls that differ in names only are one kind

@@ -30,7 +30,7 @@ class ItemKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeyLayout:
     """How a key lies: logical value, stage, nd-SBP.
 
     `kind` is the type of a key that is no value of the graph, such as a flat buffer, whose `value`
@@ -49,7 +49,7 @@ class Item:
 
     `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
     inserted for; empty if it is for a graph output. `packed` says, of a pack or unpack, how the
-    values lie in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
+    values are in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
     segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
     `cuts`. `behind` is set of what takes the result of boxing at once: the level and piece that
     it comes after, before any later piece. `group` numbers the offloaded states that it is an
@@ -92,13 +92,13 @@ class Item:
 
 
 @dataclass(slots=True)
-class Lowered:
-    """All items in topological order, how every key lies, and which keys leave the graph.
+class LoweredItems:
+    """All items in topological order, the layout of every key, and the keys that leave the graph.
 
     A loss or metric leaves by several keys if there are several stages, so that every rank has it.
     """
 
     items: list[Item] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, KeyLayout] = field(default_factory=dict)
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     new_states: dict[str, str] = field(default_factory=dict)

@@ -15,8 +15,8 @@ from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.sbp import check_sbp
 from sbp_core.serialize import Lines
 from sbp_core.signatures.arguments import call_key
+from sbp_core.signatures.assignment_check import check_signature
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.check import check_signature
 from sbp_core.strategy import Assignment, Strategy
 
 
@@ -61,7 +61,7 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None 
 
 @contextmanager
 def _naming(section: str, name: str, lines: Lines | None) -> Iterator[None]:
-    """Add the decision, and where it stands in the file, to an error of the `with` block."""
+    """Add the decision, and where it is in the file, to an error of the `with` block."""
     try:
         yield
     except SbpError as error:
@@ -108,19 +108,19 @@ def _check_offloaded(graph: LogicalGraph, strategy: Strategy, lines: Lines | Non
             f"{name!r} cannot be offloaded: {wrong[name]}",
             where=lines.where(("storage", name)) if lines else f"storage of {name}",
             accepted="states that only the optimizer uses, once a step, such as its moments",
-            todo="leave out 'host' behind its nd-SBP",
+            todo="leave out 'host' after its nd-SBP",
         )
 
 
 def offloadable(graph: LogicalGraph) -> tuple[str, ...]:
-    """Return the tensors that may lie in host memory: states that the optimizer alone uses."""
+    """Return the tensors that may be in host memory: states that the optimizer alone uses."""
     names = [entry.name for entry in graph.inputs if graph.is_tensor(entry.name)]
     wrong = _not_offloadable(graph, set(names))
     return tuple(name for name in names if name not in wrong)
 
 
 def _not_offloadable(graph: LogicalGraph, names: AbstractSet[str]) -> dict[str, str]:
-    """Return why some tensors may not lie in host memory, by name."""
+    """Return why some tensors may not be in host memory, by name."""
     written = {one.value: one.name for one in graph.outputs if one.kind is OutputKind.STATE}
     wrong: dict[str, str] = {}
     for name in names:

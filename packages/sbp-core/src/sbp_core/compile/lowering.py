@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
-from sbp_core.compile.items import Held, Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, KeyLayout, LoweredItems
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.cost import fastest_route
@@ -36,7 +36,7 @@ from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
 
 
-def lower(graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None = None) -> Lowered:
+def lower(graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None = None) -> LoweredItems:
     """Insert every boxing step that a legal strategy asks for.
 
     Args:
@@ -60,14 +60,14 @@ class _Lowering:
 
     def __init__(self, graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None) -> None:
         self.graph, self.strategy, self.cluster = graph, strategy, cluster
-        self.out = Lowered()
+        self.out = LoweredItems()
         self.phases: dict[str, Phase] = {}
         # By value, stage, nd-SBP and `_apart_for`: the key of what is boxed so already.
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
         for name, storage in strategy.storage.items():
-            self.out.held[name] = Held(name, storage.stage, storage.sbp)
+            self.out.held[name] = KeyLayout(name, storage.stage, storage.sbp)
 
-    def run(self) -> Lowered:
+    def run(self) -> LoweredItems:
         for node in self.graph.nodes:
             if node.is_host:
                 self._host(node)
@@ -90,7 +90,7 @@ class _Lowering:
 
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
-        # Boxed first, as their items must stand before the node's. Host numbers among the inputs
+        # Boxed first, because their items must be before the node's. Host numbers among the inputs
         # keep their names, so the two kinds are merged in the order of the arguments.
         tensors = iter(
             self._box(value, assigned.stage, sbp, node.phase, node.rate, node.name)
@@ -102,7 +102,7 @@ class _Lowering:
             next(tensors) if self.graph.is_tensor(value) else value for value in node.inputs()
         )
         for value, sbp in zip(node.outputs, assigned.signature.outputs, strict=True):
-            self.out.held[value] = Held(value, assigned.stage, sbp)
+            self.out.held[value] = KeyLayout(value, assigned.stage, sbp)
         kind = ItemKind.ACCUMULATE if node.op == ACCUMULATE else ItemKind.OP
         self._add_node(node, kind, keys, assigned.stage)
 
@@ -212,7 +212,7 @@ class _Lowering:
             # is the earlier one and takes its place in `boxed`: from here on it serves both phases.
             while made in self.out.held:
                 made = f"{made}'"
-            self.out.held[made] = Held(value, there, step.target[1])
+            self.out.held[made] = KeyLayout(value, there, step.target[1])
             kinds = {StepKind.LOCAL: ItemKind.LOCAL, StepKind.TRANSFER: ItemKind.TRANSFER}
             kind_of_item = kinds.get(step.kind, ItemKind.COLLECTIVE)
             self._add(

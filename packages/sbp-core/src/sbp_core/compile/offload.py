@@ -1,15 +1,15 @@
-"""Offload: states that lie in host memory are copied to the device for their update, and back.
+"""Offload: states that are in host memory are copied to the device for their update, and back.
 
 before: optimizer.0.1             m2 = mul(m, ..)   w2 = addcdiv(w, m2, ..)     writes m, w
 after:  fetch.0.1                 m@device = to_device(m)
         optimizer.0.1.offload.1   m2 = mul(m@device, ..)   w2 = addcdiv(w, m2, ..)   writes w
         store.0.1                 m@host = to_host(m, m2)                            writes m
 
-Fetches fire on a thread of their own, and so do stores, as links to the host go on beside compute.
-States are fetched in groups: those of one parameter together, of small ones several, so that each
-group has at least half of the bytes of the largest parameter's; else the small ones between large
-ones would keep these from following each other. The update of each group is a segment of its own;
-what needs several groups, such as a norm of all updates, is one after them.
+Fetches fire on a thread of their own, and so do stores, as links to the host go on in parallel with
+compute. States are fetched in groups: those of one parameter together, of small ones several, so
+that each group has at least half of the bytes of the largest parameter's; else the small ones
+between large ones would keep these from following each other. The update of each group is a segment
+of its own; what needs several groups, such as a norm of all updates, is one after them.
 
     host to device   fetch 1  fetch 2            fetch 3            fetch 4
     compute                   update 1           update 2           update 3
@@ -28,9 +28,9 @@ from dataclasses import replace
 
 from sbp_core.compile.actors import Actor, Compute
 from sbp_core.compile.dataflow import downstream, successors
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register, token
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.graph.primitives import TO_DEVICE
 
@@ -38,7 +38,7 @@ from sbp_core.graph.primitives import TO_DEVICE
 FETCH_THREAD, STORE_THREAD = "host to device", "device to host"
 
 
-def offload(program: Program) -> Lowered:
+def offload(program: LoweredProgram) -> LoweredItems:
     """Return the items with copies of offloaded states, and updates in groups.
 
     Args:
@@ -115,7 +115,7 @@ def owner_of(state: str) -> str:
 
 
 def _groups(
-    program: Program, states: set[str], used: Sequence[Item], writers: Mapping[str, Item]
+    program: LoweredProgram, states: set[str], used: Sequence[Item], writers: Mapping[str, Item]
 ) -> dict[str, int]:
     """Return the number of each state's group, in the order in which they are used, from 1."""
     when: dict[str, tuple[int, int, int]] = {}

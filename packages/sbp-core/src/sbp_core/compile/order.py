@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from sbp_core.compile.actors import Actor, ActorId, Receive, Send
 from sbp_core.compile.dataflow import downstream, rank_successors
-from sbp_core.compile.network import waits_without_order
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded, fold
+from sbp_core.compile.plan_network import waits_without_order
+from sbp_core.compile.symmetry import FoldedPlan, fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER, Phase, Rate
@@ -58,7 +58,7 @@ class _Scheduler:
     """An event simulation with predicted times; only the order that it finds is kept."""
 
     def __init__(
-        self, whole: PhysicalPlan, folded: Folded, actions: Mapping[int, Sequence[Action]]
+        self, whole: PhysicalPlan, folded: FoldedPlan, actions: Mapping[int, Sequence[Action]]
     ) -> None:
         self.whole, plan = whole, folded.plan
         self.game = TokenGame(plan, folded.stands_for)
@@ -230,7 +230,7 @@ class _Scheduler:
 
 
 def _urgency(part: RankPlan, actor: Actor) -> int:
-    """Return who goes first: what other ranks wait for, then what goes on beside the thread."""
+    """Return who goes first: what other ranks wait for, then what overlaps with the thread."""
     if isinstance(actor, Send):
         return 0
     # An actor that only makes of states what a collective takes that is begun early, such as a
@@ -244,7 +244,7 @@ def _urgency(part: RankPlan, actor: Actor) -> int:
 
 
 def _is_begun_early(actor: Actor) -> bool:
-    """Whether an actor lets something go on beside its thread, for which it goes first.
+    """Whether an actor lets something go on in parallel with its thread, for which it goes first.
 
     An update that only reads states could begin with the step, and would hold memory all along.
     """
@@ -335,7 +335,7 @@ class Turns:
 
 
 def early_receives(part: RankPlan, thread: str) -> Mapping[int, tuple[int, ...]]:
-    """Return which receives are asked for before which firings of a thread, as places in its order.
+    """Return the receives that a thread requests before each firing, as places in its order.
 
     Transports move a message when its receiver has asked for it. So a thread asks for what it
     receives next as soon as it has what it received last, and computes while that is on its way:

@@ -196,7 +196,7 @@ class _Segment:
             links.append(link)
             if target == state:
                 looks = self.looks[state]
-                # Everything that lies in the memory of the state, under whatever name.
+                # Everything that is in the memory of the state, under whatever name.
                 others = looks_at((k for k in keys_in(self.entries[at]) if k != state), self.memory)
                 is_last = looks[-1] == at and state not in others
                 return links if is_last and _is_taken_once(self.entries[at], state) else None

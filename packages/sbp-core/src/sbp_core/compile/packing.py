@@ -1,4 +1,4 @@
-"""Packing: how the values of a bucket lie in its flat buffer, and what lays them there.
+"""Packing: how the values of a bucket are laid out in its flat buffer, and what lays them there.
 
 A layout is worked out once, when `buckets` forms a bucket, and goes with its items: to the prices
 of packing (`program`) and to the calls of ranks (`instructions`). On n ranks a buffer that is
@@ -62,7 +62,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """How all values of a bucket lie in its flat buffer.
+    """How all values of a bucket are laid out in its flat buffer.
 
     Args:
         kind: Of the steps that the bucket replaces.
@@ -237,7 +237,7 @@ def unpack_instructions(
         op=SPLIT_WITH_SIZES, args=(Ref(table), sizes, 1 if gathers else 0), outputs=names, node=node
     )
     for name, key, part in zip(names, keys, layout.parts, strict=True):
-        # A rank has one row, in which each value lies in one piece.
+        # A rank has one row, in which each value is in one piece.
         if not gathers:
             yield _call(node, VIEW, (Ref(name), part.after), key)
             continue

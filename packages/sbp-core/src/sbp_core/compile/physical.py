@@ -46,7 +46,7 @@ class Register:
             is full when a step begins, with the states themselves, and when it ends, with the new
             ones.
         staleness: Of one that carries states: how many updates those that a consumer takes are
-            behind the newest ones, except in the first micro-batches of a step.
+            after the newest ones, except in the first micro-batches of a step.
     """
 
     name: str
@@ -96,7 +96,7 @@ class StateSlot:
         shape, dtype: Of the logical tensor; dtype alone, with an empty shape, for host scalars.
         sbp: How it is cut on the placement of its stage; None for host scalars.
         local_shape: Of this rank's part.
-        offloaded: Whether that lies in the memory of the host, where actors of transfer threads
+        offloaded: Whether that is in the memory of the host, where actors of transfer threads
             fetch and store it (`offload`).
     """
 
@@ -150,7 +150,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PhysicalPlan:
-    """What all ranks do in a step, and what it was compiled from.
+    """The actors of all ranks for one step, and the strategy that they were compiled from.
 
     `ties` says for a host state, such as a step counter, which states of the model it stands for.
     """
@@ -333,7 +333,7 @@ class _PlanDocument(Document[PhysicalPlan]):
         for rank, first in found["like"].items():
             if not _RANK.fullmatch(rank) or int(rank) in plan.by_rank or first not in plan.by_rank:
                 raise self.error(
-                    f"rank {rank!r} is to be like rank {first}",
+                    f"rank {rank!r} is listed as like rank {first}",
                     where=where if isinstance(where, str) else where.where(["like", rank]),
                     accepted="a rank that is not listed, like one that is",
                     todo=self.todo,

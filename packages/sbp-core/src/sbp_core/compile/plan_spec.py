@@ -25,7 +25,7 @@ from sbp_core.sbp import local_shape
 #: Kinds of devices that a plan may be for.
 _DEVICES = ("cpu", "cuda")
 
-#: How an accumulation makes one of several parts, beside a factor.
+#: How an accumulation makes one of several parts, apart from a factor.
 _HOWS = ("maximum", "minimum")
 
 
@@ -227,8 +227,8 @@ def _check_writes(states: set[str], numbers: set[str], actor: Actor, where: str)
         raise PlanError(
             f"overwrites {actor.in_place[0]!r} in place for each micro-batch",
             where=where,
-            accepted="states in place by actors of rate 'step'; others leave in_place empty, and "
-            "their last value is put in force behind the step",
+            accepted="in_place for actors of rate 'step' only; the last value of other actors "
+            "becomes the state after the step",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from sbp_core.boxing import BoxingStep
 from sbp_core.cluster import Cluster
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.compile.physical import StateSlot
 from sbp_core.cost import boxing_step_time_s, copy_time_s, host_copy_time_s, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, TensorType
@@ -17,7 +17,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Strategy
 
 
-class Program:
+class LoweredProgram:
     """A lowered graph under a strategy.
 
     Args:
@@ -31,7 +31,7 @@ class Program:
         self,
         graph: LogicalGraph,
         strategy: Strategy,
-        lowered: Lowered,
+        lowered: LoweredItems,
         cluster: Cluster | None = None,
     ) -> None:
         self.graph, self.strategy, self.lowered = graph, strategy, lowered
@@ -63,7 +63,7 @@ class Program:
         return {i for i, stage in enumerate(self.strategy.stages) if rank in stage}
 
     def needed_hosts(self, keys: Iterable[str]) -> list[Item]:
-        """Return the host ops behind some keys: every rank computes host numbers itself."""
+        """Return the host ops after some keys: every rank computes host numbers itself."""
         needed: set[str] = set()
         todo = list(keys)
         while todo:

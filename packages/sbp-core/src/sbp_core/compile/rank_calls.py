@@ -44,7 +44,7 @@ _MOST_SIGNATURES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCall:
-    """A call of an operator on one rank, and what it executes.
+    """A call of an operator on one rank, and its local execution.
 
     Args:
         call: `sbp_core.cost.local_call`.
@@ -66,7 +66,7 @@ class RankCall:
 
     @property
     def segment(self) -> Compute:
-        """A segment of just this call; it takes the tensors, and behind them the number, if any."""
+        """A segment of just this call; it takes the tensors, and after them the number, if any."""
         taken = {key for entry in self.instructions for key in keys_in(entry)}
         tensors = map(str, range(len(self.inputs)))
         return Compute(

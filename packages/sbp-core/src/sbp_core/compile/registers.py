@@ -9,11 +9,11 @@ from sbp_core.boxing.slices import transfer_partners
 from sbp_core.compile.actors import Actor, Collective, Compute, Receive, Send
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.physical import Channel, RankPlan, Register, token
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import InputKind, Phase, Rate
 
 
-def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
+def registers(program: LoweredProgram, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers of one rank: one for all that an actor makes for the same consumers."""
     consumers = _consumers(actors)
     for actor in actors:
@@ -46,7 +46,9 @@ def _consumers(actors: Sequence[Actor]) -> dict[str, list[Actor]]:
     return consumers
 
 
-def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Iterable[Register]:
+def _carrying(
+    program: LoweredProgram, writer: Actor, actors: Sequence[Actor]
+) -> Iterable[Register]:
     """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
 
     before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
@@ -73,7 +75,7 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
             # at its end.
             quota = 1 + max(staleness, int(any(u.phase is Phase.OPTIMIZER for u in users)))
         else:
-            # The slowest reader may be so many micro-batches behind the forward phase: the backward
+            # The slowest reader may be so many micro-batches after the forward phase: the backward
             # phase reads the state as its own micro-batch's forward phase found it.
             late = [user.stage for user in users if user.phase is not Phase.FORWARD]
             lag = max((program.strategy.in_flight[stage] for stage in late), default=1)
@@ -90,14 +92,14 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
         )
 
 
-def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:
+def carried_readers(program: LoweredProgram, state: str, actors: Sequence[Actor]) -> list[Actor]:
     """Return the actors that read a state that is carried, for each micro-batch or update."""
     if state not in program.graph.carried:
         return []
     return [actor for actor in actors if state in actor.reads and actor.rate is not Rate.STEP]
 
 
-def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
+def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
     """Return how many fillings may be alive.
 
     What the backward phase needs of the forward phase lives for the micro-batches in flight,
@@ -118,8 +120,8 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     stages = {producer.stage, *(user.stage for user in users)}
     if crosses or len(stages) > 1:
         return max(program.strategy.in_flight[stage] for stage in stages)
-    # On one thread a second filling would gain nothing, as no two actors fire at once; but boxing
-    # goes on while its thread fires others.
+    # On one thread a second filling would gain nothing, because no two actors fire at once; but
+    # boxing goes on while its thread fires others.
     beside = producer.overlaps or any(
         user.thread != producer.thread or user.overlaps for user in users
     )
@@ -127,13 +129,13 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
 
 
 def prefetch_registers(
-    program: Program, actors: Sequence[Actor], prefetch: int
+    program: LoweredProgram, actors: Sequence[Actor], prefetch: int
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    Boxing that goes on beside compute would gather them all at once. So each gather, or what packs
-    for it, takes a token of the segment that is `prefetch + 1` before the first one that uses what
-    it makes.
+    Boxing that goes on in parallel with compute would gather them all at once. So each gather, or
+    what packs for it, takes a token of the segment that is `prefetch + 1` before the first one that
+    uses what it makes.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
@@ -174,7 +176,7 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
                 yield from _segments_behind(user, users)
 
 
-def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
+def links(program: LoweredProgram, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
     """Yield the links of all transfers, from each sender to those that it has something for."""
     in_flight, orders = program.strategy.in_flight, program.strategy.orders
     receives = {

@@ -23,10 +23,10 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction
-from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, copy_name, offload
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import PHASE_ORDER, LogicalGraph, Phase, Rate
@@ -52,7 +52,7 @@ class CompileOptions:
         prefetch: With either, how many segments ahead of its user a parameter may be
             gathered; 0 gathers it when the segment before its user is through.
         in_place_states: Let updates write over the states, in their memory, once the step is
-            committed (`commit`). Otherwise new values live beside the old ones to the end of the
+            committed (`commit`). Otherwise new values live next to the old ones to the end of the
             step, which takes more time and memory, and a failing update leaves the old ones.
         input_gradients_first: Compute the gradients that another stage waits for, and send them,
             before those of weights. The other stage begins earlier, as in a pipeline of half the
@@ -100,15 +100,15 @@ def boxing_thread(options: CompileOptions) -> str:
 
 
 def form_plan(
-    graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
+    graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
     # On one thread that waits an earlier begin overlaps nothing, but may free memory.
     lowered = cut(
         graph, strategy, lowered, options.piece_s, options.cluster, overlaps=options.boxing_goes_on
     )
-    lowered = offload(Program(graph, strategy, lowered, options.cluster))
-    program = Program(graph, strategy, lowered, options.cluster)
+    lowered = offload(LoweredProgram(graph, strategy, lowered, options.cluster))
+    program = LoweredProgram(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
     ranks = tuple(_rank_plans(program, Instructions(program), thread, options))
     plan = PhysicalPlan(
@@ -126,7 +126,7 @@ def form_plan(
 
 
 def _rank_plans(
-    program: Program, instructions: Instructions, boxing_thread: str, options: CompileOptions
+    program: LoweredProgram, instructions: Instructions, boxing_thread: str, options: CompileOptions
 ) -> Iterable[RankPlan]:
     """Yield the plan of each rank; ranks that do the same share actors and registers.
 
@@ -168,7 +168,7 @@ class _Actors:
 
     def __init__(
         self,
-        program: Program,
+        program: LoweredProgram,
         instructions: Instructions,
         rank: int,
         boxing_thread: str,

@@ -36,7 +36,7 @@ from sbp_core.sbp import Partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
+class FoldedPlan:
     """A plan of one rank of each class.
 
     Args:
@@ -53,7 +53,7 @@ class Folded:
         """Yield the firings of all ranks, in an order in which they may happen.
 
         Args:
-            firings: Of the folded plan, in such an order; those of a collective behind each other.
+            firings: Of the folded plan, in such an order; those of a collective after each other.
                 So are the ones that are returned, group by group.
         """
         awaited: set[int] = set()
@@ -77,7 +77,7 @@ class Folded:
 
 def fold(
     plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
-) -> Folded:
+) -> FoldedPlan:
     """Return a plan folded to one rank of each class.
 
     Args:
@@ -109,7 +109,7 @@ def fold(
         known = links.setdefault(ends, replace(link, sender=ends[0], receiver=ends[1]))
         if link.quota < known.quota:
             links[ends] = replace(known, quota=link.quota)
-    return Folded(
+    return FoldedPlan(
         plan=replace(
             plan,
             ranks=tuple(part for part in plan.ranks if stands_for[part.rank] == part.rank),
@@ -124,7 +124,7 @@ def shard_shapes(steps: Iterable[BoxingStep]) -> Mapping[int, Hashable]:
     """Return for each rank the shapes of its shards before and after all boxing steps.
 
     Of a local step also that of the slice which it has of both, and whether it is the rank that
-    keeps its values as the one addend: what a rank keeps, cuts or fills up lies in other ways.
+    keeps its values as the one addend: what a rank keeps, cuts or fills up is in other ways.
     """
     found: dict[int, list[Hashable]] = defaultdict(list)
     for step in dict.fromkeys(steps):

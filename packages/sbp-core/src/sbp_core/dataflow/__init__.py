@@ -6,7 +6,7 @@ decided by the network alone, whatever its actors compute (Kahn 1974). In the or
 
 | module | says |
 |---|---|
-| `network` | what a network is: actors, edges with initial tokens and quotas, processors' orders |
+| `actor_network` | actors, edges with initial tokens and quotas, orders of processors |
 | | and how often each actor fires in an iteration, or the cycle that contradicts itself |
 | `expansion` | the firings of an iteration, and which waits for which: rates of one |
 | `liveness` | that an iteration ends, or who waits for whom, and quotas that would be enough |
@@ -21,6 +21,7 @@ as once every k-th micro-batch, is a number on an edge. Nothing here knows plans
 
 from __future__ import annotations
 
+from sbp_core.dataflow.actor_network import FlowActor, FlowEdge, Network, Seconds, repetitions
 from sbp_core.dataflow.bounds import Peak, edge_bound, memory_bound
 from sbp_core.dataflow.expansion import (
     Dependency,
@@ -31,7 +32,6 @@ from sbp_core.dataflow.expansion import (
     waited_for,
 )
 from sbp_core.dataflow.liveness import check_live, cycle_lines, dead_cycle, sufficient_quotas
-from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds, repetitions
 from sbp_core.dataflow.self_timed import Execution, SelfTimed, execute
 from sbp_core.dataflow.timing import CriticalCycle, EarliestStarts, critical_cycle, latency
 

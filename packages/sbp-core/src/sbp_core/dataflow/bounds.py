@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from sbp_core.dataflow.actor_network import FlowEdge, Network
 from sbp_core.dataflow.expansion import Expansion, expand
 from sbp_core.dataflow.liveness import check_live
-from sbp_core.dataflow.network import FlowEdge, Network
 from sbp_core.errors import SbpValueError
 
 

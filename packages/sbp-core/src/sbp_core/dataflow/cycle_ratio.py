@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sbp_core.dataflow.network import Seconds
+from sbp_core.dataflow.actor_network import Seconds
 
 _Array = npt.NDArray[Any]
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from sbp_core.dataflow.network import Network, Seconds, repetitions
+from sbp_core.dataflow.actor_network import Network, Seconds, repetitions
 
 
 class Reason(Enum):

@@ -2,7 +2,7 @@
 
     theorem    a marked graph is live exactly when each cycle carries a token (Commoner, Holt, Even
                and Pnueli 1971). A network is live exactly when its homogeneous network is (Lee and
-               Messerschmitt 1987): when no cycle of waits lies within one iteration.
+               Messerschmitt 1987): when no cycle of waits is within one iteration.
 
 If an iteration ends, all edges hold what they began with, so every later one ends, too.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from sbp_core.dataflow.actor_network import FlowEdge, Network, repetitions
 from sbp_core.dataflow.expansion import Dependency, Expansion, FlowFiring, Reason, expand
-from sbp_core.dataflow.network import FlowEdge, Network, repetitions
 from sbp_core.errors import SbpValueError
 
 
@@ -174,7 +174,7 @@ def cycle_lines(
             since = f" and {len(waits) - 1} more, since" if len(waits) > 1 else ""
             last = named(waits[-1].on) + _before(sum(w.delay for w in waits), iteration)
             before = f"{named(waits[0].on)}{since} {last}" if since else last
-            lines.append(f"{named(waits[0].waiting)} waits for its turn on {name} behind {before}")
+            lines.append(f"{named(waits[0].waiting)} waits for its turn on {name} after {before}")
             continue
         for wait in waits:
             on = named(wait.on) + _before(wait.delay, iteration)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds, repetitions
+from sbp_core.dataflow.actor_network import FlowActor, FlowEdge, Network, Seconds, repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Execution:
     """What an execution showed.
 
     Args:
-        is_done: Whether all firings that were asked for have happened; else it came to a stand.
+        is_done: Whether all firings that were asked for have happened; else it deadlocked.
         end_s: Time of the last end of a firing, in seconds.
         period_s: Time of an iteration in the steady state; None if it was not reached.
         most_tokens: The most tokens that were alive, by edge.
@@ -45,7 +45,7 @@ def execute(network: Network, num_iterations: int) -> Execution:
     """
     counts = repetitions(network)
     run = SelfTimed(network, {name: n * num_iterations for name, n in counts.items()})
-    # A visit of a state is an event behind which one more iteration of the first actor is over.
+    # A visit of a state is an event after which one more iteration of the first actor is over.
     clock = next(iter(counts))
     seen: dict[object, tuple[Seconds, int]] = {}
     iterations, period_s = 0, None

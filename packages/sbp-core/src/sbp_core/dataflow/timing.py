@@ -6,8 +6,8 @@ The times are kept up to date while waits change:
     firing        a    b    c    d    e
     a -> d, b -> e                               waits within the iteration
 
-    e -> b comes   b waits for e, which is placed behind it: what follows b up to the place of e
-                   goes behind what e follows from the place of b on. If b leads to e: a cycle.
+    e -> b comes   b waits for e, which is placed after it: what follows b up to the place of e
+                   goes after what e follows from the place of b on. If b leads to e: a cycle.
 
 A search for quotas or orders changes a few waits and asks for the end, thousands of times. So only
 firings between the two ends of a new wait are placed anew, and only those are timed anew whose
@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from sbp_core.dataflow.actor_network import Network, Seconds
 from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
 from sbp_core.dataflow.expansion import Dependency, Expansion, expand
 from sbp_core.dataflow.liveness import check_live, topological
-from sbp_core.dataflow.network import Network, Seconds
 
 #: A firing waits for another one: the number of the other, and its own.
 Wait = tuple[int, int]
@@ -98,7 +98,7 @@ class EarliestStarts:
         self._after[on].append(waiting)
 
     def _place_behind(self, on: int, waiting: int) -> bool:
-        """Place firings so that one comes behind another; return whether that is possible."""
+        """Place firings so that one comes after another; return whether that is possible."""
         place = self._place
         if place[on] < place[waiting]:
             return True

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph.primitives import ACCUMULATE
-from sbp_core.serialize import Form
+from sbp_core.serialize import JsonForm
 
 #: Bytes of one element, by dtype name.
 ITEMSIZE = {
@@ -109,7 +109,7 @@ def _argument_from_json(value: Any) -> Any:
 
 
 #: An argument: number, string, bool, None, Ref, Symbol, or a tuple of arguments.
-Argument = Annotated[Any, Form(Any, _argument_to_json, _argument_from_json)]
+Argument = Annotated[Any, JsonForm(Any, _argument_to_json, _argument_from_json)]
 
 
 class Phase(StrEnum):

@@ -38,7 +38,7 @@ PIECE = "sbp.piece"
 #: A state of the host's memory, copied to the device: arguments are (state), and `device` by name.
 TO_DEVICE = "sbp.to_device.default"
 
-#: The new value of a state that lies in the host's memory, copied there: arguments are
+#: The new value of a state that is in the host's memory, copied there: arguments are
 #: (state, value).
 TO_HOST = "sbp.to_host.default"
 

@@ -1,6 +1,6 @@
 """Write and read a `LogicalGraph` as JSON, and hash it stably.
 
-The hash covers what the graph computes and its names, not where its lines stand in files.
+The hash covers what the graph computes and its names, not where its lines are in files.
 """
 
 from __future__ import annotations

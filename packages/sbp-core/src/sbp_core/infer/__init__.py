@@ -10,7 +10,7 @@ changes a strategy as little as a pin asks for, `one_axis` decides one axis of i
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.colour_refinement import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.companions import StepCompanions
-from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Buckets, Factor, minimise, total_cost
@@ -43,8 +43,8 @@ from sbp_core.infer.stages import (
     forward_blocks,
     moving_nodes,
 )
-from sbp_core.infer.tables import Costed, CostTables
-from sbp_core.infer.work import Decision, Kept, SharedTables, StepWork
+from sbp_core.infer.tables import CostedVariables, CostTables
+from sbp_core.infer.work import Decision, FixedDecisions, SharedTables, StepWork
 
 __all__ = [
     "FORBIDDEN_S",
@@ -53,18 +53,18 @@ __all__ = [
     "Buckets",
     "Conversion",
     "ConversionGroup",
+    "ConversionRequest",
     "CostTables",
-    "Costed",
+    "CostedVariables",
     "Decision",
     "EqualLayers",
     "Factor",
-    "Kept",
+    "FixedDecisions",
     "LeastPrices",
     "Nearby",
     "PinValue",
     "Pins",
     "Pipelined",
-    "Request",
     "SharedTables",
     "StageMap",
     "StagePatterns",

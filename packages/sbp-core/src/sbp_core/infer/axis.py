@@ -9,7 +9,7 @@ from sbp_core.infer.minsum import minimise
 from sbp_core.infer.pins import PINS, Pins
 from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
 from sbp_core.infer.tables import CostTables
-from sbp_core.infer.work import Decision, Kept, StepWork, replicated
+from sbp_core.infer.work import Decision, FixedDecisions, StepWork, replicated
 from sbp_core.sbp import B
 
 #: Values whose tables would be larger get a variable of their targets.
@@ -21,7 +21,7 @@ def decide_axis(
     decision: Decision,
     axis: int,
     pins: Pins,
-    kept: Kept | None = None,
+    kept: FixedDecisions | None = None,
     *,
     layers: EqualLayers | None = None,
 ) -> bool:
@@ -41,7 +41,7 @@ def decide_axis(
         PlanError: the pins leave nothing that can be boxed.
     """
     if work.has_ranks(axis):
-        return _solve(work, decision, axis, pins, kept or Kept(), layers)
+        return _solve(work, decision, axis, pins, kept or FixedDecisions(), layers)
     for node in work.nodes:
         part = replicated(work.calls[node.name])
         decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
@@ -55,7 +55,7 @@ def _solve(
     decision: Decision,
     axis: int,
     pins: Pins,
-    kept: Kept,
+    kept: FixedDecisions,
     layers: EqualLayers | None,
 ) -> bool:
     problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept, layers=layers)

@@ -2,7 +2,7 @@
 
     blocks.0.mlp.up   blocks.1.mlp.up   blocks.2.mlp.up        one variable, that of `blocks.0`
 
-What stands inside a numbered block is alike if the names differ in the number of the block alone,
+What is inside a numbered block is alike if the names differ in the number of the block alone,
 and the calls, meshes and pins are the same. What does not, such as the calls of a module that all
 blocks share, is alike if it makes the same call, takes what is alike, and is taken by what is
 alike: colours are refined by those of neighbours until no more of them appear. Names of blocks do
@@ -28,7 +28,7 @@ from sbp_core.graph.ir import GraphInput, LogicalGraph
 from sbp_core.infer.pins import Pins
 from sbp_core.infer.work import StepWork
 
-#: The number of a block in a name: the first one behind a dot.
+#: The number of a block in a name: the first one after a dot.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -48,7 +48,7 @@ class EqualLayers:
 
 
 def equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
-    """Return what of a step is alike whatever is decided of it, as long as that is alike.
+    """Return the parts of a step that are equal whenever their decisions are equal.
 
     Args:
         work: The step.
@@ -125,10 +125,7 @@ def _options(work: StepWork, pins: Pins) -> dict[str, Hashable]:
     found: dict[str, Hashable] = {}
     for node in work.nodes:
         taken = tuple(pinned.get(value) for value in work.graph.tensor_inputs(node))
-        key = (
-            *(work.kinds[node.name], work.mesh_shape_of(node), node.rate),
-            taken,
-        )
+        key = (*(work.kinds[node.name], work.mesh_shape_of(node), node.rate), taken)
         number = found[node.name] = numbers.setdefault(key, len(numbers))
         if any(pin is not None for pin in taken) and work.is_free(node):
             # What a view makes of a pinned value may be pinned by that.

@@ -46,7 +46,7 @@ class ConversionEnd:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class ConversionRequest:
     """What one variable asks for of a value: the target by its number, for each of its values.
 
     Args:
@@ -74,7 +74,7 @@ class ConversionGroup:
     value: str
     source: int
     costs: Table
-    requests: tuple[Request, ...]
+    requests: tuple[ConversionRequest, ...]
 
     def cost(self, values: Sequence[int]) -> float:
         """Return what is paid for a value of each variable, in seconds of a step."""
@@ -85,7 +85,7 @@ class ConversionGroup:
         }
         return sum(float(row[target]) for target in asked)
 
-    def own(self) -> tuple[Request, ...]:
+    def own(self) -> tuple[ConversionRequest, ...]:
         """Return the requests that the source's own variable makes, or none."""
         return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
 
@@ -93,23 +93,25 @@ class ConversionGroup:
         """Return which targets each value of the source asks for itself: (values, targets)."""
         return _asked(self.own(), *self.costs.shape)
 
-    def asked_by_others(self) -> dict[int, NDArray[np.bool_]]:
+    def targets_by_variable(self) -> dict[int, NDArray[np.bool_]]:
         """Return which targets each value of each other variable asks for: (values, targets)."""
         return {
             variable: _asked(requests, len(requests[0].targets), self.costs.shape[1])
-            for variable, requests in self.others().items()
+            for variable, requests in self.requests_by_variable().items()
         }
 
-    def others(self) -> dict[int, list[Request]]:
+    def requests_by_variable(self) -> dict[int, list[ConversionRequest]]:
         """Return the requests of each other variable."""
-        found: dict[int, list[Request]] = {}
+        found: dict[int, list[ConversionRequest]] = {}
         for request in self.requests:
             if request.variable not in (NO_VARIABLE, self.source):
                 found.setdefault(request.variable, []).append(request)
         return found
 
 
-def _asked(requests: Sequence[Request], num_values: int, num_targets: int) -> NDArray[np.bool_]:
+def _asked(
+    requests: Sequence[ConversionRequest], num_values: int, num_targets: int
+) -> NDArray[np.bool_]:
     found = np.zeros((num_values, num_targets), dtype=bool)
     for request in requests:
         found[np.arange(num_values), np.broadcast_to(request.targets, (num_values,))] = True

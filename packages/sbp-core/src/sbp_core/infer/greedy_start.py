@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest
 from sbp_core.infer.problem import StepProblem
 
 
@@ -14,7 +14,7 @@ def start_greedily(problem: StepProblem) -> None:
     Args:
         problem: Its `start` is changed.
     """
-    before: dict[int, list[tuple[ConversionGroup, Request]]] = {}
+    before: dict[int, list[tuple[ConversionGroup, ConversionRequest]]] = {}
     for group in problem.groups:
         for request in group.requests:
             before.setdefault(request.variable, []).append((group, request))

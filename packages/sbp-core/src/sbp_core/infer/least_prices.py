@@ -14,7 +14,7 @@ for all tensors whose dims are split alike. Bytes are exact.
 
 Nothing is said (0 s) between two placements, of tensors without dims or elements, where a machine's
 calibration says the times, and where the router does not search all states; see
-`boxing.routing.problem`.
+`boxing.routing.canonical_problem`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.boxing.least_times import LeastTimes
+from sbp_core.boxing.routing.canonical_problem import are_searched
 from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, encode
-from sbp_core.boxing.routing.problem import are_searched
 from sbp_core.cluster import Cluster
 from sbp_core.compile.bucket_price import Companions
 from sbp_core.graph.ir import ITEMSIZE
@@ -149,8 +149,7 @@ class LeastPrices:
                 part, at = np.ix_(rows, columns), at[np.ix_(rows, columns)]
                 names = _named(mesh, shape, kind)
                 states = np.ix_(
-                    _numbers(times, names, sources[rows]),
-                    _numbers(times, names, targets[columns]),
+                    _numbers(times, names, sources[rows]), _numbers(times, names, targets[columns])
                 )
                 of = scale / times.num_elements
                 least_s = times.alone_s(scale) if is_alone else of * times.seconds

@@ -328,8 +328,7 @@ class _Holding(Buckets):
     def _hold(self, around: int) -> set[int]:
         """Hold the most connected neighbour of `around` that was held least often so far."""
         chosen = min(
-            self.neighbours(around),
-            key=lambda v: (self.times_held[v], -len(self._buckets[v]), v),
+            self.neighbours(around), key=lambda v: (self.times_held[v], -len(self._buckets[v]), v)
         )
         value = self.present[chosen]
         self.held.append(chosen)

@@ -21,7 +21,7 @@ from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import Pins, PinValue, resolve_pins
 from sbp_core.infer.revision import with_decision, work_of
 from sbp_core.infer.solve import check_legal
-from sbp_core.infer.work import Decision, Kept
+from sbp_core.infer.work import Decision, FixedDecisions
 from sbp_core.signatures.views import is_view
 from sbp_core.strategy import Strategy
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearby:
-    """A strategy that keeps some pins, and what of it was decided anew.
+    """A strategy that satisfies some pins, and the modules that it changes.
 
     Args:
         strategy: Legal for the graph; its report is empty.
@@ -50,7 +50,7 @@ def infer_nearby(
     Args:
         request: Graph, cluster, and pins of the user; its mesh does not count.
         strategy: A legal one for the graph, of any planner.
-        pins: What is asked for beside the user's pins, which override them.
+        pins: What is asked for besides the user's pins, which override them.
 
     Raises:
         ConfigError: a pin cannot be meant.
@@ -61,7 +61,7 @@ def infer_nearby(
     resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
     modules = _modules(graph, resolved)
     nodes = _decided_nodes(graph, resolved, modules)
-    kept = Kept(
+    kept = FixedDecisions(
         nodes={
             name: found.signature for name, found in strategy.nodes.items() if name not in nodes
         },

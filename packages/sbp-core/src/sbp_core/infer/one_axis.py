@@ -17,7 +17,7 @@ from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
 from sbp_core.infer.revision import with_decision, work_of
 from sbp_core.infer.solve import check_legal
-from sbp_core.infer.work import Decision, Kept
+from sbp_core.infer.work import Decision, FixedDecisions
 from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def infer_axis(
 ) -> Strategy:
     """Return a strategy whose entries of one mesh axis are inferred under other pins.
 
-    On the other axes every decision stays, unless no signature has it beside what is decided anew.
+    On the other axes every decision stays, unless no signature has it with the new decisions.
 
     Args:
         request: Graph, cluster, and pins of the user; its mesh does not count.
         strategy: A legal one for the graph, of any planner.
         axis: Name of the mesh axis.
-        pins: What is asked for beside the user's pins, which override them. On other axes they may
+        pins: What is asked for besides the user's pins, which override them. On other axes they may
             only say what the strategy does.
 
     Returns:
@@ -53,7 +53,7 @@ def infer_axis(
     graph = request.graph
     work = work_of(request, strategy)
     resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
-    kept = Kept(
+    kept = FixedDecisions(
         nodes={name: found.signature for name, found in strategy.nodes.items()},
         storage={name: found.sbp for name, found in strategy.storage.items()},
     )

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Node
 from sbp_core.infer.pins import PINS, Pin, Pins
-from sbp_core.infer.work import Kept, StepWork
+from sbp_core.infer.work import FixedDecisions, StepWork
 from sbp_core.sbp import Sbp
 from sbp_core.signatures.signature import Signature1d
 
@@ -32,7 +32,7 @@ class PinnedOptions:
         kept: What stays as an earlier strategy has it, where pins allow.
     """
 
-    def __init__(self, work: StepWork, axes: range, pins: Pins, kept: Kept) -> None:
+    def __init__(self, work: StepWork, axes: range, pins: Pins, kept: FixedDecisions) -> None:
         self._work, self._axes, self._kept = work, axes, kept
         self._use = [
             {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
@@ -62,12 +62,7 @@ class PinnedOptions:
         return kept
 
     def _unpinned_on(
-        self,
-        axis: int,
-        use: dict[str, Pin],
-        node: Node,
-        parts: Options,
-        kept: list[int],
+        self, axis: int, use: dict[str, Pin], node: Node, parts: Options, kept: list[int]
     ) -> list[int]:
         pinned = [
             (at, value, use[value])

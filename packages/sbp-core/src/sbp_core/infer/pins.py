@@ -263,7 +263,7 @@ def _known_axis(name: str, axes: Sequence[str], text: str) -> str:
         return name
     if name == PIPE_AXIS:
         raise ConfigError(
-            f"the pin '{text}' names the mesh axis {name!r}, whose positions are pipeline stages",
+            f"the pin '{text}' names the mesh axis {name!r}, but its positions are pipeline stages",
             where=PINS,
             accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for all of these",
             todo="say with planner.stage_patterns which modules a stage has",
@@ -383,7 +383,7 @@ def _modules(graph: LogicalGraph) -> dict[str, None]:
 
 
 def is_within(module: str, outer: str) -> bool:
-    """Return whether a module path is `outer` or lies within it."""
+    """Return whether a module path is `outer` or is within it."""
     return module == outer or module.startswith(outer + ".")
 
 

@@ -116,8 +116,8 @@ def _asynchronous(
 ) -> Pipelined:
     """Return a schedule that goes on while updates are under way, with versions of parameters.
 
-    A stage that has k more stages behind it has k + 1 micro-batches in work. Of updates by n
-    micro-batches each, at most ceil(k / n) lie between the first and the last of these:
+    A stage that has k more stages after it has k + 1 micro-batches in work. Of updates by n
+    micro-batches each, at most ceil(k / n) are between the first and the last of these:
 
         n = 1   F4 B1 | F5 B2 | F6 B3 |     k = 3: F4 before the updates by 1, 2, 3
         n = 3   F4 B1   F5 B2   F6 B3 |     k = 3: F4 before the update by 1, 2 and 3

@@ -12,10 +12,10 @@ too, so wherever there is a plan, its time is asked for.
                                    + working set                                        [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
-* updates: new values that live beside the old ones until the step is done: those that the forward
+* updates: new values that live next to the old ones until the step is done: those that the forward
   phase makes, and with `in_place_states=False` all;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
-* gradients: what the backward phase makes for the optimizer, and accumulated values beside it;
+* gradients: what the backward phase makes for the optimizer, and accumulated values next to it;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
   what they view), q_i = `in_flight[i]` of them;
 * working set: the largest arguments and results of one op.
@@ -37,7 +37,7 @@ from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lowering import lower
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.cost import boxing_step_time_s, is_free, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
@@ -165,10 +165,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 
 
 def predict_stages(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> tuple[tuple[StagePrediction, ...], int]:
     """Return what each stage does, and the bytes that a step moves between ranks.
 
@@ -203,7 +200,7 @@ def predict_stages(
             moved += _add_boxing(graph, item, item.step, value, stages, is_kept=is_kept)
     bucket_bytes = None if options is None else options.bucket_bytes
     bucketed = bucket(graph, lowered, bucket_bytes, cluster)
-    program = Program(graph, strategy, bucketed, cluster)
+    program = LoweredProgram(graph, strategy, bucketed, cluster)
     for item in bucketed.items:
         updates = graph.num_updates if item.rate is Rate.UPDATE else 1
         stages[item.target_stage].add_time(item, updates * program.time_s(item))
@@ -222,10 +219,7 @@ def _is_update(graph: LogicalGraph, state: str) -> bool:
 
 
 def _add_op(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    node: Node,
-    stages: tuple[StagePrediction, ...],
+    graph: LogicalGraph, strategy: Strategy, node: Node, stages: tuple[StagePrediction, ...]
 ) -> None:
     found = strategy.nodes[node.name]
     stage, mesh = stages[found.stage], strategy.stages[found.stage]
@@ -298,7 +292,7 @@ def _add_boxing(
     producer = graph.producers.get(value)
     is_state = producer is None and graph.input_kinds[value].kind.is_state
     # A gathered parameter is held while it is used, one at a time, so the largest counts; a boxed
-    # activation waits for the backward phase beside all others, so they add up. A local step of a
+    # activation waits for the backward phase next to all others, so they add up. A local step of a
     # state (`size_bytes` 0) gives a part of what is there.
     if (is_state or is_gathered_on_use(graph, value)) and step.size_bytes:
         stage.gathered_bytes = max(stage.gathered_bytes, size)
@@ -308,10 +302,7 @@ def _add_boxing(
 
 
 def predict_cost(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> Mapping[str, Any]:
     """Predict time, bytes sent and memory of a step under a strategy, as plain values.
 

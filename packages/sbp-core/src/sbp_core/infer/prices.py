@@ -260,12 +260,7 @@ class Prices:
         return self._noted(found, ends, sizes, alike, times)
 
     def _noted(
-        self,
-        found: Route,
-        ends: tuple[_End, _End],
-        sizes: _Sizes,
-        alike: _Key,
-        times: int,
+        self, found: Route, ends: tuple[_End, _End], sizes: _Sizes, alike: _Key, times: int
     ) -> Price:
         """Price the steps of a route, and keep them for tensors of other sizes."""
         extents = [0] * len(found.shape)

@@ -12,7 +12,7 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
                 as they are stored, loss and metrics as B. What the compiler lets travel in buckets
                 takes a share of one (`infer.companions`)
     copies      of a state in host memory: its bytes over the link to the host, once, as what is
-                fetched and what is stored go on beside each other
+                fetched and what is stored go on in parallel with each other
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
@@ -51,9 +51,9 @@ from sbp_core.infer.conversion_group import (
     NO_VARIABLE,
     ConversionEnd,
     ConversionGroup,
+    ConversionRequest,
     Entries,
     Numbers,
-    Request,
     Table,
 )
 from sbp_core.infer.least_prices import PriceTable
@@ -62,7 +62,7 @@ from sbp_core.infer.pins import Pins
 from sbp_core.infer.tie_break import TIE_S_PER_BYTE, SignatureTieBreaks, entry_tie_break
 from sbp_core.infer.work import (
     Decision,
-    Kept,
+    FixedDecisions,
     Options,
     OptionTable,
     StepWork,
@@ -102,12 +102,12 @@ class StepProblem:
         decision: Decision,
         axes: range,
         pins: Pins,
-        kept: Kept | None = None,
+        kept: FixedDecisions | None = None,
         prices: PriceTable | None = None,
         layers: EqualLayers | None = None,
     ) -> None:
         self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
-        self.kept, self.layers = kept or Kept(), layers
+        self.kept, self.layers = kept or FixedDecisions(), layers
         self.prices: PriceTable = work.prices(axes) if prices is None else prices
         #: Seconds of each value of each variable, by itself.
         self.unary: list[Table] = []
@@ -461,7 +461,8 @@ class StepProblem:
                     source=source.variable,
                     costs=costs,
                     requests=tuple(
-                        Request(end.variable, of) for end, of in zip(ends, numbers, strict=True)
+                        ConversionRequest(end.variable, of)
+                        for end, of in zip(ends, numbers, strict=True)
                     ),
                 )
 

@@ -134,7 +134,7 @@ def strategy_of(
     report: Mapping[str, Any] | None = None,
     is_predicted: bool = True,
 ) -> Strategy:
-    """Return the strategy of what is decided on all axes; see `infer_strategy` for the arguments.
+    """Return the strategy of the decisions on all axes; see `infer_strategy` for the arguments.
 
     Its report is without what `predict_cost` returns unless `is_predicted`: a search that compiles
     many has no use for that.
@@ -247,10 +247,7 @@ def check_legal(work: StepWork, decision: Decision) -> None:
 
 
 def _strategy(
-    work: StepWork,
-    decision: Decision,
-    planner: str,
-    in_flight: tuple[int, ...],
+    work: StepWork, decision: Decision, planner: str, in_flight: tuple[int, ...]
 ) -> Strategy:
     combined: dict[tuple[int, ...], Signature] = {}
 

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer.conversion_group import ConversionGroup, Numbers, Request
+from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest, Numbers
 from sbp_core.infer.minsum import Factor, Table
 from sbp_core.infer.problem import FORBIDDEN_S
 
@@ -41,8 +41,8 @@ _MAX_SET_TARGETS = 12
 Masks = NDArray[np.int64]
 
 
-class Costed(Protocol):
-    """Variables and what they cost, as `StepProblem` has them."""
+class CostedVariables(Protocol):
+    """Variables and their costs, such as those of a `StepProblem`."""
 
     @property
     def unary(self) -> Sequence[Table]:
@@ -85,7 +85,9 @@ class CostTables:
             targets.
     """
 
-    def __init__(self, problem: Costed, *, max_entries: float, in_pairs: bool = False) -> None:
+    def __init__(
+        self, problem: CostedVariables, *, max_entries: float, in_pairs: bool = False
+    ) -> None:
         self.max_entries = max_entries
         self.max_users = 1 if in_pairs else _MAX_DIRECT_USERS
         self.max_set_targets = 0 if in_pairs else _MAX_SET_TARGETS
@@ -105,7 +107,7 @@ class CostTables:
             self._add(group)
 
     def _add(self, group: ConversionGroup) -> None:
-        others = group.others()
+        others = group.requests_by_variable()
         entries = prod(self.sizes[v] for v in (group.source, *others))
         if len(others) <= self.max_users and entries <= self.max_entries:
             self.factors.append(Factor((group.source, *others), self._direct(group, others)))
@@ -114,7 +116,7 @@ class CostTables:
         else:
             self._add_made(group)
 
-    def _direct(self, group: ConversionGroup, others: dict[int, list[Request]]) -> Table:
+    def _direct(self, group: ConversionGroup, others: dict[int, list[ConversionRequest]]) -> Table:
         """Return the table over the source and its users."""
         asked = [
             (place, request.targets)
@@ -150,7 +152,7 @@ class CostTables:
         self.start.append(start)
         return len(self.sizes) - 1
 
-    def _add_set(self, group: ConversionGroup, others: dict[int, list[Request]]) -> None:
+    def _add_set(self, group: ConversionGroup, others: dict[int, list[ConversionRequest]]) -> None:
         """Put one variable, the set of targets, between a value and its users."""
         masks: dict[int, Masks] = {}
         for variable, requests in others.items():
@@ -180,7 +182,7 @@ class CostTables:
 
     def _add_made(self, group: ConversionGroup) -> None:
         """Put a variable for each target, made or not, between a value and its users."""
-        own, asked = group.own_targets(), group.asked_by_others()
+        own, asked = group.own_targets(), group.targets_by_variable()
         if own.any():
             paid = np.where(own, group.costs, 0.0).sum(axis=1)
             self.factors.append(Factor((group.source,), paid))

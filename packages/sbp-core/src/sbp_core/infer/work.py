@@ -67,7 +67,7 @@ class StepWork:
             for what the prices say.
         tables: Shared with other steps on the same cluster and with the same buckets, such as parts
             of one model.
-        offloaded: States that lie in the memory of the host.
+        offloaded: States that are in the memory of the host.
         whole: What the values of a step could travel with of which this one is a part; None if it
             is a whole one.
     """
@@ -221,8 +221,8 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What is not decided anew: signatures of nodes, SBPs of stored inputs, on all axes."""
+class FixedDecisions:
+    """Decisions that stay fixed: signatures of nodes and SBPs of stored inputs, on all axes."""
 
     nodes: Mapping[str, Signature] = field(default_factory=dict)
     storage: Mapping[str, NdSbp] = field(default_factory=dict)

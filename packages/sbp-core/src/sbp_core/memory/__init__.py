@@ -1,20 +1,20 @@
-"""The memory of a plan: lifetimes, peaks, and what they are for.
+"""The memory of a plan: lifetimes, peaks, and purposes.
 
 `lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
 take what it sent, `storages` replays the rank in that order, by a `ledger`. `reports` has what that
-comes to, by `kinds`, and how it rises and falls over a step. How results lie in memory is known to
-the tensor library (`storage_view`); `prediction` puts all of it together, with what transports
-between processes hold besides, and `kept_plans` keeps that for plans that were considered. `bound`
-says without it what memory cannot exceed. `typed_values` are what `sbp_core.check` replays a
-plan on.
+comes to, by `memory_kinds`, and how it rises and falls over a step. How results are laid out in
+memory is known to the tensor library (`storage_view`); `prediction` puts all of it together, with
+what transports between processes hold besides, and `kept_plans` keeps that for plans that were
+considered. `bound` says without it what memory cannot exceed. `typed_values` are what
+`sbp_core.check` replays a plan on.
 """
 
 from __future__ import annotations
 
 from sbp_core.memory.bound import memory_bound, offloaded_bytes
 from sbp_core.memory.kept_plans import KeptPlans
-from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.lifetime import lifetimes
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.prediction import buffer_bytes, call_layouts, predict_memory
 from sbp_core.memory.reports import (
     MemoryProfile,

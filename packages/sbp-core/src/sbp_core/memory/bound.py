@@ -39,7 +39,7 @@ def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
 
 
 def offloaded_bytes(plan: PhysicalPlan) -> int:
-    """Return bytes that no rank exceeds in the memory of its host: old states, and new beside them.
+    """Return bytes that no rank exceeds in the memory of its host: old and new states.
 
     New values that are written over the old ones take no more.
     """

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sbp_core.memory.kinds import MemoryKind
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.storage_view import StorageView, StridedLayout, Value
 
 
@@ -30,7 +30,7 @@ class Buffer:
         size_bytes: Of the whole storage.
         start, end: First and last tick at which it is alive, both included.
         kind: What it is for.
-        on_host: Whether it lies in the memory of the host, and not in that of the device.
+        on_host: Whether it is in the memory of the host, and not in that of the device.
     """
 
     name: str
@@ -48,7 +48,7 @@ Arguments = tuple[object, ...]
 
 
 def arguments_of(taken: Mapping[str, Value]) -> tuple[Arguments, list[int]]:
-    """Return how what a firing takes lies, and the storages that it lies in, each once."""
+    """Return the layout of what a firing takes, and its storages, each once."""
     numbers: dict[int, int] = {}
     lies: list[object] = []
     for key, value in taken.items():
@@ -61,7 +61,7 @@ def arguments_of(taken: Mapping[str, Value]) -> tuple[Arguments, list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedFiring:
     """What a firing of a segment does, in storages that are numbered from its arguments' on.
 
     Args:
@@ -110,7 +110,7 @@ class Ledger:
         module: str = "",
         on_host: bool = False,
     ) -> StorageView:
-        """Make a storage, held by nobody yet, and return the tensor that lies in it."""
+        """Make a storage, held by nobody yet, and return the tensor that is in it."""
         made = Buffer(name, module, size_bytes, self.now, kind or MemoryKind.TEMPORARIES)
         made.on_host = on_host
         self.buffers.append(made)
@@ -119,7 +119,7 @@ class Ledger:
         return StorageView(layout, len(self.buffers) - 1, size_bytes)
 
     def name(self, key: str, value: object) -> None:
-        """Note what a storage is for, if a key that lies in it says so."""
+        """Note what a storage is for, if a key that is in it says so."""
         kind = self.kinds.get(key)
         if kind is not None and isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = kind
@@ -170,7 +170,7 @@ class Ledger:
 
     def recorded(
         self, taken: Mapping[str, Value], nodes: Iterable[str], made: Mapping[str, Value]
-    ) -> Recorded:
+    ) -> RecordedFiring:
         """Return what a firing has done in this ledger, which began for it.
 
         Args:
@@ -181,7 +181,7 @@ class Ledger:
         arguments, storages = arguments_of(taken)
         held = Counter(v.storage for v in taken.values() if isinstance(v, StorageView))
         settled = zip(self.buffers, self._holders, self._settled, strict=True)
-        return Recorded(
+        return RecordedFiring(
             arguments=arguments,
             nodes=tuple(nodes),
             outer=tuple(
@@ -192,7 +192,7 @@ class Ledger:
             made=tuple(made.items()),
         )
 
-    def repeat(self, done: Recorded, storages: Sequence[int]) -> dict[str, Value]:
+    def repeat(self, done: RecordedFiring, storages: Sequence[int]) -> dict[str, Value]:
         """Do what a firing has done before; return what it makes.
 
         Args:

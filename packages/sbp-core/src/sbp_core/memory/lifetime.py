@@ -9,7 +9,7 @@ tensors:
   each value after its last use.
 * What was sent is held until every receiver has it. A received part counts on the receiver alone,
   with the bytes that it shows, whether or not a transport shares memory.
-* Old states live to the end of the step, beside the new ones: a step that fails leaves them. New
+* Old states live to the end of the step, next to the new ones: a step that fails leaves them. New
   values that are copied over the old ones (`Actor.in_place`) die like any other value.
 
 Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
@@ -33,14 +33,14 @@ from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import ActorId, Compute, keys_in
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.symmetry import FoldedPlan, fold, shard_shapes
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
 from sbp_core.memory.storage_view import CallLayouts, Value
-from sbp_core.memory.storages import RankLifetimes, Replay, own_piece
+from sbp_core.memory.storages import RankLifetimes, RankReplay, own_piece
 from sbp_core.signatures.views import traits_of
 
 #: What operators read that are given no tensor.
@@ -58,7 +58,7 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
         layouts: Says how results lie.
 
     Raises:
-        PlanError: the orders come to a stand, or the layout of a result is not known.
+        PlanError: the orders deadlock, or the layout of a result is not known.
     """
     return of_each_rank(each_lifetimes(plan, layouts))
 
@@ -81,7 +81,7 @@ def each_lifetimes(
 
 
 def replayed(
-    plan: PhysicalPlan, layouts: CallLayouts, folded: Folded, marks: Mapping[int, Hashable]
+    plan: PhysicalPlan, layouts: CallLayouts, folded: FoldedPlan, marks: Mapping[int, Hashable]
 ) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
     """Yield lifetimes of one rank for all of a class whose marks are equal, and these ranks.
 
@@ -107,7 +107,7 @@ def replayed(
             alike[marks[member]].append(member)
         for rank, *others in alike.values():
             orders = [events[first]]
-            replays = [(Replay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
+            replays = [(RankReplay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
             # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
             # others. A rank of one thread does the same in the same order then, and holds no less
             # at any moment.
@@ -120,13 +120,13 @@ def replayed(
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
                 ((_, ahead),) = events_ahead(alone, _refined(order, folded, alone), [rank])
-                by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
+                by_itself = RankReplay(alone.plan, rank, plan.by_rank[rank], layouts)
                 replays.append((by_itself, [ahead]))
             found = (_longest(one, orders) for one, orders in replays if orders)
             yield max(found, key=peak_bytes), (rank, *others)
 
 
-def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Group]:
+def _refined(order: Iterable[Group], folded: FoldedPlan, finer: FoldedPlan) -> list[Group]:
     """Return an order in which a plan may fire whose classes are parts of those of another one.
 
     Ranks of a class fire in step, so that its parts do, one after the other.
@@ -150,7 +150,7 @@ def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Grou
     return found
 
 
-def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
+def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
     """Return the lifetimes of a rank in the order of its events in which it needs most memory."""
     first = replay.run(orders[0], {})
     # New states may lie otherwise than the first ones, such as column by column.
@@ -160,10 +160,10 @@ def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
     return max((found, *more), key=peak_bytes)
 
 
-def _late_stores(folded: Folded) -> Mapping[int, Events]:
+def _late_stores(folded: FoldedPlan) -> Mapping[int, Events]:
     """Return the events of ranks that offload, with the copies to the host as slow as can be.
 
-    Whether the group before or the one behind is on the device during an update is a matter of
+    Whether the group before or the one after is on the device during an update is a matter of
     time: what needs more memory counts.
     """
     ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
@@ -181,7 +181,7 @@ def _late_stores(folded: Folded) -> Mapping[int, Events]:
     return {rank: events[rank] for rank in ranks}
 
 
-def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
+def _order(folded: FoldedPlan, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
     """Return the order in which ranks fire.
 
     Args:
@@ -194,7 +194,7 @@ def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -
     """
     order = firing_order(folded.plan, folded.stands_for, duration or ticks(folded.plan))
     if order is None:
-        raise PlanError("the firing orders come to a stand", todo="check the plan first")
+        raise PlanError("the firing orders deadlock", todo="check the plan first")
     return order
 
 
@@ -224,7 +224,7 @@ def _marks(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, Hashable]:
 
 
 def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
-    """Return what a rank's operators are given beside tensors, where layouts may depend on it.
+    """Return what a rank's operators are given besides tensors, where layouts may depend on it.
 
     Of one that is given nothing else, such as `arange`, the layouts themselves are known.
     """
@@ -239,7 +239,7 @@ def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
     )
 
 
-def _needs_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:
+def _needs_its_like(plan: PhysicalPlan, folded: FoldedPlan, rank: int) -> bool:
     """Whether a rank that is ahead of its like does not do what it does in step with them.
 
     One that sends them something holds it for longer. One of several threads goes on with another

@@ -26,7 +26,7 @@ from sbp_core.plugins.tensor_library import tensor_library
 
 
 def call_layouts() -> CallLayouts:
-    """Return what learns from the installed tensor library how the results of calls lie.
+    """Return the object that asks the installed tensor library for the memory layout of results.
 
     It remembers what it learned: whoever predicts several similar plans passes one to them all.
 
@@ -49,8 +49,8 @@ def predict_memory(
         processes: Whether every rank is a process of its own, so that what its transport packs and
             receives counts too, among the communication buffers: no longer exact, as it takes
             less where pieces lie well. Otherwise ranks are threads, which hand over what they have.
-        layouts: Says how results lie in memory, as `call_layouts` does, which is learned anew if
-            omitted.
+        layouts: Says how results are laid out in memory, as `call_layouts` does, which is learned
+            anew if omitted.
 
     Raises:
         PlanError: the layout of a result is not known, so that its memory is not.
@@ -81,7 +81,7 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
             continue
         step = plan.steps[actor.step]
         if isinstance(actor, Collective):
-            # What a collective holds beside the shards from before and after, by rank.
+            # What a collective holds besides the shards from before and after, by rank.
             if actor.step not in collective:
                 size, ends = itemsize(step.dtype), (step.source, step.target)
                 shards = [bounds_of(step.shape, *end) for end in ends]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sbp_core.compile.actors import ActorId
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.symmetry import Folded
+from sbp_core.compile.symmetry import FoldedPlan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.interpreter.firings import Group, firing_order
 
@@ -45,7 +45,7 @@ def events_by_rank(plan: PhysicalPlan, order: Iterable[Group]) -> dict[int, Even
 
 
 def events_ahead(
-    folded: Folded, order: Sequence[Group], ranks: Sequence[int]
+    folded: FoldedPlan, order: Sequence[Group], ranks: Sequence[int]
 ) -> Iterator[tuple[int, Events]]:
     """Yield ranks with their events when each is as far ahead of all others as can be.
 
@@ -81,7 +81,7 @@ class _Waits:
         order: In which its actors may fire; a group has the number of its place here.
     """
 
-    def __init__(self, folded: Folded, order: Sequence[Group]) -> None:
+    def __init__(self, folded: FoldedPlan, order: Sequence[Group]) -> None:
         self.plan, self.order = folded.plan, order
         self.receivers: dict[int, list[ActorId]] = defaultdict(list)
         for receiver, senders in _senders(folded.plan).items():
@@ -111,7 +111,7 @@ class _Waits:
     def awaited_by(self, ranks: Sequence[int]) -> npt.NDArray[np.int32]:
         """Return for each firing and rank the first firing of the rank that waits for it.
 
-        Firings of a rank are counted in their order; what none waits for has a number behind all.
+        Firings of a rank are counted in their order; what none waits for has a number after all.
         """
         # From the last firing to the first: who waits for a firing waits for what that waits for.
         columns = {rank: column for column, rank in enumerate(ranks)}

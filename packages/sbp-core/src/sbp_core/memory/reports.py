@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import MemoryLimitError, PlanError
-from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import alive_bytes
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.storages import RankLifetimes
 from sbp_core.units import format_bytes
 
@@ -134,7 +134,7 @@ def check_memory(
     needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
     if rank.host_peak > 0 and host_limit_bytes is None:
         raise PlanError(
-            f"{needs} for states that are offloaded, and its device has none beside its own",
+            f"{needs} for offloaded states, and its device has no host memory",
             accepted="a cluster whose devices have host_memory_bytes and host_link",
             todo="keep the states on the device (planner.offload=[]; 'host' in strategies), or "
             "give these two in the cluster file",
@@ -161,7 +161,7 @@ def check_memory(
 
 
 def peak_text(rank: RankMemory) -> str:
-    """Return where the peak of a rank is, and what is alive there, the largest part first.
+    """Return where the peak of a rank is, and the values alive there, the largest part first.
 
     Kinds that are little of the peak are summed up, as `other`.
     """

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as values: strides, storage, offset; and who knows that.
+"""How a tensor is laid out in memory, as values: strides, storage, offset; and who knows that.
 
 How the results of operators lie is known to the tensor library, by its plugin.
 """
@@ -44,7 +44,7 @@ class StridedLayout:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A tensor in one of a rank's storages, which are numbered."""
+    """A tensor in one of the numbered storages of a rank."""
 
     layout: StridedLayout
     storage: int
@@ -57,11 +57,11 @@ Value = StorageView | Number
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How one result of an instruction lies in memory, and on whose storage.
+    """How one result of an instruction is laid out in memory, and on whose storage.
 
     Args:
         layout: How, in its storage.
-        source: Which argument's storage it lies in, counted over distinct argument names; -1 if in
+        source: Which argument's storage it is in, counted over distinct argument names; -1 if in
             a new one.
         fresh: Which of the instruction's new storages; -1 if in none.
         storage_bytes: Of that storage.
@@ -74,7 +74,7 @@ class ResultLayout:
 
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
-    """Return how a contiguous tensor lies at the start of its storage."""
+    """Return how a contiguous tensor is laid out at the start of its storage."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
@@ -82,7 +82,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
 
 
 def number_of(slot: StateSlot) -> Number:
-    """Return a number for a slot of one; which does not matter, as no layout depends on it."""
+    """Return a number for a slot of one; which does not matter, because no layout depends on it."""
     return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
 
 
@@ -130,7 +130,7 @@ def first_addend(part: str, total: str, how: float | str) -> Instruction:
 
 
 class CallLayouts(Protocol):
-    """Knows how the results of instructions lie, of any plan: `sbp_torch.memory.layout.Layouts`."""
+    """Knows the memory layout of the results of instructions: `sbp_torch.memory.layout.Layouts`."""
 
     def call(
         self,
@@ -150,7 +150,7 @@ class CallLayouts(Protocol):
 
 
 class LayoutLibrary(Protocol):
-    """Of a plugin of kind `tensor_library`: knows how results of operators lie in memory."""
+    """Of a plugin of kind `tensor_library`: knows the layout of results of operators in memory."""
 
     def call_layouts(self) -> CallLayouts:
         """Return what learns the layouts of calls, and remembers them from plan to plan."""

@@ -35,14 +35,14 @@ from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind
 from sbp_core.graph.primitives import TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
-from sbp_core.memory.kinds import (
+from sbp_core.memory.ledger import Buffer, Ledger, RecordedFiring, arguments_of
+from sbp_core.memory.memory_kinds import (
     MemoryKind,
     kind_of_slot,
     kinds_of_keys,
     module_of_node,
     module_of_slot,
 )
-from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
 from sbp_core.memory.rank_events import Events
 from sbp_core.memory.storage_view import (
     CallLayouts,
@@ -76,7 +76,7 @@ class RankLifetimes:
     host_buffers: tuple[Buffer, ...] = ()
 
 
-class Replay:
+class RankReplay:
     """Replays of one rank.
 
     Args:
@@ -155,7 +155,7 @@ class _Known:
             whether that was a piece of the shard.
     """
 
-    segments: dict[ActorId, list[Recorded]] = field(default_factory=lambda: defaultdict(list))
+    segments: dict[ActorId, list[RecordedFiring]] = field(default_factory=lambda: defaultdict(list))
     boxed: dict[ActorId, tuple[StridedLayout | None, StridedLayout, bool]] = field(
         default_factory=dict
     )
@@ -220,7 +220,7 @@ class _Storages(InstructionDomain[Value]):
     def moved_states(self) -> dict[str, StorageView]:
         """Return the new states that lie otherwise than the old ones: how, and in which storage.
 
-        Several may lie in one, such as parameters that were gathered together.
+        Several may be in one, such as parameters that were gathered together.
         """
         return {
             state: value

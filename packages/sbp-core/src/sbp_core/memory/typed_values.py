@@ -82,7 +82,7 @@ class CountedFillings(Domain[V]):
 
 
 class TypedValues(CountedFillings[Value]):
-    """A domain whose values have types; refuses what does not fit.
+    """A domain whose values have types; refuses values of wrong types.
 
     Attributes:
         states: By rank, those that a step begins with, by name.

@@ -193,7 +193,7 @@ def _named(modules: Sequence[tuple[str, int]]) -> Iterator[str]:
 
 
 def recompute_report(graph: LogicalGraph) -> RecomputeReport:
-    """Compare a graph with what it was before `recompute`."""
+    """Compare a graph with the graph before `recompute`."""
     before = _without_recomputation(graph)
     work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
     copies = [n for n in graph.nodes if REMATERIALIZED in n.tags and n.op != AFTER]

@@ -182,8 +182,8 @@ class _Rewriting:
 
     def _copy(self, node: Node, region: Region, index: int) -> None:
         # What the copy reads: copies of recomputed arguments, which wait themselves; saved values
-        # and parts of the batch behind `sbp.after`; parameters as they are, but the first of them
-        # behind `sbp.after` where nothing else would make the copy wait.
+        # and parts of the batch after `sbp.after`; parameters as they are, but the first of them
+        # after `sbp.after` where nothing else would make the copy wait.
         names = {value: self.names[value] for value in node.inputs() if value in self.names}
         waits = any(value in names for value in self.graph.tensor_inputs(node))
         for value in dict.fromkeys(self.graph.tensor_inputs(node)):
@@ -217,7 +217,7 @@ class _Rewriting:
         )
 
     def _gate(self, value: str, user: Node, region: Region, index: int) -> str:
-        """Return the value behind an `sbp.after` of the region's gradient."""
+        """Return the value after an `sbp.after` of the region's gradient."""
         if (region.name, value) in self.gates:
             return self.gates[region.name, value]
         gradient = self._gradient(region, index)
@@ -248,7 +248,7 @@ class _Rewriting:
         """
         for node in self.graph.nodes[index:]:
             if node.phase is Phase.BACKWARD and node.forward in region.members:
-                # Only a value that stands before this place: the graph stays in topological order.
+                # Only a value that is before this place: the graph stays in topological order.
                 made = [v for v in self.graph.tensor_inputs(node) if v in self.backward_made]
                 if made:
                     self.gradients[region.name] = made[0]

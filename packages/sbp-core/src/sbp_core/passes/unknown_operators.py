@@ -8,7 +8,7 @@ from dataclasses import replace
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.registry import UnknownOperator, installed_rules
+from sbp_core.signatures.rule_registry import UnknownOperator, installed_rules
 
 _LOG = logging.getLogger(__name__)
 

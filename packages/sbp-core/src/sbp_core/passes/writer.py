@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sbp_core.graph.ir import (
-    Argument,
-    LogicalGraph,
-    Node,
-    Ref,
-    Symbol,
-    TensorType,
-    ValueType,
-)
+from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType, ValueType
 
 
 class GraphWriter:
-    """Collects the nodes of a rewritten graph, and the types of what they make.
+    """Collects the nodes of a rewritten graph, and the types of their results.
 
     Args:
         graph: What is rewritten; its types are known.

@@ -48,7 +48,7 @@ def _alternation(
 ) -> Callable[[int, int, int, int], Iterator[Action]]:
     """Return the order of a policy: some forwards, then F and B in turn, then what is left.
 
-    With `held`, a backward is an I, and behind all but the first `held` of them follows the W that
+    With `held`, a backward is an I, and after all but the first `held` of them follows the W that
     has waited longest; at last come the Ws that are left.
 
     Args:
@@ -153,7 +153,7 @@ def _filled_zbv(p: int, m: int, r: int) -> Iterator[Action]:
 
 
 def _dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
-    """DualPipe cut in half: a forward of one chunk beside a backward of the other.
+    """DualPipe cut in half: a forward of one chunk next to a backward of the other.
 
     The F stands directly before the B here; `Policy.overlapped` says which run at once, so that one
     computes while the other communicates.
@@ -190,7 +190,7 @@ def _dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
 
 
 def _overlapped(p: int, orders: Iterable[Sequence[Action]]) -> frozenset[Action]:
-    """Return the forwards of DualPipeV that run at once with the backward behind them.
+    """Return the forwards of DualPipeV that run at once with the backward after them.
 
     The very first backward, on the last rank, runs alone: others wait for it.
     """
@@ -267,7 +267,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         ),
         # Zero bubble over two chunks a rank, in the shape of a V.
         "zbv": Policy(order=_zbv, fewest_chunks=2, most_chunks=2, usual_chunks=2, v_shaped=True),
-        # A forward of one chunk beside a backward of the other, in a V.
+        # A forward of one chunk next to a backward of the other, in a V.
         "dualpipev": Policy(
             order=_dualpipev,
             fewest_chunks=2,

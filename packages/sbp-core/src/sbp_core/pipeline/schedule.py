@@ -84,7 +84,7 @@ class PipelineSchedule:
         num_micro_batches: Micro-batches of a step.
         placement: For each rank of the pipeline the stages that it holds, ascending.
         orders: For each rank its actions in their order.
-        overlapped: Forwards that run at once with the backward behind them: both begin when the
+        overlapped: Forwards that run at once with the backward after them: both begin when the
             inputs of both are there, and end together. Who does one after the other may.
         flushes: Whether all micro-batches of a step end before the next step begins. Where not,
             the orders are those of a run of `num_micro_batches` from its first to its last, and
@@ -92,7 +92,7 @@ class PipelineSchedule:
         micro_batches_per_update: So many micro-batches go into one update of the weights.
 
     Raises:
-        SbpValueError: A stage lies on no rank or on two; an action is missing, repeated, or on a
+        SbpValueError: A stage is on no rank or on two; an action is missing, repeated, or on a
             rank that does not hold its stage.
     """
 

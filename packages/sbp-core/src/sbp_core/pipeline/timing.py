@@ -375,8 +375,8 @@ def simulate_schedule(
     ends = work.ends(orders, durations)
     if ends is None:
         raise SbpValueError(
-            f"schedule {schedule.name!r} stands still: its ranks wait for each other",
-            accepted="orders in which every action comes behind what it needs",
+            f"schedule {schedule.name!r} deadlocks: its ranks wait for each other",
+            accepted="orders in which every action comes after what it needs",
             todo="compare the orders of neighbouring ranks",
         )
     ranks = tuple(
@@ -416,7 +416,7 @@ def alternation_period(times: Sequence[StageTimes], transfer: Fraction) -> Fract
         times: Of each rank.
         transfer: The time between neighbouring ranks.
     """
-    # Here, as it needs NumPy: whoever only names a schedule need not wait for that.
+    # Here, because it needs NumPy: whoever only names a schedule need not wait for that.
     from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
 
     # The forward of rank r is node 2r, its backward 2r + 1.

@@ -1,4 +1,4 @@
-"""The search around all planners, and what it and they share.
+"""The search around all planners, and the tools that they share.
 
 A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the idea of its
 paper. The search compiles what is proposed, compares it with the memory of the ranks (`compiled`),

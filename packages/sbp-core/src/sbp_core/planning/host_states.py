@@ -34,7 +34,7 @@ def states_named(request: PlanRequest, patterns: Sequence[str]) -> frozenset[str
         patterns: Of names of states; `optimizer_states` for all of them that can be.
 
     Raises:
-        ConfigError: a pattern names no state; the devices have no host memory beside their own.
+        ConfigError: a pattern names no state; the devices have no host memory besides their own.
     """
     names: dict[str, None] = {}
     for pattern in patterns:
@@ -70,7 +70,7 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
     if pattern == ALL_STATES:
         found = [n for n in can if graph.input_kinds[n].kind is InputKind.OPTIMIZER_STATE]
     else:
-        # What only looks as though it could be is refused where it stands in the strategy.
+        # What only looks as though it could be is refused where it is in the strategy.
         states = [e.name for e in graph.inputs if e.kind.is_state and graph.is_tensor(e.name)]
         found = [name for name in states if fnmatchcase(name, pattern)]
     if not found:
@@ -86,7 +86,7 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
 
 
 def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]) -> Strategy:
-    """Return a strategy with these states offloaded and no others; its report says what that takes.
+    """Return a strategy that offloads exactly these states; its report has the cost.
 
     Args:
         request: What is planned.
@@ -108,7 +108,7 @@ def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]
         copy_s = max((sum(host_copy_time_s(one, device) for one in of) for of in sizes), default=0)
         told.append(
             f"{_TOLD} {len(chosen)} of {len(offloadable(request.graph))} states, "
-            f"{format_bytes(most_bytes)} of a rank, lie in the memory of its host; copies take "
+            f"{format_bytes(most_bytes)} of a rank, are in the memory of its host; copies take "
             f"{format_seconds(copy_s)} a step in each direction"
         )
         what = {"states": len(chosen), "bytes_per_rank": most_bytes, "copy_s": copy_s}

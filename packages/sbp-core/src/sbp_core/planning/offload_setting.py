@@ -1,4 +1,4 @@
-"""The setting `planner.offload`, which all planners have: what lies in the memory of the host.
+"""The setting `planner.offload`, which all planners have: what is in the memory of the host.
 
 Hook modules read it, so it imports nothing that takes a while.
 """
@@ -37,8 +37,8 @@ class Offloads:
     def __post_init__(self) -> None:
         check_offload(getattr(self, "offload", ()))
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse states in host memory on a machine without any; see `ChecksOthers`.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse states in host memory on a machine without any; see `ChecksCombination`.
 
         Raises:
             ConfigError: so it is asked for.
@@ -67,8 +67,7 @@ def no_host(offload: Offload, of: str = "") -> ConfigError:
     """
     named = f" {of!r}" if of else ""
     return ConfigError(
-        f"planner.offload={list(offload)}, and the devices of cluster{named} have no memory of a "
-        "host beside their own",
+        f"planner.offload={list(offload)}, and the devices of cluster{named} have no host memory",
         accepted="a cluster whose devices have host_memory_bytes and host_link, such as "
         "cluster=a100 and other profiles of GPUs",
         todo="set planner.offload=[], or cluster.host_memory_bytes with cluster=local, or give "

@@ -137,13 +137,13 @@ def recompute_budgets(graph: LogicalGraph) -> list[float]:
 
 
 def splits_classes(strategy: Strategy) -> bool:
-    """Whether ranks have maxima of parts, as of logits whose classes are split."""
+    """Whether ranks hold maxima of parts, such as for logits with split classes."""
     made = (sbp for one in strategy.nodes.values() for sbp in one.signature.outputs)
     return any(part == P("max") for sbp in made for part in sbp)
 
 
 def variant_words(variant: GraphVariant) -> str:
-    """Return what is special about a variant: `4 micro-batches, activations within 2.1 MB`."""
+    """Return the differences of a variant: `4 micro-batches, activations within 2.1 MB`."""
     count = variant.num_micro_batches
     parts = [f"{count} micro-batch{'es' * (count > 1)}"]
     if variant.recompute_bytes is not None:

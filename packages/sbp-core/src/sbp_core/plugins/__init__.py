@@ -6,37 +6,29 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 """
 
 from sbp_core.exports import moved_names
-from sbp_core.plugins.callbacks import (
-    Callback,
-    TrainerControl,
-    TrainerState,
-    TrainingContext,
-)
+from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, TrainingContext
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
     CheckpointStorage,
-    ChecksOthers,
+    ChecksCombination,
     ClusterFactory,
     GraphPass,
     MetricSink,
     MetricSinkFactory,
     StagedFolder,
     StorageFactory,
+    combination_check,
 )
-from sbp_core.plugins.registry import (
-    ConfigFolder,
-    PluginEntry,
-    PluginRegistry,
-    Problem,
-    blame,
-)
+from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
 from sbp_core.plugins.settings import (
     INSTEAD,
     describe_type,
+    former_fields,
     merge_settings,
     type_hints,
     unknown_key,
+    warn_renamed,
 )
 
 __all__ = [
@@ -45,7 +37,7 @@ __all__ = [
     "KINDS",
     "Callback",
     "CheckpointStorage",
-    "ChecksOthers",
+    "ChecksCombination",
     "ClusterFactory",
     "ConfigFolder",
     "EmptyConfig",
@@ -63,18 +55,22 @@ __all__ = [
     "TrainerState",
     "TrainingContext",
     "blame",
+    "combination_check",
     "describe_type",
     "discover",
+    "former_fields",
     "hookimpl",
     "merge_settings",
     "type_hints",
     "unknown_key",
+    "warn_renamed",
 ]
 
 
 __getattr__ = moved_names(
     __name__,
     {
+        "ChecksOthers": "sbp_core.plugins.ChecksCombination",
         "LaunchRequest": "sbp_core.processes.LaunchRequest",
         "Launcher": "sbp_core.processes.Launcher",
         "PlanRequest": "sbp_core.PlanRequest",

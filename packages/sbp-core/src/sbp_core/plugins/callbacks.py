@@ -27,7 +27,7 @@ class TrainerState:
         train_s: Seconds of training over all stops, >= 0: steps, evaluation and saving, but no
             planning. Equal in all processes.
         best: The lowest held-out loss so far; None if none was finite.
-        best_step: The step behind which that was found; None if `best` is.
+        best_step: The step after which that was found; None if `best` is.
         callbacks: What each callback keeps (`Callback.state_dict`), by its name.
 
     Raises:
@@ -68,9 +68,9 @@ class TrainerControl:
     """What a callback asks of the trainer; all processes do what a callback of one asks.
 
     Args:
-        stop: Why the run is to end behind this step, in a few words; empty if it is not.
-        evaluate: Whether to evaluate behind this step.
-        save: Whether to write a checkpoint behind this step.
+        stop: Why the run is to end after this step, in a few words; empty if it is not.
+        evaluate: Whether to evaluate after this step.
+        save: Whether to write a checkpoint after this step.
     """
 
     stop: str = ""
@@ -98,7 +98,7 @@ class TrainingContext:
 class Callback:
     """Kind `callback`: `build(config)` returns one. Overwrite the methods that you need.
 
-    Each process of a run has its own, and calls it behind the same steps. Losses and the state are
+    Each process of a run has its own, and calls it after the same steps. Losses and the state are
     equal in all of them, times in the metrics are not. What a method raises ends the run, with the
     states of that step saved.
     """
@@ -114,13 +114,13 @@ class Callback:
     def on_evaluate(
         self, state: TrainerState, metrics: Mapping[str, float]
     ) -> TrainerControl | None:
-        """See an evaluation behind a step, with `held_out_loss`, before that step's `on_step_end`.
+        """See an evaluation after a step, with `held_out_loss`, before that step's `on_step_end`.
 
         `state.best_step` is `state.step` if that was the best one so far.
         """
 
     def on_train_end(self, state: TrainerState) -> None:
-        """See a run behind its last step; not called if it is stopped or fails."""
+        """See a run after its last step; not called if it is stopped or fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a checkpoint keeps of the callback: numbers, texts, lists, mappings."""

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     checking = commands.add_parser("check", help="run all checks and suites on a plugin")
     checking.add_argument("name", metavar="NAME", help="of its distribution or entry point")
-    checking.add_argument("pytest", nargs="*", help="arguments of pytest, behind --: -- -k planner")
+    checking.add_argument("pytest", nargs="*", help="arguments of pytest, after --: -- -k planner")
     beginning = commands.add_parser("new", help="write a package that passes the checks")
     kinds = sorted(TEMPLATES)
     beginning.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))

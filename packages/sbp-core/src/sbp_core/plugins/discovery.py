@@ -213,7 +213,7 @@ def sources_of(name: str) -> list[PluginSource]:
 def installed_sources() -> tuple[PluginSource, ...]:
     """Return the entry points of group `sbp` of all installed distributions, sorted.
 
-    A distribution that stands twice on `sys.path` counts once, as it does for imports.
+    A distribution that occurs twice on `sys.path` counts once, as it does for imports.
     """
     sources: dict[str, list[PluginSource]] = {}
     for distribution in importlib.metadata.distributions():

@@ -34,18 +34,20 @@ class EmptyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
-    """How to make one plugin object, without importing what it needs before it is asked for.
+    """How to make one plugin object, importing its modules only when it is made.
 
     Args:
         build: `"package.module:callable"`; called with an instance of `config`.
         config: Frozen dataclass of the plugin's settings, which its YAML is merged into; it lives
             in a module that imports nothing heavy.
         summary: One line for listings.
+        former_names: Names that it had in an earlier release; they find it, with a warning.
     """
 
     build: str
     config: type = EmptyConfig
     summary: str = ""
+    former_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.build, str) or self.build.count(":") != 1:
@@ -117,7 +119,7 @@ class HookSpecs(Protocol):
     def sbp_clusters(self) -> Mapping[str, Factory]:
         """Cluster profiles: `sbp_core.plugins.ClusterFactory`.
 
-        Suite: `sbp_core.testing.cluster.ClusterConformance`.
+        Suite: `sbp_core.testing.cluster_suite.ClusterConformance`.
         """
 
     @hookspec

@@ -8,9 +8,11 @@ planners and launchers where their subjects are: in `sbp_core.planning` and `sbp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
+
+from sbp_core.plugins.settings import warn_renamed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,24 +22,34 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class ChecksOthers(Protocol):
-    """A config, of any kind, that knows what must be chosen beside it.
+class ChecksCombination(Protocol):
+    """A config, of any kind, that checks the combination of all choices.
 
-    Before anything is made, an app asks each config that has this method: a model whether the data
-    fit it, a planner whether the mesh has the axes that it needs.
+    An app calls this method of each config before it makes anything. A model checks that the data
+    fit it, and a planner that the mesh has the axes that it needs.
     """
 
-    def check_beside(self, others: Mapping[str, object]) -> None:
-        """Check the configs of the other groups beside this one.
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Check the configs of the other kinds against this one.
 
         Args:
-            others: Config of each kind that a run chooses, by kind (`data`, `cluster`); of any
-                package, so what is not known is to be passed over.
+            others: Config of each kind that a run chooses, by kind (`data`, `cluster`). Configs may
+                be of any package, so ignore those that you do not know.
 
         Raises:
-            ConfigError: they do not fit; names whole keys, such as `data.context`.
+            ConfigError: they do not fit. The message names whole keys, such as `data.context`.
         """
         ...
+
+
+def combination_check(config: object) -> Callable[[Mapping[str, object]], None]:
+    """Return the method of a config that checks its combination with others, or a no-op."""
+    if isinstance(config, ChecksCombination):
+        return config.check_combination
+    former: Callable[[Mapping[str, object]], None] | None = getattr(config, "check_beside", None)
+    if former is not None:
+        warn_renamed(f"{type(config).__name__}.check_beside", "check_combination")
+    return former or (lambda others: None)
 
 
 class ClusterFactory(Protocol):
@@ -72,8 +84,8 @@ class MetricSinkFactory(Protocol):
 
         Args:
             run_folder: Of the run.
-            resumed_step: The step behind which the run goes on, for a run that was stopped; 0 for
-                one that begins. The sink goes on behind what it has of steps up to this one; what
+            resumed_step: The step after which the run goes on, for a run that was stopped; 0 for
+                one that begins. The sink goes on after what it has of steps up to this one; what
                 it has of later ones, which are done again, it drops.
         """
         ...

@@ -20,7 +20,7 @@ from typing import cast
 
 from sbp_core.errors import PluginError, SbpError, SbpLookupError, unknown_name
 from sbp_core.plugins.hooks import KINDS, METHODS, Factory
-from sbp_core.plugins.settings import merge_settings
+from sbp_core.plugins.settings import merge_settings, warn_renamed
 from sbp_core.plugins.tracebacks import CALLERS, MEND, lines_of, own_lines, reason
 
 #: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside; left
@@ -216,6 +216,18 @@ class PluginRegistry:
         """
         return tuple(sorted({entry.name for entry in self._of_kind(kind)}))
 
+    def former_names(self, kind: str) -> dict[str, str]:
+        """Return the names of an earlier release, each with the name that replaces it."""
+        made = [(entry.name, entry.factory) for entry in self._of_kind(kind) if entry.factory]
+        return {former: name for name, factory in made for former in factory.former_names}
+
+    def current_name(self, kind: str, name: str) -> str:
+        """Return the name that replaces a former one, with a warning; any other name as it is."""
+        current = self.former_names(kind).get(name, name)
+        if current != name:
+            warn_renamed(f"{kind}={name}", f"{kind}={current}")
+        return current
+
     def config_folders(self) -> tuple[ConfigFolder, ...]:
         """Return the Hydra search paths of all healthy plugins."""
         return self.folders
@@ -226,6 +238,7 @@ class PluginRegistry:
         Raises:
             SbpLookupError: no such kind or name, or two plugins claim the name.
         """
+        name = self.current_name(kind, name)
         found = [entry for entry in self._of_kind(kind) if entry.name == name]
         if not found:
             raise self._unknown(kind, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import types
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -35,7 +36,7 @@ def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigE
 
     Args:
         key: The whole key, such as `trainer.stepz`.
-        known: Names that are known beside it.
+        known: Known names.
         where: File of the setting.
     """
     prefix, _, name = key.rpartition(".")
@@ -47,6 +48,18 @@ def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigE
         accepted=", ".join(names) or "no settings",
         todo=f"did you mean {_join(prefix, near)!r}?" if near else "choose one of these",
     )
+
+
+def warn_renamed(former: str, name: str) -> None:
+    """Warn that a name of an earlier release was used."""
+    said = f"{former} has a new name: {name}. The former name is removed in the next release"
+    warnings.warn(said, FutureWarning, stacklevel=3)
+
+
+def former_fields(config: type) -> Mapping[str, str]:
+    """Return the former names of the settings of a config: its class attribute `FORMER_NAMES`."""
+    found: Mapping[str, str] = getattr(config, "FORMER_NAMES", {})
+    return found
 
 
 def merge_settings(
@@ -65,6 +78,12 @@ def merge_settings(
             the key and the nearest valid name, or what the field's metadata say under `INSTEAD`.
     """
     assert is_dataclass(config), f"{config!r} is no dataclass"
+    former = former_fields(config)
+    for name in former.keys() & settings.keys():
+        warn_renamed(_join(key, name), _join(key, former[name]))
+        # A former name is given by the user, and not by the option file.
+        settings = {**settings, former[name]: settings[name]}
+    settings = {name: value for name, value in settings.items() if name not in former}
     known = {field.name: field for field in fields(config) if field.init}
     for name in settings:
         if name not in known:

@@ -18,7 +18,7 @@ from sbp_core.plugins.hooks import API_VERSION, KINDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What differs between kinds, beside the texts in the folder `templates`.
+    """What differs between kinds, besides the texts in the folder `templates`.
 
     Args:
         setting: One setting of the config: name, type, default and meaning; None: no config.

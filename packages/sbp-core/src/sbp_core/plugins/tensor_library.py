@@ -2,8 +2,8 @@
 
 A plan can be made without one. What needs one is few: the types of a call that somebody asks
 signatures for by hand, the signatures of an operator that nobody has described
-(`signatures.library`), and how results lie in memory (`memory.lifetime`). A package that brings
-one, such as `sbp-torch`, registers it as a plugin of kind `tensor_library`.
+(`signatures.library`), and how results are laid out in memory (`memory.lifetime`). A package that
+brings one, such as `sbp-torch`, registers it as a plugin of kind `tensor_library`.
 """
 
 from __future__ import annotations

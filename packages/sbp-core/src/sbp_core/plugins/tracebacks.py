@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-#: Packages that call plugins: they stand in every traceback.
+#: Packages that call plugins: they are in every traceback.
 CALLERS = frozenset({"sbp_core", "sbp_aten", "sbp_torch", "sbp_launch"})
 
 #: Most lines of a plugin's code that a message shows.
@@ -53,7 +53,7 @@ def reason(error: BaseException) -> str:
 
 
 def shown(file: str) -> str:
-    """Return a path as one reads it: relative, if it lies below the working folder."""
+    """Return a path as one reads it: relative, if it is below the working folder."""
     path = Path(file)
     here = Path(os.curdir).absolute()
     return str(path.relative_to(here)) if path.is_relative_to(here) else file

@@ -1,4 +1,4 @@
-"""The processes of a run: how they are started, what they know of each other, and how they end.
+"""The processes of a run: how they start, what they know of each other, and how they end.
 
 What starts them: `launchers` says how, in `LaunchSpec`s, `supervisor` does so and waits for them,
 `exit_report` says how they ended and which failed first, and `reaper` ends what is left, also if
@@ -6,10 +6,10 @@ the supervisor itself is killed.
 
 What a boxing backend with one rank in each process is made of, but for the transport and the
 tensors: `process_backend` is one, `connections` how it breaks, `outbox` what it has sent, `calls`
-what it is in the middle of, `waiting` how it waits, `settings` what configs check. How ranks
-learn that one of them failed: `control_store` (the entries by which they know of each other; in a
-`key_value_store`), `membership` (their processes) and `failure_detector` (the thread that looks).
-`survivors` are the ranks that are left then, and what they say to each other.
+what it is in the middle of, `waiting` how it waits, `backend_settings` what configs check. How
+ranks learn that one of them failed: `control_store` (the entries by which they know of each other;
+in a `key_value_store`), `membership` (their processes) and `failure_detector` (the thread that
+looks). `survivors` are the ranks that are left then, and what they say to each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
+    from sbp_core.processes.backend_settings import (
+        check_rendezvous,
+        check_timeouts,
+        local_rank,
+        rank_and_size,
+    )
     from sbp_core.processes.calls import group_name, tag_number
     from sbp_core.processes.connections import CLOSE_TIMEOUT_S, PATIENCE_S, Connections
     from sbp_core.processes.control_store import (
@@ -43,12 +49,6 @@ if TYPE_CHECKING:
     from sbp_core.processes.membership import Siblings
     from sbp_core.processes.outbox import Outbox
     from sbp_core.processes.process_backend import ProcessBackend, check_ranks
-    from sbp_core.processes.settings import (
-        check_rendezvous,
-        check_timeouts,
-        local_rank,
-        rank_and_size,
-    )
     from sbp_core.processes.supervisor import Line, supervise
     from sbp_core.processes.survivors import Survivors
     from sbp_core.processes.waiting import run_abandonable, wait_until
@@ -98,7 +98,7 @@ __getattr__, __dir__ = lazy_room(
     membership="Siblings",
     outbox="Outbox",
     process_backend="ProcessBackend check_ranks",
-    settings="check_rendezvous check_timeouts local_rank rank_and_size",
+    backend_settings="check_rendezvous check_timeouts local_rank rank_and_size",
     supervisor="Line supervise",
     survivors="Survivors",
     waiting="run_abandonable wait_until",

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.processes.control_store import ControlStore
 
 
@@ -28,7 +28,7 @@ def group_name(ranks: tuple[int, ...]) -> str:
 
 
 def tag_number(tag: str, upper: int) -> int:
-    """Return the number, in [0, upper), that stands for a tag on every rank.
+    """Return the number of a tag, in [0, upper), equal on every rank.
 
     Transports take numbers for tags, and a hash of the text needs no agreement between the ranks.
     That two tags share a number does harm only if both are under way between the same two ranks,

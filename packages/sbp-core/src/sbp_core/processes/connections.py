@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
 from sbp_core.processes.calls import Arrivals, PendingCall, PendingCalls
 from sbp_core.processes.control_store import ControlStore
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 #: where one of them is stopped by a signal, until it has failed by that.
 CLOSE_TIMEOUT_S, _STOPPED_TIMEOUT_S = 10.0, 20.0
 
-#: Seconds after which a rank that waits in a collective tells the others that it is there.
+#: Seconds after which a rank that waits in a collective announces itself to the other ranks.
 PATIENCE_S = 0.2
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was announced.
@@ -50,7 +50,7 @@ _ACKNOWLEDGE_S = 1.0
 
 
 class Connections(ABC):
-    """The connections of one process to all others; the first failure ends them all.
+    """The connections of one process to all other processes; the first failure ends them all.
 
     A subclass calls `rendezvous` when the others can be told of this rank.
 
@@ -93,7 +93,7 @@ class Connections(ABC):
 
         def over() -> bool:
             nonlocal looked
-            if store.all_said("member") or store.failure() is not None:
+            if store.all_announced("member") or store.failure() is not None:
                 return True
             # Not at each look: it reads the state of every process of this host.
             if time.monotonic() < looked + INTERVAL_S:
@@ -143,7 +143,7 @@ class Connections(ABC):
         store.say(f"join/{name}", ranks=ranks)
 
         def over() -> bool:
-            self.check_others(call)
+            self.check_peers(call)
             return not store.not_joined(name, ranks)
 
         if not store.wait_for(over, call.left_s):
@@ -156,7 +156,7 @@ class Connections(ABC):
         if self._failure is not None:
             raise self._failed_before(call, self._failure) from self._failure
 
-    def check_others(self, call: CollectiveCall) -> None:
+    def check_peers(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless, by what they announced."""
         self.check_usable(call)
         reason = self.control_store.failure() if self._met else None
@@ -263,7 +263,7 @@ class Connections(ABC):
             self._fail_because(reason)  # no call has met it so far, nor the detector
         if self._failure is None or not self._met or self._closed:
             raise BoxingError("survivors are asked for when a run has failed, and before it closes")
-        return Survivors.meet(self.control_store, limit_s)
+        return Survivors.agree(self.control_store, limit_s)
 
     def failure_reason(self) -> str | None:
         """Return why waiting for others makes no sense any more, or None if it does."""
@@ -281,7 +281,7 @@ class Connections(ABC):
         """Release everything; waits a while for messages and ranks that are on their way.
 
         Raises:
-            BoxingError: another rank ended, or stands still, and had not closed its own, and no
+            BoxingError: another rank ended, or hangs, and had not closed its own, and no
                 call has said so; all is released.
         """
         with self._lock:

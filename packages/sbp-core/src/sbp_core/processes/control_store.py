@@ -104,15 +104,15 @@ class ControlStore(ABC):
         """Tell some ranks, or all, something about this one: write its entry `key/RANK`."""
         self._write(f"{key}/{self.rank}", value, ranks)
 
-    def said(self, key: str, rank: int) -> str | None:
+    def announced(self, key: str, rank: int) -> str | None:
         """Return what a rank has said of itself, or None if it has not."""
         return self._read(f"{key}/{rank}")
 
-    def who_said(self, key: str, ranks: Iterable[int]) -> list[int]:
+    def announcing(self, key: str, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that have said something."""
-        return [rank for rank in ranks if self.said(key, rank) is not None]
+        return [rank for rank in ranks if self.announced(key, rank) is not None]
 
-    def all_said(self, key: str) -> bool:
+    def all_announced(self, key: str) -> bool:
         """Say whether every rank has said something."""
         with suppress(StoreSilentError):
             return self._has_all(f"{key}/{rank}" for rank in range(self.size))
@@ -127,7 +127,7 @@ class ControlStore(ABC):
     def members(self) -> dict[int, Member]:
         """Return the processes of the ranks that have registered, by rank."""
         for rank in range(self.size):
-            if rank not in self._members and (entry := self.said("member", rank)):
+            if rank not in self._members and (entry := self.announced("member", rank)):
                 self._members[rank] = Member.from_json(entry)
         return dict(self._members)
 
@@ -180,8 +180,8 @@ class ControlStore(ABC):
     def not_acknowledged(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that may not know why the run failed, and still need others."""
         ranks = {*ranks} - {self.rank}
-        ranks -= {*self.who_said("acknowledged", ranks)}
-        return sorted(ranks - {*self.who_said("deregistered", ranks)})
+        ranks -= {*self.announcing("acknowledged", ranks)}
+        return sorted(ranks - {*self.announcing("deregistered", ranks)})
 
     def agree_on_survivors(self, proposed: str) -> str | None:
         """Return which ranks are left, as the first one said that was asked; None if it is lost."""
@@ -198,7 +198,7 @@ class ControlStore(ABC):
         # Asked often, and the answer is nobody until the run ends: one entry says so.
         if self._read("deregistered/any") is None:
             return []
-        return self.who_said("deregistered", ranks)
+        return self.announcing("deregistered", ranks)
 
     def all_deregistered(self) -> bool:
         """Say whether nobody needs this rank any more, or nobody can be reached."""

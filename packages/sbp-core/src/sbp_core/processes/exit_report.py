@@ -2,8 +2,8 @@
 
 A launcher such as `mpiexec` ends as one process, whose exit code names nobody; and where ranks are
 processes of their own, one that waited for the rank that failed may end before it. But the ranks
-that remained say for whom they waited (`boxing.call`), and the launcher itself often says which of
-its processes it lost (`LaunchSpec.failure_patterns`). `RootCauseFinder` reads that.
+that remained say for whom they waited (`boxing.collective_call`), and the launcher itself often
+says which of its processes it lost (`LaunchSpec.failure_patterns`). `RootCauseFinder` reads that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sbp_core.errors import RunError
 STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
 #: What ranks say of others, the surest first. A rank that did not arrive may itself have waited for
-#: one that stands still, so what stands still goes before who is missing. `.*` is greedy: where
+#: one that hangs, so a rank that hangs goes before who is missing. `.*` is greedy: where
 #: rank 2 reports what rank 1 reported, the last name in the line is that of the cause.
 _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
 #: The same of one that a signal has stopped, on the host of who says so.

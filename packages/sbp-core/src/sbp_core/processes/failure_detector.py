@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
 from sbp_core.processes.calls import Arrivals, PendingCalls
@@ -154,7 +154,7 @@ class FailureDetector:
                 state = SILENT if rank in silent else "gives signs of life"
             else:
                 state = _STATES[self._state(rank)]
-            location = self._store.said("location", rank)
+            location = self._store.announced("location", rank)
             where = f"; it {location}" if location else ""
             lines.append(f"{self._names([rank])}: {state}{where}")
         return lines
@@ -252,7 +252,7 @@ class FailureDetector:
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
         """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
-        heard = partial(self._store.said, "heartbeat")
+        heard = partial(self._store.announced, "heartbeat")
         before = {rank: heard(rank) for rank in ranks}
         silent, end = list(ranks), time.monotonic() + listen_s
         while silent and time.monotonic() < end:

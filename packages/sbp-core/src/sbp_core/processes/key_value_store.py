@@ -150,7 +150,7 @@ class KeyValueControlStore(ControlStore):
         """
         self.say("close")
         if self.rank == 0 and self.all_deregistered():
-            self.wait_for(lambda: self.is_lost() or self.all_said("close"), _LIMIT_S)
+            self.wait_for(lambda: self.is_lost() or self.all_announced("close"), _LIMIT_S)
         self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:

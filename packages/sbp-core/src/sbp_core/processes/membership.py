@@ -151,7 +151,7 @@ def status_of(pid: int) -> tuple[str, int, int] | None:
 
 
 class Siblings:
-    """The ranks of this host, as far as they can be seen.
+    """The ranks on this host that this process can observe.
 
     Args:
         rank: Of this process.
@@ -258,8 +258,8 @@ def did_not_open(rank: int, missing: list[int], why: str, waited: str = "") -> B
         f"rank {rank} waited {waited}for ranks that did not open their boxing backend: "
         f"{_list(missing)}",
         where=why,
-        todo="check that every process was started, and see why those did not come: a program that "
-        "ends before the others are through, also by sys.exit(0), ends the run",
+        todo="check that every process was started, and why these did not come; a program that "
+        "ends before the other ranks are done, also by sys.exit(0), ends the run",
     )
 
 

@@ -103,7 +103,7 @@ class ProcessBackend(BoxingBackend):
         """See `BoxingBackend.close`; waits a while for messages and ranks on their way.
 
         Raises:
-            BoxingError: a rank ended, or stands still, and had not closed its own.
+            BoxingError: a rank ended, or hangs, and had not closed its own.
         """
         self._closed = True
         atexit.unregister(self._end_with_program)

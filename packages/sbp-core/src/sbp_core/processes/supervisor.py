@@ -63,7 +63,7 @@ class Line:
     text: str
 
     def __str__(self) -> str:
-        """The line behind `rank N | `; a launcher's, or that of several ranks, as it is."""
+        """The line after `rank N | `; a launcher's, or that of several ranks, as it is."""
         return self.text if len(self.spec.ranks) > 1 else f"{self.spec.name} | {self.text}"
 
 
@@ -83,7 +83,7 @@ def supervise(
     stops_gently: bool = False,
     asking: Collection[int] = (),
 ) -> ExitReport:
-    """Start processes, wait for all of them, and end what is left of them.
+    """Start processes, wait for all of them, and end those that still run.
 
     Each is the leader of a session, and so of a process group, of its own: what the terminal sends
     reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what

@@ -23,7 +23,7 @@ _LEAVE_S = 1.0
 
 
 class Survivors:
-    """The processes that are left, as all of them know it.
+    """The surviving processes, which all of them have agreed on.
 
     Args:
         ranks: Of the survivors, ascending.
@@ -35,7 +35,7 @@ class Survivors:
         self._num_texts = 0
 
     @classmethod
-    def meet(cls, store: ControlStore, limit_s: float) -> Survivors:
+    def agree(cls, store: ControlStore, limit_s: float) -> Survivors:
         """Wait for all that still run, and agree on who that is; each survivor calls this.
 
         Args:
@@ -53,12 +53,12 @@ class Survivors:
         everyone = range(store.size)
 
         def over() -> bool:
-            # A store that is silent while a process stands still is most likely hosted by it.
+            # A store that is silent while a process hangs is most likely hosted by it.
             stands_still = bool(_gone(store, everyone))
             return store.is_lost(if_silent=stands_still) or not _awaited(store, everyone)
 
         store.wait_for(over, limit_s)
-        found = store.agree_on_survivors(json.dumps(store.who_said("survivor", everyone)))
+        found = store.agree_on_survivors(json.dumps(store.announcing("survivor", everyone)))
         if found is None and store.is_lost():
             return cls((store.rank,), store)
         ranks = () if found is None else json.loads(found)
@@ -120,7 +120,7 @@ class Survivors:
 
 def _awaited(store: ControlStore, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that have not come, and still may."""
-    absent = {*ranks} - {*store.who_said("survivor", ranks)}
+    absent = {*ranks} - {*store.announcing("survivor", ranks)}
     return sorted(absent - {*_gone(store, absent), *store.deregistered(absent)})
 
 

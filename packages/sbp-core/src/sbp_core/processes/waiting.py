@@ -49,7 +49,7 @@ def run_abandonable(
     limit_s: float = inf,
     discard: Callable[[T], None] | None = None,
 ) -> T:
-    """Call a function on another thread, which is left behind if waiting for it becomes hopeless.
+    """Call a function on another thread, and abandon the thread if waiting becomes hopeless.
 
     Args:
         function: Called once.

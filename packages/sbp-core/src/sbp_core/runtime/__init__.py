@@ -39,12 +39,19 @@ from sbp_core.runtime.ownership import (
     widened,
     with_states_of,
 )
-from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace, measured_operators
+from sbp_core.runtime.trace import (
+    MemorySample,
+    Span,
+    SpanKind,
+    TensorMeter,
+    Trace,
+    measured_operators,
+)
 
 __all__ = [
     "BatchIs",
     "BatchPart",
-    "Held",
+    "MemorySample",
     "NotFiniteStepError",
     "Number",
     "Runtime",

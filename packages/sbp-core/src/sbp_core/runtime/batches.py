@@ -31,7 +31,7 @@ class BatchPart:
         name: Of the tensor.
         shape, dtype: Of the part: dim 0 is what the ranks hold of that of the batch, the other dims
             are whole.
-        samples: Where the part lies in dim 0 of the batch: ranges, ascending and apart; none of a
+        samples: Where the part is in dim 0 of the batch: ranges, ascending and apart; none of a
             tensor without dims.
         of: Dim 0 of the batch.
     """
@@ -107,7 +107,7 @@ def batch_parts(plan: PhysicalPlan, ranks: Iterable[int]) -> dict[str, BatchPart
 
 
 def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]:
-    """Return the samples of each batch that some ranks hold, as a loader or sampler needs to know.
+    """Return the samples of each batch that some ranks hold, for a loader or sampler.
 
     Args:
         plan: Any.
@@ -115,7 +115,7 @@ def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]
 
     Returns:
         Ranges of sample numbers in the batch, ascending and apart. Tensors that all of these ranks
-        have whole do not count beside those that are split. None if the ranks read no batch.
+        have whole do not count next to those that are split. None if the ranks read no batch.
 
     Raises:
         SbpValueError: two tensors of the batch are split in different ways.

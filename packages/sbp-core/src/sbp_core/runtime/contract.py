@@ -81,7 +81,7 @@ def unwatched(rank: int) -> AbstractContextManager[object]:
 
 
 class Snapshot(ABC):
-    """What the local ranks own of the states, as it was when `Session.snapshot` was called.
+    """The local ranks' parts of the states at the time of the call of `Session.snapshot`.
 
     Any thread may read it, also when the session has gone on, has failed or is closed. Use it as a
     context manager: `release` hands its memory to the next snapshot.
@@ -103,7 +103,7 @@ class Snapshot(ABC):
     def pieces(self) -> Iterator[StatePiece]:
         """Yield what `Session.pieces` would have yielded, in the order in which it is overwritten.
 
-        Waits for each piece until it is copied. Values that were copied lie in the memory of the
+        Waits for each piece until it is copied. Values that were copied are in the memory of the
         host; the others, which nothing overwrites, where they are. They hold until `release`.
 
         Of a snapshot with a limit, each holds until the next is asked for, and they are read once:
@@ -221,7 +221,7 @@ class Session(ABC):
 
         - A snapshot before another is copied or released: each has copies of its own.
         - A step that fails or is undone: a snapshot from before it stays whole, even where states
-          are left of two steps; one from behind it is as `pieces`.
+          are left of two steps; one from after it is as `pieces`.
         - `load_state_dict`: snapshots from before it keep what was replaced.
         - `close`: waits until all copies are made; snapshots can still be read.
         - Of a session that shares the states of another: steps of that one wait for the copies.

@@ -49,7 +49,7 @@ class StateSlice:
     Args:
         name: Of the state, one of `Session.state_dict`.
         shape, dtype: Of the whole state.
-        bounds: Where the part lies in it: (start, stop) of each dim.
+        bounds: Where the part is in it: (start, stop) of each dim.
     """
 
     name: str
@@ -58,7 +58,7 @@ class StateSlice:
     bounds: Bounds
 
     def with_value(self, value: Tensor | Number) -> StatePiece:
-        """Return the piece that lies there."""
+        """Return the piece that is there."""
         return StatePiece(
             name=self.name, shape=self.shape, dtype=self.dtype, bounds=self.bounds, value=value
         )
@@ -164,7 +164,7 @@ def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds
 
 
 def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
-    """Return a plan whose ranks hold the states of another plan, too; they do what they did.
+    """Return a plan whose ranks also hold the states of another plan; their work is unchanged.
 
     A state that is kept otherwise in the other plan, by another host number or by one in the place
     of a tensor without dims, is kept as there from then on.
@@ -204,7 +204,7 @@ def _with_slots(
 def with_states_of(
     plan: PhysicalPlan, like: Mapping[str, tuple[str, tuple[int, ...], str]]
 ) -> PhysicalPlan:
-    """Return a plan whose ranks hold further states, to be held by `widened`.
+    """Return a plan whose ranks hold further states, for `widened`.
 
     Args:
         plan: Any.
@@ -227,7 +227,7 @@ def with_states_of(
 
 
 def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
-    """Return a plan in which each host number stands for one state, to be held by `widened`."""
+    """Return a plan in which each host number is one state, for `widened`."""
 
     def held(part: RankPlan) -> Iterator[StateSlot]:
         for slot in part.slots:
@@ -239,7 +239,7 @@ def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def known_state(plan: PhysicalPlan, name: str) -> str:
-    """Return by which name ranks know a state: a host number may stand for several.
+    """Return the name of a state on the ranks: one host number may represent several states.
 
     Raises:
         SbpLookupError: no rank has such a state.

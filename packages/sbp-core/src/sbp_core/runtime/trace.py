@@ -33,7 +33,7 @@ class SpanKind(StrEnum):
 
     A `FIRING` is one of an actor. `BLOCKED` is the time before a firing in which data or credits
     are missing. `TURN` is a part of a firing: waiting until another rank of the process has
-    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies behind it.
+    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies after it.
     """
 
     FIRING = "firing"
@@ -69,7 +69,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemorySample:
     """Bytes that a rank held at a time, in nanoseconds of the wall clock."""
 
     rank: int
@@ -88,7 +88,7 @@ class TensorMeter(Protocol):
 
 
 class Trace:
-    """Spans and bytes held, as a runtime notes them; several threads may.
+    """Spans and bytes held, recorded by a runtime; several threads may record.
 
     A session whose `trace` is set notes each firing and each wait when it is over.
 
@@ -104,7 +104,7 @@ class Trace:
     def __init__(self, meter: TensorMeter | None = None, *, operators: bool = False) -> None:
         self.meter, self.operators = meter, operators
         self.spans: list[Span] = []
-        self.held: list[Held] = []
+        self.held: list[MemorySample] = []
 
     def note(self, span: Span) -> None:
         """Add a span."""
@@ -123,7 +123,7 @@ class Trace:
         for value in made:
             if hasattr(value, "untyped_storage"):
                 self.meter.note(rank, value, handed=handed)
-        self.held.append(Held(rank, self.now_ns(), self.meter.alive(rank)))
+        self.held.append(MemorySample(rank, self.now_ns(), self.meter.alive(rank)))
 
 
 def measured_operators(

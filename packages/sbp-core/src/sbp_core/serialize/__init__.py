@@ -10,7 +10,7 @@ r"""Frozen dataclasses as JSON values and back, directed by their types.
 | a dataclass | an object with a key a field; a field that has its default is left out |
 | `X | Y` | what JSON has for either; of several dataclasses `{"type": "X", ...}` |
 | `Any`, `object` | any JSON value |
-| a type with a `Form` | what the type has that stands for it |
+| a type with a `JsonForm` | what the type has that stands for it |
 
 The caller names the type, and the annotations of its fields say the rest. A file names neither
 classes nor modules, so reading it runs no code but that of the classes that are expected. Whatever
@@ -40,13 +40,13 @@ from sbp_core.serialize.document import Document, parse
 from sbp_core.serialize.file import MOST_BYTES, file_within, open_file, read_bytes, read_text
 from sbp_core.serialize.lines import Keys, Lines
 from sbp_core.serialize.misfit import shown
-from sbp_core.serialize.typed import Form, dump, load
+from sbp_core.serialize.typed import JsonForm, dump, load
 from sbp_core.serialize.yaml_text import pyyaml, read_yaml
 
 __all__ = [
     "MOST_BYTES",
     "Document",
-    "Form",
+    "JsonForm",
     "Keys",
     "Lines",
     "dump",

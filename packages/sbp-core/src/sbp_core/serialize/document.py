@@ -105,7 +105,7 @@ def parse(
     """Return the value of a JSON text.
 
     Raises:
-        SbpError: `error`: it is no JSON, or a key stands twice in one object; names the line.
+        SbpError: `error`: it is no JSON, or a key occurs twice in one object; names the line.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
@@ -134,7 +134,7 @@ class _NoNumberError(ValueError):
 
 
 class _RepeatedKeyError(ValueError):
-    """A key that stands twice in one object."""
+    """A key that occurs twice in one object."""
 
 
 def _refuse(word: str) -> None:
@@ -145,7 +145,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _RepeatedKeyError(f"the key {shown(key)} stands twice in one object")
+            raise _RepeatedKeyError(f"the key {shown(key)} occurs twice in one object")
         found[key] = value
     return found
 
@@ -163,7 +163,7 @@ def _pretty(value: Any, indent: str = "") -> str:
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether a value does not stand on one line in any case."""
+    """Whether a value never fits on one line."""
     if isinstance(value, dict):
         return bool(value)
     return isinstance(value, list) and any(isinstance(part, dict | list) for part in value)

@@ -31,7 +31,7 @@ _KINDS = {
 def open_file(path: Path, *, follow: bool = True) -> FileIO:
     """Open a file to read it, if it is a regular one: the door of all files from elsewhere.
 
-    Its kind is looked at behind the opening, of what was opened: a pipe would be waited for, a
+    Its kind is looked at after the opening, of what was opened: a pipe would be waited for, a
     device would never end, and a name may mean something else a moment later.
 
     Args:
@@ -132,7 +132,7 @@ def file_within(
     error: type[SbpError] = SbpValueError,
     todo: str = "",
 ) -> Path:
-    """Return the path of a file that another file names, if it lies in a folder.
+    """Return the path of a file that another file names, if it is in a folder.
 
     Args:
         folder: That it may not leave, neither by its name nor by links.

@@ -16,7 +16,7 @@ class MisfitError(Exception):
     """A part of a value is not what its type wants; `typed.load` makes an `SbpError` of it.
 
     Args:
-        what: What it is instead, to be put behind the place: " is 'many'".
+        what: What it is instead, to be put after the place: " is 'many'".
         accepted, todo, where: As in `SbpError`.
     """
 

@@ -23,10 +23,10 @@ _TAG = "type"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class JsonForm:
     """What stands for a type in JSON, where its fields do not.
 
-    A class says it by a class method `json_form`, a name of a type by `Annotated[X, Form(...)]`.
+    A class has a class method `json_form`; a name of a type is `Annotated[X, JsonForm(...)]`.
 
     Args:
         kind: The type that is written in its place; None for a JSON value as it is.
@@ -109,14 +109,14 @@ def _codec(kind: Any) -> Codec:
     return _fields(kind)
 
 
-def _form(kind: Any) -> Form | None:
+def _form(kind: Any) -> JsonForm | None:
     if get_origin(kind) is Annotated:
-        return next(part for part in kind.__metadata__ if isinstance(part, Form))
+        return next(part for part in kind.__metadata__ if isinstance(part, JsonForm))
     describe = getattr(kind, "json_form", None) if isinstance(kind, type) else None
     return describe() if describe is not None else None
 
 
-def _formed(kind: Any, form: Form) -> Codec:
+def _formed(kind: Any, form: JsonForm) -> Codec:
     inner = PLAIN[Any] if form.kind is None else _codec(form.kind)
     is_raw = form.kind is None
 

@@ -1,6 +1,6 @@
 """Values in YAML, and the lines in which their parts stand. Needs PyYAML.
 
-What PyYAML would take in silence is refused: keys that stand twice, references, and halves of
+What PyYAML would take in silence is refused: keys that occur twice, references, and halves of
 characters.
 """
 
@@ -56,7 +56,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         value = None if root is None else loader.construct_document(root)
     except yaml.reader.ReaderError as error:
         place = in_line(file, text.count("\n", 0, error.position) + 1)
-        what = f"this is no YAML: the character {chr(error.character)!a} may not stand in it"
+        what = f"this is no YAML: the character {chr(error.character)!a} is not allowed in it"
         raise SbpValueError(what, where=place, todo="correct that place") from error
     except yaml.MarkedYAMLError as error:
         what = error.problem or error.context or "it cannot be read"
@@ -94,7 +94,7 @@ def _yaml_lines(yaml: Any, root: Any) -> Iterator[tuple[Keys, int]]:
 
 
 def _loader(yaml: Any) -> Any:
-    """Return a loader that refuses references and keys that stand twice."""
+    """Return a loader that refuses references and keys that occur twice."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -128,7 +128,7 @@ def _loader(yaml: Any) -> Any:
             for key, _ in node.value:
                 name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
                 if name in known:
-                    what = f"{key.value!r} stands twice"
+                    what = f"{key.value!r} occurs twice"
                     raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
                 known |= {name} if name else set()
             return super().construct_mapping(node, deep)

@@ -1,9 +1,9 @@
 """Signatures: how an operator call may be cut, derived from what the operator means.
 
-`notation` is the language, a `rule` says what an operator means, `registry` whose rule it is,
-`derivations` finds the signatures, `check` answers illegal ones, `localization` says what one rank
-executes.
-The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures` verifies by execution.
+`notation` is the language, a `rule` says what an operator means, `rule_registry` whose rule it is,
+`derivations` finds the signatures, `assignment_check` answers illegal ones, `localization` says
+what one rank executes. The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures`
+verifies by execution.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sbp_core.signatures.arguments import (
     wrap_dim,
     wrap_dims,
 )
+from sbp_core.signatures.assignment_check import check_signature
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.check import check_signature
 from sbp_core.signatures.derivations import Derivation, derivation, derive, work_flop
 from sbp_core.signatures.explanation import Explanation, explain, explain_call
 from sbp_core.signatures.extents import check_shapes
@@ -54,7 +54,6 @@ from sbp_core.signatures.patterns import (
     with_literals,
 )
 from sbp_core.signatures.pointwise import RANDOM_STAYS_WHOLE, broadcast_dims, broadcasting
-from sbp_core.signatures.registry import RuleRegistry, UnknownOperator, installed_rules
 from sbp_core.signatures.rule import (
     Bounds,
     LocalCall,
@@ -69,6 +68,7 @@ from sbp_core.signatures.rule import (
     parse_notation,
     with_local_shape,
 )
+from sbp_core.signatures.rule_registry import RuleRegistry, UnknownOperator, installed_rules
 from sbp_core.signatures.sbp_ops import ordered_after
 from sbp_core.signatures.signature import Requirement, Signature1d
 from sbp_core.signatures.views import is_view

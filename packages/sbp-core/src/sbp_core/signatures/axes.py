@@ -13,7 +13,7 @@ from math import prod
 from sbp_core.sbp import NdSbp, Partial
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derivations import derivation, derive
-from sbp_core.signatures.registry import RuleRegistry
+from sbp_core.signatures.rule_registry import RuleRegistry
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 
@@ -66,7 +66,7 @@ def continuations(
 
 
 def combine(parts: Sequence[Signature1d]) -> Signature:
-    """Return the signature whose entries on each mesh axis are those of `parts`."""
+    """Return the signature with the entries of `parts`, one of them for each mesh axis."""
     return Signature(
         tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
         tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),

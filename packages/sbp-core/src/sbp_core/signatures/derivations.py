@@ -25,7 +25,7 @@ from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.extents import label_sizes, notation_of
 from sbp_core.signatures.notation import Dependence, Effect, Notation
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Requirement, Signature1d
 
 #: For each effect: which partial values of the inputs give which of the outputs.
@@ -42,12 +42,12 @@ _PARTIALS = {
 }
 
 
-#: Integers of few bits: the parts of a partial sum may lie outside, and come back in the sum.
+#: Integers of few bits: the parts of a partial sum may be outside, and come back in the sum.
 _WRAPPING = {"int8", "int16", "int32", "uint8", "uint16", "uint32", "uint64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class RejectedSignature:
     """A candidate that is not legal, and why."""
 
     inputs: tuple[Sbp, ...]
@@ -62,14 +62,14 @@ class Derivation:
     Args:
         notation: What they follow from.
         legal: Those that are legal on any axis of a fitting size.
-        behind: Those that are legal behind other axes only (see `Signature1d.follows`).
+        behind: Those that are legal after other axes only (see `Signature1d.follows`).
         rejected: Those that are not legal on a first axis, with the reason.
     """
 
     notation: Notation
     legal: tuple[Signature1d, ...]
     behind: tuple[Signature1d, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedSignature, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class _Candidates:
         self.sizes = label_sizes(call, notation)
         self.legal: dict[tuple[tuple[Sbp, ...], tuple[Sbp, ...]], Signature1d] = {}
         self.behind: list[Signature1d] = []
-        self.rejected: list[Rejected] = []
+        self.rejected: list[RejectedSignature] = []
 
     def add(
         self,
@@ -220,7 +220,7 @@ class _Candidates:
         """Record a candidate: as legal, or as rejected if there is a reason."""
         key = (tuple(inputs), tuple(outputs))
         if reason:
-            self.rejected.append(Rejected(inputs=key[0], outputs=key[1], reason=reason))
+            self.rejected.append(RejectedSignature(inputs=key[0], outputs=key[1], reason=reason))
         else:
             signature = Signature1d(
                 inputs=key[0], outputs=key[1], origin=origin, requires=requires, label=label
@@ -278,7 +278,7 @@ class _Candidates:
         slower: Mapping[str, int],
         reason: str,
     ) -> None:
-        """Record a split; one of a label behind slower ones is for later mesh axes only.
+        """Record a split; one of a label after slower ones is for later mesh axes only.
 
         On a first axis, shards of `b` in a dim (a b) would not be contiguous.
         """

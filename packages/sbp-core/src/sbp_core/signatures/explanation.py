@@ -1,7 +1,7 @@
 """Explanations: where each signature of a call comes from, and why other candidates are none.
 
 `explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. What an illegal assignment inside a
-program is answered with is `signatures.check`.
+program is answered with is `signatures.assignment_check`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sbp_core.signatures.derivations import derivation, derive, work_flop
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.no_rule import OPAQUE
 from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
 
@@ -92,7 +92,7 @@ class Explanation:
         yield f"\nlegal on a mesh axis of size {self.axis_size}:"
         yield from self._table(self.rows(), "because")
         if self.behind:
-            yield "\nlegal on an axis behind others:"
+            yield "\nlegal on an axis after others:"
             yield from self._table(
                 [
                     (part.inputs, part.outputs, f"{part.origin}, once {_prerequisite(part)}")
@@ -143,7 +143,7 @@ def explain(
 
 
 def explain_call(call: OpCall, axis_size: int, *, rules: RuleRegistry | None = None) -> Explanation:
-    """Return what is legal for a call along one mesh axis, and why.
+    """Explain the legal signatures of a call along one mesh axis.
 
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.

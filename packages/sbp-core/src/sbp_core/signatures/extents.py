@@ -15,12 +15,12 @@ from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import refs
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Rule
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 
 
 def check_shapes(call: OpCall, *, rules: RuleRegistry | None = None) -> None:
-    """See that the shapes of a call are those of what its operator means.
+    """Check that the shapes of a call agree with the meaning of its operator.
 
     Kernels that compute gradients take it for granted; some write beyond memory where it is not so.
 

@@ -12,8 +12,8 @@ from sbp_core.graph.ir import TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split, local_bounds
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Shards
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 from sbp_core.strategy import Signature
 
 

@@ -7,7 +7,7 @@
     b 1 => b c                   `1` is a dim of one element that is broadcast
 
 Left of the arrow stand the tensor arguments in argument order, right of it the outputs; `()` is a
-tensor without dims. Marks behind a label: `!` may not be split, `+` has to leave every shard at
+tensor without dims. Marks after a label: `!` may not be split, `+` has to leave every shard at
 least one element. A label that an output lacks is summed away there, unless a clause says
 otherwise. Clauses follow, each after `;`:
 
@@ -54,7 +54,7 @@ _TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
 class Effect(StrEnum):
-    """How outputs depend on some arguments while the others are fixed: linear, increasing, ..."""
+    """How outputs depend on an argument with the others fixed: linear, increasing, ..."""
 
     LINEAR = "linear"
     INCREASING = "increasing"
@@ -108,12 +108,12 @@ def decreasing(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependen
 
 
 def maxima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
-    """Return the statement that maxima of these arguments together give those of outputs."""
+    """Return the statement that maxima of these arguments give the maxima of outputs."""
     return Dependence(effect=Effect.MAX, inputs=inputs, outputs=outputs)
 
 
 def minima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
-    """Return the statement that minima of these arguments together give those of outputs."""
+    """Return the statement that minima of these arguments give the minima of outputs."""
     return Dependence(effect=Effect.MIN, inputs=inputs, outputs=outputs)
 
 

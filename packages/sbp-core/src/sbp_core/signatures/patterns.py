@@ -100,10 +100,7 @@ def along(
 
 
 def batched(
-    inner: int | Sequence[int],
-    *dependences: Dependence,
-    why: str,
-    nonempty: bool = False,
+    inner: int | Sequence[int], *dependences: Dependence, why: str, nonempty: bool = False
 ) -> Rule:
     """Return the rule of an operator that maps matrices (or so) of a batch one by one.
 
@@ -187,7 +184,7 @@ def batch_notation(
 
 
 def run_as_is(call: OpCall) -> LocalCall:
-    """Localise a call whose arguments are the same on every shard: run it as it is."""
+    """Localise a call with equal arguments on every shard: run it unchanged."""
     return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
 
 

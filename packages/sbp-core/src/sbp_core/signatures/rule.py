@@ -23,7 +23,7 @@ Bounds = tuple[Range, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """One operator call of one rank; `Ref`s stand for its shards and for what earlier calls made.
+    """One operator call of one rank; `Ref`s are its shards or results of earlier calls.
 
     Args:
         op: `aten.mm.default`.
@@ -94,7 +94,7 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-#: Returns what one rank runs for a call; a single call stands for a program of one call.
+#: Returns what one rank runs for a call; a single call means a program of one call.
 Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 
@@ -117,12 +117,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTraits:
-    """What passes ask about the operators of a namespace beside their rules.
+    """What passes ask about the operators of a namespace besides their rules.
 
     Operators are named by their kind: `view` of `aten.view.default`.
 
     Args:
-        views: Whose results may lie in the memory of their arguments.
+        views: Whose results may be in the memory of their arguments.
         casts: Whose result is the argument in another dtype, in memory of its own.
         copies: Whose result has the elements of the argument, in memory of its own; casts, too.
         joins: Whose result is put together of the arguments, or cut out of one, in memory of its
@@ -156,7 +156,7 @@ class RuleSet:
         rules: By operator and overload, `aten.mm.default`; may hold operators of other namespaces.
         pointwise: The rule of an operator of the namespace that is tagged as pointwise and has none
             of its own; None: one that knows nothing but that.
-        traits: What passes ask about the operators beside their rules.
+        traits: What passes ask about the operators besides their rules.
     """
 
     rules: Mapping[str, Rule]

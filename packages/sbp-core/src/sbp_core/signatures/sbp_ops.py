@@ -65,10 +65,7 @@ def _accumulate(call: OpCall) -> Notation:
     return broadcasting(call, *(() if isinstance(call.args[1], str) else (linear(0),)))
 
 
-RULES: Mapping[str, Rule] = {
-    ACCUMULATE: Rule(_accumulate),
-    AFTER: Rule(_after, _only_first),
-}
+RULES: Mapping[str, Rule] = {ACCUMULATE: Rule(_accumulate), AFTER: Rule(_after, _only_first)}
 
-#: Those whose result lies in the memory of their argument.
+#: Those whose result is in the memory of their argument.
 VIEWS = frozenset({AFTER})

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.signatures.registry import installed_rules
 from sbp_core.signatures.rule import OperatorTraits
+from sbp_core.signatures.rule_registry import installed_rules
 
 
 def is_view(op: str) -> bool:

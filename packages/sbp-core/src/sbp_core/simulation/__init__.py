@@ -5,7 +5,7 @@ search changes its quotas or orders. The result has firings by rank and thread, 
 step's time.
 
 It is exact where times are: orders are static, so the network of a plan has one answer, and two
-processes find the same. What the machine does beside (noise, a slow rank) is not in it.
+processes find the same. What the machine does besides (noise, a slow rank) is not in it.
 """
 
 from sbp_core.simulation.network import FiringNetwork, Simulation, TimedFiring, simulate

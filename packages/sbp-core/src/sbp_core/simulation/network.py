@@ -1,9 +1,9 @@
 """A plan's step in simulated time, once or again and again while a search changes it.
 
-Who waits for whom is what `sbp_core.compile.network` says, within one step; so the step's time is
-that network's latency, and each firing begins when the last of those is over that it waits for. The
-network is of one rank of each class (`sbp_core.compile.symmetry`): ranks that do the same have the
-same times.
+Who waits for whom is what `sbp_core.compile.plan_network` says, within one step; so the step's time
+is that network's latency, and each firing begins when the last of those is over that it waits for.
+The network is of one rank of each class (`sbp_core.compile.symmetry`): ranks that do the same have
+the same times.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from sbp_core.compile.actors import Actor, ActorId
-from sbp_core.compile.network import Orders, PlanNetwork, tokens_of
 from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.plan_network import Orders, PlanNetwork, tokens_of
 from sbp_core.compile.symmetry import fold
 from sbp_core.dataflow import EarliestStarts, FlowEdge, expand, waited_for
 from sbp_core.errors import PlanError
@@ -98,7 +98,7 @@ class FiringNetwork:
         plan: With firing orders that `sbp_core.check` accepts.
 
     Raises:
-        PlanError: the plan stands still before the end of the step.
+        PlanError: the plan deadlocks before the end of the step.
     """
 
     def __init__(self, plan: PhysicalPlan) -> None:
@@ -115,7 +115,7 @@ class FiringNetwork:
         self._starts = EarliestStarts(expansion)
         if not self._starts.is_live:
             raise PlanError(
-                "the plan stands still before the end of the step",
+                "the plan deadlocks before the end of the step",
                 todo="ask sbp_core.check for the cycle",
             )
 
@@ -251,6 +251,6 @@ def simulate(plan: PhysicalPlan) -> Simulation:
         plan: With firing orders that `sbp_core.check` accepts.
 
     Raises:
-        PlanError: the plan stands still before the end of the step.
+        PlanError: the plan deadlocks before the end of the step.
     """
     return FiringNetwork(plan).simulate()

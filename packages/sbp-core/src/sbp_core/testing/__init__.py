@@ -9,9 +9,9 @@
 | planner | `planner.PlannerConformance` | `make_planner` |
 | storage | `storage.StorageConformance` | `make_factory` |
 
-The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and `plans` make calls,
-signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them on
-what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `interrupts`
+The suites of the other kinds are in `sbp_torch.testing`. `example_calls`, `graphs` and `plans` make
+calls, signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them
+on what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `signals`
 and `marks` are about the process that runs the tests; `forked_programs` runs programs in copies of
 another; `slow` is a plugin of pytest.
 

@@ -27,7 +27,7 @@ _STEPS = 8
 class CallbackConformance(ABC):
     """What every callback must do. See the module's docstring for how to use it."""
 
-    #: Losses of the steps, and held-out losses behind every second of them.
+    #: Losses of the steps, and held-out losses after every second of them.
     losses: tuple[float, ...] = (4.0, 3.0, 2.5, 2.2, 2.1, 2.3, 2.6, 3.0)
 
     @abstractmethod
@@ -39,7 +39,7 @@ class CallbackConformance(ABC):
         assert isinstance(self.make_callback(), Callback), "it does not derive from Callback"
 
     def test_it_can_be_led_through_a_run(self, tmp_path: Path) -> None:
-        """It returns what the trainer understands, behind every step."""
+        """It returns what the trainer understands, after every step."""
         callback = self.make_callback()
         asked = self._lead(callback, tmp_path)
         callback.on_train_end(self._state(_STEPS))
@@ -65,7 +65,7 @@ class CallbackConformance(ABC):
         self._saved(callback)
 
     def test_a_resumed_run_goes_on_as_the_unbroken_one(self, tmp_path: Path) -> None:
-        """Stopped behind any step and resumed, it asks for the same in the steps that follow."""
+        """Stopped after any step and resumed, it asks for the same in the steps that follow."""
         for stop in range(1, _STEPS):
             folders = [tmp_path / f"{name}_{stop}" for name in ("whole", "parts")]
             for folder in folders:
@@ -115,7 +115,7 @@ class CallbackConformance(ABC):
         return asked
 
     def _state(self, step: int) -> TrainerState:
-        """Return the state of the run behind a step."""
+        """Return the state of the run after a step."""
         held_out = {number: self.losses[number - 1] for number in range(2, step + 1, 2)}
         best_step = min(held_out, key=held_out.__getitem__, default=None)
         return TrainerState(

@@ -76,11 +76,7 @@ class ForkedPrograms:
         )
 
     def run(
-        self,
-        program: str,
-        arguments: Sequence[str],
-        folder: Path,
-        environment: Mapping[str, str],
+        self, program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
         """Run a program in a folder; return its exit code and what it wrote.
 

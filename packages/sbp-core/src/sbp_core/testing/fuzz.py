@@ -25,7 +25,7 @@ from sbp_core.errors import SbpError
 from sbp_core.serialize import pyyaml
 from sbp_core.testing.edits import edited, edited_bytes, edited_text
 
-__all__ = ["MOST_S", "FileKind", "Outcome", "edited_file", "try_edit"]
+__all__ = ["MOST_S", "EditOutcome", "FileKind", "edited_file", "try_edit"]
 
 #: Seconds of the processor that no file of the size of these may take.
 MOST_S = 20.0
@@ -57,7 +57,7 @@ class FileKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class EditOutcome:
     """What came of one edit.
 
     Args:
@@ -117,7 +117,7 @@ _VALUES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
 }
 
 
-def try_edit(kind: FileKind, seed: int, folder: Path) -> Outcome:
+def try_edit(kind: FileKind, seed: int, folder: Path) -> EditOutcome:
     """Edit a file, use it, and return what came of it.
 
     Args:
@@ -140,7 +140,7 @@ def try_edit(kind: FileKind, seed: int, folder: Path) -> Outcome:
     time_s = process_time() - begin
     if time_s > MOST_S and not fault:
         fault = f"took {time_s:.1f} s"
-    return Outcome(seed=seed, error=error, fault=fault, time_s=time_s)
+    return EditOutcome(seed=seed, error=error, fault=fault, time_s=time_s)
 
 
 def _unclear(refused: SbpError, path: Path, kind: FileKind) -> str:

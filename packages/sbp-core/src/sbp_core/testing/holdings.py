@@ -33,7 +33,7 @@ _OURS = "sbp-"
 def holdings() -> Counter[str]:
     """Return how many of each kind this process holds: `thread sbp-outbox`, `socket:[*]`, ...
 
-    Numbers in names are left out, as no two threads or sockets have the same.
+    Numbers in names are left out, because no two threads or sockets have the same.
     """
     return Counter([*_threads(), *_files()])
 

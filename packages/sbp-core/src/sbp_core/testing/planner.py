@@ -41,11 +41,7 @@ class PlannerConformance(ABC):
     """What every planner must do. See the module's docstring for how to use it."""
 
     #: Meshes of ranks 0, 1, 2, ... to plan for.
-    meshes: tuple[Mesh, ...] = (
-        ((1,), ("data",)),
-        ((2,), ("data",)),
-        ((2, 2), ("data", "tensor")),
-    )
+    meshes: tuple[Mesh, ...] = (((1,), ("data",)), ((2,), ("data",)), ((2, 2), ("data", "tensor")))
 
     #: Micro-batches of one step to plan for.
     micro_batches: tuple[int, ...] = (1, 2)

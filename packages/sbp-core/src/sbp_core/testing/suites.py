@@ -2,7 +2,7 @@
 
     pytest -p sbp_core.testing.suites --sbp-plugin my-plugin
 
-collects them beside the tests that are there; `sbp-plugins check my-plugin` runs them alone. The
+collects them next to the tests that are there; `sbp-plugins check my-plugin` runs them alone. The
 object is made with the settings of its option file, or else its defaults. A suite that needs more
 than the object is skipped with what it needs: subclass it in a test module. Of a model, the batch
 is one of a data set of the same plugin. What a metric sink writes is not read.

@@ -2,7 +2,7 @@
 
 Everything is a pure function: inputs are never changed, and results may share memory with inputs
 and with each other (a broadcast copy is the same tensor on every rank). What a receiver gets comes
-in pieces, and pieces in terms: those of one term are placed beside each other, terms are reduced.
+in pieces, and pieces in terms: those of one term are placed next to each other, terms are reduced.
 From two partials, each split by rows on two ranks, to B:
 
     term 0    rows 0-3 of rank 0         placed: the result so far
@@ -26,8 +26,8 @@ import torch
 from sbp_core.boxing import (
     Bounds,
     BoxingStep,
-    Piece,
     StepKind,
+    TransferPiece,
     bounds_of,
     collective_pieces,
     local_transition,
@@ -161,7 +161,7 @@ def received(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return what one rank has behind a `TRANSFER`.
+    """Return what one rank has after a `TRANSFER`.
 
     Args:
         step: The transfer.
@@ -173,8 +173,8 @@ def received(
 
 
 def _taken(
-    pieces: Iterable[Piece], receiver: int, shards: Mapping[int, torch.Tensor]
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Iterable[TransferPiece], receiver: int, shards: Mapping[int, torch.Tensor]
+) -> list[tuple[TransferPiece, torch.Tensor]]:
     """Return the pieces of one receiver, each with its slice of the sender's shard (a view)."""
     return [
         (piece, shards[piece.sender][piece.source_slices])
@@ -186,7 +186,7 @@ def _taken(
 def combine(
     step: BoxingStep,
     rank: int,
-    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    pieces: Sequence[tuple[TransferPiece, torch.Tensor]],
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
@@ -221,7 +221,7 @@ def combine(
 
 def fill(
     result: torch.Tensor,
-    pieces: Sequence[tuple[Piece, torch.Tensor | None]],
+    pieces: Sequence[tuple[TransferPiece, torch.Tensor | None]],
     reduction: str | None = None,
 ) -> None:
     """Place the pieces of the first term in a shard, and reduce those of the others into it.
@@ -323,17 +323,14 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def shard(
-    tensor: torch.Tensor,
-    placement: Placement,
-    sbp: NdSbp,
-    ranks: Container[int] | None = None,
+    tensor: torch.Tensor, placement: Placement, sbp: NdSbp, ranks: Container[int] | None = None
 ) -> dict[int, torch.Tensor]:
     """Take a logical tensor apart.
 
     Args:
         tensor: Any shape and dtype.
         placement: The mesh of ranks.
-        sbp: How the tensor lies on it.
+        sbp: How the tensor is placed on it.
         ranks: Whose parts to make; those of all ranks if None.
 
     Returns:
@@ -375,7 +372,7 @@ def assemble(
     Args:
         shards: By rank, of the local shapes that `sbp` gives.
         placement: The mesh of ranks.
-        sbp: How the tensor lies on it.
+        sbp: How the tensor is placed on it.
         shape: Of the logical tensor.
         check: Also compare the copies that `B` axes hold.
 

@@ -36,8 +36,8 @@ from sbp_core.boxing import (
     Delivered,
     Delivery,
     Pending,
-    Piece,
     StepKind,
+    TransferPiece,
     transfer_pieces,
 )
 from sbp_core.errors import BoxingError, words_of
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _Key = tuple[str, tuple[int, ...]]
 
 #: One message: the pieces that one rank sends another in one transfer.
-_Message = list[tuple[Piece, torch.Tensor]]
+_Message = list[tuple[TransferPiece, torch.Tensor]]
 
 
 class _Rendezvous:
@@ -466,10 +466,7 @@ def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
     """Return the error for all ranks of a step when one of them could not do its share."""
     if isinstance(error, BoxingError):
         return error
-    found = BoxingError(
-        f"a boxing step failed: {type(error).__name__}: {error}",
-        where=str(step),
-    )
+    found = BoxingError(f"a boxing step failed: {type(error).__name__}: {error}", where=str(step))
     found.__cause__ = error
     return found
 

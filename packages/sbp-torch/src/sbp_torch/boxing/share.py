@@ -21,9 +21,9 @@ import torch
 
 from sbp_core.boxing import (
     BoxingStep,
-    Piece,
     StepKind,
     TrafficCounter,
+    TransferPiece,
     bounds_of,
     collective_pieces,
 )
@@ -65,7 +65,7 @@ class _Job:
         self._dim = 0
 
     def blocks(self) -> list[_Block]:
-        """Cut the job: along its first dim, whose parts lie together, unless that is too short."""
+        """Cut the job: along its first dim, whose parts are together, unless that is too short."""
         if not self._out.numel():
             return []
         num_blocks = -(-self._out.nbytes // _BLOCK_BYTES)
@@ -203,7 +203,7 @@ def _put_together(
     """Return the results of any other collective, and the jobs for them: none without a pool."""
     # What one rank gets of an all-gather is what each gets: it is made once, for the first.
     gathers = step.kind is StepKind.ALL_GATHER
-    received: dict[int, list[tuple[Piece, torch.Tensor]]]
+    received: dict[int, list[tuple[TransferPiece, torch.Tensor]]]
     received = {rank: [] for rank in (group[:1] if gathers else group)}
     place = {rank: index for index, rank in enumerate(group)}
     sizes = [[0] * len(group) for _ in group]

@@ -25,6 +25,6 @@ generator is borrowed while states are made: draw nothing in other threads meanw
 
 from __future__ import annotations
 
-from sbp_torch.deferred_init.model import DeferredModel, DeferredStates, deferred
+from sbp_torch.deferred_init.deferred_model import DeferredModel, DeferredStates, deferred
 
 __all__ = ["DeferredModel", "DeferredStates", "deferred"]

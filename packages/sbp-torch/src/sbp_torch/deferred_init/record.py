@@ -1,6 +1,6 @@
 """Run a constructor without memory, and write down what it does.
 
-Its tensors have no data: they lie on the `meta` device, but say `cpu` to whoever asks, as modules
+Its tensors have no data: they are on the `meta` device, but say `cpu` to whoever asks, as modules
 skip their initialisation where they find `meta`. What asks for values (`.item()`, `.tolist()`, an
 `if` on a tensor) gets the real ones: the entries on which they depend are run, and freed again.
 Tensors from outside of PyTorch or of a file keep the memory they have.
@@ -35,7 +35,7 @@ from sbp_torch._torch_compat import (
     written_arguments,
 )
 from sbp_torch._torch_patches import replaced
-from sbp_torch.deferred_init.tape import OwnGenerator, Replay, Return, Tape, TapeEntry, Window
+from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, TapeReplay, Window
 from sbp_torch.graph_capture.diagnostics import user_line
 
 _aten = torch.ops.aten
@@ -74,7 +74,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.tape = Tape(seed=seed)
-        self.replay = Replay(self.tape)
+        self.replay = TapeReplay(self.tape)
         #: Real storages on the tape, by key: the tensor without data that stands for each.
         self.stand_ins: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.generator = _GeneratorWatch(self.tape)

@@ -199,7 +199,7 @@ class Tape:
 Storages = dict[int, torch.UntypedStorage]
 
 
-class Replay:
+class TapeReplay:
     """The default generator along a tape, and the work of making the tape's tensors."""
 
     def __init__(self, tape: Tape) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_core.graph import LogicalGraph
 from sbp_torch.graph_capture.batch import SampleDims, as_written, flatten_batch, rebuild_batch
-from sbp_torch.graph_capture.convert import to_logical
 from sbp_torch.graph_capture.device import on_device
 from sbp_torch.graph_capture.diagnostics import TraceError, check_modes
+from sbp_torch.graph_capture.fx_conversion import to_logical
 from sbp_torch.graph_capture.loss import Loss, check_loss, kind_told, split_losses
 from sbp_torch.graph_capture.numbers import (
     NO_NUMBERS,
@@ -27,7 +27,7 @@ from sbp_torch.graph_capture.numbers import (
 )
 from sbp_torch.graph_capture.optimizer_states import VELOCITY
 from sbp_torch.graph_capture.randomness import counted_random
-from sbp_torch.graph_capture.step import TrainingStep, model_tensors, trainable
+from sbp_torch.graph_capture.step import TraceableStep, model_tensors, trainable
 from sbp_torch.graph_capture.trace import TracedStep, trace_step
 from sbp_torch.graph_capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
@@ -108,7 +108,7 @@ def capture(
 
     def traced(*, as_compiling: bool) -> LogicalGraph:
         make = partial(
-            TrainingStep,
+            TraceableStep,
             model,
             loss,
             batch,
@@ -134,7 +134,7 @@ def capture(
             raise stopped from None
 
 
-def _trace_until_stable(make: Callable[..., TrainingStep]) -> TracedStep:
+def _trace_until_stable(make: Callable[..., TraceableStep]) -> TracedStep:
     """Trace a step whose forward leaves nothing behind, or only once.
 
     A side effect that happens once, such as a cache that is filled, is harmless: the second step

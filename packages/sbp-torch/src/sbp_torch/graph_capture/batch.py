@@ -185,8 +185,8 @@ class SampleDims:
         dim = self.given.get(name, 0)
         if 0 < dim >= tensor.dim():
             raise SbpValueError(
-                f"{name!r} of shape {tuple(tensor.shape)} has no dim {dim}, along which batch_dim "
-                "says that its samples lie",
+                f"{name!r} of shape {tuple(tensor.shape)} has no dim {dim}, which batch_dim "
+                "names as the dim of its samples",
                 accepted=f"a tensor of more than {dim} dims",
             )
         return dim

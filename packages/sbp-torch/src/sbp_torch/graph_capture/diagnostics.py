@@ -30,7 +30,7 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(_OURS), "<")
 #: Programs for tests are written as users write theirs.
 _PROGRAMS = str(_OURS / "testing")
 
-#: Where Python's own library lies; what is installed may lie in a folder below.
+#: Where Python's own library lies; what is installed may be in a folder below.
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -238,7 +238,7 @@ def written_outside(op: OpOverload, where: str) -> CaptureError:
 
 
 def check_modes() -> None:
-    """See that PyTorch is in no mode in which a step is not what it says.
+    """Check that PyTorch is in no mode that would change the captured step.
 
     Raises:
         CaptureError: it is.

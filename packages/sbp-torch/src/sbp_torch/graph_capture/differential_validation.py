@@ -55,7 +55,7 @@ def check_against_eager(optimizer: torch.optim.Optimizer) -> None:
     Optimizers of `torch.optim` and of `sbp_torch.optim` are known to, and are not run.
 
     Args:
-        optimizer: Over parameters that may lie on the `meta` device; stays as it is.
+        optimizer: Over parameters that may be on the `meta` device; stays as it is.
 
     Raises:
         CaptureError: they differ; a step fails; or it changes what is no state of a parameter.

@@ -3,7 +3,7 @@
     before: loss = kl * beta               beta is 0.1 in a variable, an attribute or an entry
     after:  loss = mul(kl, %number.beta)   and a step is told what is there now
 
-While the forward is traced, a symbolic number of PyTorch stands in the place; arithmetic on it
+While the forward is traced, a symbolic number of PyTorch takes its place; arithmetic on it
 becomes `host.*` nodes. A program that looks at its value cannot be traced so. One that does
 something else for a symbolic number than for a float is found by `check_numbers`, which puts values
 into the graph and compares it with graphs that were captured with these values.
@@ -130,7 +130,7 @@ def host_numbers(nodes: Iterable[Node], values: Mapping[str, float]) -> dict[str
 
 
 def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
-    """Return a graph without those of some inputs that nothing uses or replaces."""
+    """Return a graph without the named inputs that nothing uses or replaces."""
     inside = graph.input_kinds.keys() & set(names)
     unused = {name for name in inside if not graph.users[name] and name not in graph.new_states}
     inputs = tuple(entry for entry in graph.inputs if entry.name not in unused)

@@ -176,8 +176,8 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, CombinedOptimizer) and kind_of(optimizer) is not CombinedOptimizer:
         raise CaptureError(
-            f"{name} steps otherwise than CombinedOptimizer, which it is made of",
-            accepted="CombinedOptimizer, whose optimizers step as they are",
+            f"{name} is a CombinedOptimizer, but steps differently",
+            accepted="CombinedOptimizer itself",
             todo="make it an optimizer of its own, over all parameters",
         )
     if is_known(optimizer):

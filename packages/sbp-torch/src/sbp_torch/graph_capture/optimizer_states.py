@@ -51,7 +51,7 @@ class InitialStates:
 
     Args:
         tensors: By key. One that is filled with one number is that number, expanded, and takes no
-            memory; it lies on the CPU if the parameter is on the `meta` device.
+            memory; it is on the CPU if the parameter is on the `meta` device.
         copies: Keys of the tensors that are copies of the parameter, in a dtype of their own.
         numbers: Python numbers by key: the first value, and what each step adds to it.
     """

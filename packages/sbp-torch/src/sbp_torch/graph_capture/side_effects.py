@@ -110,8 +110,8 @@ class Change:
         )
 
 
-class Snapshot:
-    """The attributes of all modules and what lies in them, at one moment."""
+class AttributeSnapshot:
+    """The attributes of all modules and what is in them, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
@@ -222,7 +222,7 @@ class Snapshot:
             refill(value, content)
 
 
-class Missing:
+class MissingAttribute:
     """Stands for what is not there."""
 
     def __init__(self, told: str) -> None:
@@ -232,7 +232,7 @@ class Missing:
         return self._told
 
 
-_MISSING: Any = Missing("nothing")
+_MISSING: Any = MissingAttribute("nothing")
 
 
 def items_of(value: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -370,7 +370,7 @@ def replaced_states(
             old = own[name]
             if isinstance(old, nn.Parameter):
                 raise CaptureError(
-                    f"the forward puts another tensor in the place of the parameter {name!r}",
+                    f"the forward replaces the parameter {name!r} by another tensor",
                     accepted="parameters that stay the same tensors; assigned buffers",
                     todo=f"compute with a local tensor, or write {name}.copy_(...) under "
                     "torch.no_grad()",
@@ -379,10 +379,10 @@ def replaced_states(
             if form != (old.shape, old.dtype):
                 got = form if isinstance(form, str) else f"{form[1]} of shape {tuple(form[0])}"
                 raise CaptureError(
-                    f"the forward puts {got} in the place of the buffer {name!r}, which is "
+                    f"the forward assigns {got} to the buffer {name!r}, which is "
                     f"{old.dtype} of shape {tuple(old.shape)}",
                     accepted="a tensor of the same shape and dtype",
-                    todo="register the buffer with the shape and dtype that it is to keep",
+                    todo="register the buffer with its final shape and dtype",
                 )
             found[name] = new
         elif storage_key(tensor) != storages[name]:

@@ -35,7 +35,12 @@ from sbp_torch.graph_capture.loss import Loss, split_losses
 from sbp_torch.graph_capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.graph_capture.provenance import Notes
 from sbp_torch.graph_capture.randomness import Draws
-from sbp_torch.graph_capture.side_effects import Change, Generators, Snapshot, replaced_states
+from sbp_torch.graph_capture.side_effects import (
+    AttributeSnapshot,
+    Change,
+    Generators,
+    replaced_states,
+)
 from sbp_torch.graph_capture.update import Update
 
 #: Scalar inputs that random ops count with.
@@ -86,7 +91,7 @@ def trainable(parameters: Collection[Tensor]) -> Iterator[None]:
             one.requires_grad_(False)
 
 
-class TrainingStep:
+class TraceableStep:
     """Forward, loss and, with an update, backward and update.
 
     Args:
@@ -112,7 +117,7 @@ class TrainingStep:
         autocast: str = "",
         per_shard_random: bool = False,
         as_compiling: bool = False,
-        previous: TrainingStep | None = None,
+        previous: TraceableStep | None = None,
         numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
     ) -> None:
         self.model, self.loss, self.batch, self.update = model, loss, batch, update
@@ -133,9 +138,9 @@ class TrainingStep:
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
         #: The side effects of the forward, known after the first call; the attributes of all
-        #: modules then; and the real tensors that stand in those for the tensors of the trace.
+        #: modules then; and the real tensors that are in those for the tensors of the trace.
         self.side_effects: list[Change] = []
-        self.attributes_after: Snapshot | None = None
+        self.attributes_after: AttributeSnapshot | None = None
         self.side_effect_constants: list[Tensor] = []
         #: States that the forward replaced by a tensor that still has a graph behind it.
         self.differentiable: list[str] = []
@@ -280,7 +285,7 @@ class TrainingStep:
         hint = compiling() if self.as_compiling else nullcontext()
         storages = {name: storage_key(tensor) for name, tensor in tensors.items()}
         now = dict(tensors)
-        before, generators = Snapshot(self.model), Generators()
+        before, generators = AttributeSnapshot(self.model), Generators()
         try:
             if self.attributes_before is not None:
                 self.attributes_before.restore()
@@ -305,7 +310,7 @@ class TrainingStep:
             stand_ins = {id(tensor): self.tensors[name] for name, tensor in tensors.items()}
             self.side_effects = (self.attributes_before or before).changes(stand_ins)
             if self.side_effects:
-                self.attributes_after = Snapshot(self.model)
+                self.attributes_after = AttributeSnapshot(self.model)
                 with without_modes():
                     self.side_effect_constants = self.attributes_after.with_real_tensors(
                         self._side_effect_tensors()
@@ -335,5 +340,6 @@ class TrainingStep:
                     f"{now} after the loss, and was {not now} before",
                     accepted="parameters that are frozen and unfrozen between steps",
                     todo=f"call requires_grad_({now}) in the loop, before the step; an optimizer "
-                    "changes its own parameters only, so that a loss need not freeze others",
+                    "changes its own parameters only, so that a loss need not freeze other "
+                    "parameters",
                 )

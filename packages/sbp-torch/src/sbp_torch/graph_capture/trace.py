@@ -10,7 +10,7 @@ after:  h = mul(w, 0.9);  i = add(h, g); return i
 Two ways. `rewrite_mutations` renames: what reads a tensor after a write reads what the write made.
 It is quick, and declines where a tensor is written to through a view, or a view of it is read after
 the write. `retrace` lets PyTorch do it by tracing once more, which is right for everything.
-`capture.convert` turns the result into our IR.
+`capture.fx_conversion` turns the result into our IR.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch.graph_capture.diagnostics import check_dense, refusal, written_outside
 from sbp_torch.graph_capture.side_effects import shared_memory
-from sbp_torch.graph_capture.step import TrainingStep
+from sbp_torch.graph_capture.step import TraceableStep
 
 # Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 
@@ -66,7 +66,7 @@ class TracedStep:
     form: tuple[Any, ...] = ()
 
 
-def trace_step(step: TrainingStep) -> TracedStep:
+def trace_step(step: TraceableStep) -> TracedStep:
     """Trace a step as one FX graph.
 
     Raises:
@@ -187,7 +187,7 @@ def _is_constant(value: object) -> bool:
 
 def _check_states(
     module: fx.GraphModule,
-    step: TrainingStep,
+    step: TraceableStep,
     inputs: Collection[GraphInput],
     outputs: Collection[tuple[str, OutputKind]],
     held: Mapping[str, Tensor],
@@ -207,7 +207,7 @@ def _check_states(
     for name in step.differentiable:
         if set(placeholders[name].users) - {result}:
             raise CaptureError(
-                f"the forward puts a tensor in the place of {name!r} that still has its graph: the "
+                f"the forward assigns a tensor that still has its graph to {name!r}: the "
                 "next step would differentiate through this one",
                 accepted="buffers that are assigned detached tensors",
                 todo="assign x.detach(), or compute it under torch.no_grad()",
@@ -226,7 +226,7 @@ def _check_states(
         found = own.get(storage_key(tensor))
         if found is not None:
             raise CaptureError(
-                f"the program holds the state {found!r} otherwise than through its module: the "
+                f"the program holds the state {found!r} outside of its module: the "
                 "graph would read its first value for ever, and pass no gradient to it",
                 accepted="states that are read as attributes of their modules in each step",
                 todo="in the loss, take it from the model that is given: model.parameters(), "

@@ -324,7 +324,7 @@ def in_place_only(name: str, members: Sequence[Tensor]) -> Iterator[None]:
     """Refuse an optimizer that puts other tensors into its parameters: no graph would see it.
 
     Raises:
-        CaptureError: a parameter lies in other memory afterwards.
+        CaptureError: a parameter is in other memory afterwards.
     """
     storages = [storage_key(member) for member in members]
     yield

@@ -300,7 +300,7 @@ def _check_options(
             )
             raise CaptureError(
                 f"no parameter group of {type(optimizer).__name__} has the setting {setting!r} "
-                "that is to be scheduled",
+                "of UpdateOptions.scheduled",
                 accepted=", ".join(known),
                 todo="leave it out of UpdateOptions.scheduled",
             )

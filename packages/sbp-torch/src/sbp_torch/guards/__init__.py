@@ -6,13 +6,13 @@ and optimizer read as what was trained, and finds what was written to them.
 
 from __future__ import annotations
 
-from sbp_torch.guards.held import Changed
 from sbp_torch.guards.program import Guard
 from sbp_torch.guards.reads import modules_in_eval_mode
+from sbp_torch.guards.recorded_values import ChangedValue
 from sbp_torch.guards.states import ConnectedStates, connected_elsewhere
 
 __all__ = [
-    "Changed",
+    "ChangedValue",
     "ConnectedStates",
     "Guard",
     "connected_elsewhere",

@@ -214,7 +214,7 @@ def trained_elsewhere(name: str, where: str = "") -> RunError:
         where=where,
         accepted="tensors of the model that is given, of the batch, and constants",
         todo="let both models be modules of one, such as nn.ModuleDict, which two losses train in "
-        "turn: step.beside(loss, batch, optimizer)",
+        "turn: step.add_step(loss, batch, optimizer)",
     )
 
 
@@ -265,8 +265,9 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
         f"the gradient of {name!r} is asked for, and gradients live inside a step only",
         where=caller,
         accepted="what the step does with them: update={'clip_norm': ...}",
-        todo="clip with update={'clip_norm': ...}, whose metric 'grad_norm' is the norm; return other "
-        "figures as metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
+        todo="clip with update={'clip_norm': ...}, whose metric 'grad_norm' is the norm; return "
+        "other figures as metrics of the loss: torch.autograd.grad(loss, parameter, "
+        "create_graph=True)",
     )
 
 
@@ -297,7 +298,7 @@ class OptimizerStates(defaultdict[Any, Any]):
             self.optimizer.state = self._before
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def disconnected(self) -> Iterator[None]:
         """Let it be an ordinary mapping of ordinary tensors meanwhile, as they are."""
         with replaced(self, _is_apart=True), as_before([*self._tensors()]):
             yield

@@ -26,13 +26,15 @@ from sbp_torch.graph_capture.side_effects import REGISTERS, refill
 from sbp_torch.graph_capture.step import model_tensors
 from sbp_torch.guards.connected import is_let_go, trained_elsewhere
 from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
-from sbp_torch.guards.held import (
+from sbp_torch.guards.optimizer_guard import OF_OPTIMIZERS, OptimizerGuard
+from sbp_torch.guards.reads import Reads
+from sbp_torch.guards.recorded_values import (
     ANEW,
     MOST_ENTRIES,
     NOTHING,
     PLAIN,
     SURROUNDINGS,
-    Changed,
+    ChangedValue,
     HeldContainer,
     HeldMapping,
     HeldTensor,
@@ -50,8 +52,6 @@ from sbp_torch.guards.held import (
     short,
     surroundings,
 )
-from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
-from sbp_torch.guards.reads import Reads
 from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions
 
@@ -80,7 +80,7 @@ _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
 
 
 class Guard:
-    """What a program consists of at one moment, compared with what it is later.
+    """A program at one moment, to compare with the same program later.
 
     Args:
         model: The one-device program.
@@ -139,7 +139,7 @@ class Guard:
         self._trained = [one.requires_grad for one in self._states.values()]
         self._hooks, self._around = hooks_of(self._states.values()), surroundings()
         self._set_on_tensors = num_attributes(self._states.values())
-        #: Mappings and lists, each with what lies in it whenever that is looked at.
+        #: Mappings and lists, each with what is in it whenever that is looked at.
         self._all: list[tuple[Sized, Collection[Any]]] = [
             (one.live, one.live.values()) for one in self._mappings
         ]
@@ -168,7 +168,7 @@ class Guard:
         self._groups.renew()
 
     def _note(self) -> None:
-        """Note what lies in mappings and lists; most of them are empty, and looked at together."""
+        """Note what is in mappings and lists; most of them are empty, and looked at together."""
         self._numbers.find_among(self._keys)
         self._empty = [sized for sized, _ in self._all if not len(sized)]
         self._full = [lying for sized, lying in self._all if len(sized)]
@@ -216,7 +216,7 @@ class Guard:
                 return
 
     def _visit(self, label: str, value: Any) -> None:
-        """Note what lies in a value, each once."""
+        """Note what is in a value, each once."""
         left: deque[tuple[str, Any]] = deque([(label, value)])
         while left:
             label, value = left.popleft()
@@ -260,7 +260,7 @@ class Guard:
                 self._attributes(label, value)
 
     def restore(self) -> None:
-        """Set back what lies in cells, globals, objects and containers; not in modules."""
+        """Set back what is in cells, globals, objects and containers; not in modules."""
         for place in self._reads.places:
             if not is_same(place.value, place.now()):
                 place.number.write(place.value)
@@ -279,7 +279,7 @@ class Guard:
             with as_plain_tensors():
                 return (
                     self._numbers.follow_in(self._lay)
-                    # The same objects lie in mappings and lists, in the same order.
+                    # The same objects are in mappings and lists, in the same order.
                     and not any(self._empty)
                     and [*map(len, self._full)] == self._lengths
                     and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
@@ -298,7 +298,7 @@ class Guard:
         except Exception:  # places are empty
             return False
 
-    def changes(self, *, training: bool = True) -> list[Changed]:
+    def changes(self, *, training: bool = True) -> list[ChangedValue]:
         """Return what is not as it was and may matter to the step.
 
         Args:
@@ -326,9 +326,9 @@ class Guard:
             if not one.is_same():
                 what = f"the tensor {one.label} was written"
                 todo = f"let what holds it be a module or a buffer of the model; or {ANEW}"
-                found.append(Changed(what=what, where=self._line(one.label), todo=todo))
+                found.append(ChangedValue(what=what, where=self._line(one.label), todo=todo))
         if (now := surroundings()) != self._around:
-            found.append(Changed(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
+            found.append(ChangedValue(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
         with as_plain_tensors():
             tensors = self._states.values()
             noted: tuple[tuple[str, list[Any], list[Any]], ...] = (
@@ -339,20 +339,20 @@ class Guard:
                 for name, old, new in zip(self._states, kept, found_now, strict=True):
                     if old != new:
                         end = "" if kept is self._hooks else ", or taken from it"
-                        found.append(Changed(what=f"{text} {name!r}{end}"))
+                        found.append(ChangedValue(what=f"{text} {name!r}{end}"))
             for (name, tensor), was in zip(self._states.items(), self._trained, strict=True):
                 if tensor.requires_grad is not was:
                     now_told = "is frozen" if was else "is to be trained"
                     what = f"{name!r} {now_told} (requires_grad), and was "
                     what += f"{'trained' if was else 'frozen'} when the step was captured"
-                    found.append(Changed(what=what))
+                    found.append(ChangedValue(what=what))
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again
             self._note()
         return found
 
-    def _of_mappings(self, training: bool) -> Iterator[Changed]:
+    def _of_mappings(self, training: bool) -> Iterator[ChangedValue]:
         for one in self._mappings:
             if is_identical(one.live, one.kept):
                 continue
@@ -386,7 +386,7 @@ class Guard:
             return False
         return self._reads.may_read(key)
 
-    def _of_containers(self) -> Iterator[Changed]:
+    def _of_containers(self) -> Iterator[ChangedValue]:
         for one in self._containers:
             if isinstance(one.value, dict) and is_identical(one.value, one.content):
                 continue
@@ -403,11 +403,11 @@ class Guard:
                         yield registered_change(f"{owner}.{key}", REGISTERS[kind], before, after)
                     elif kind.endswith("_hooks") or "_hooks_" in kind:
                         verb = "removed from" if after is NOTHING else "registered on"
-                        yield Changed(what=f"a hook was {verb} {owner}")
+                        yield ChangedValue(what=f"a hook was {verb} {owner}")
                     else:
                         yield self._entry(one, key, before, after)
                 if [*now] != [*one.content] and now.keys() == one.content.keys():
-                    yield Changed(what=f"the entries of {one.label} are in another order")
+                    yield ChangedValue(what=f"the entries of {one.label} are in another order")
             elif isinstance(one.value, list) and (floats := changed_floats(one.content, now)):
                 for index in floats:
                     if not self._numbers.may_be((id(one.value), index), now[index]):
@@ -415,7 +415,7 @@ class Guard:
             elif not is_same(one.content, now):
                 yield self._changed(one.label, one.label, one.content, now)
 
-    def _entry(self, one: HeldContainer, key: Any, before: object, after: object) -> Changed:
+    def _entry(self, one: HeldContainer, key: Any, before: object, after: object) -> ChangedValue:
         label = f"{one.label}[{key!r}]"
         is_plain = isinstance(one.value, dict | list) and len(one.value) <= MOST_ENTRIES
         is_plain &= f".{_GROUPS}[" not in label  # they are inputs of the update already
@@ -432,7 +432,7 @@ class Guard:
         place: NumberPlace | None = None,
         *,
         of_torch: bool = False,  # whose layers take numbers, and no tensors
-    ) -> Changed:
+    ) -> ChangedValue:
         name = key.rpartition(".")[2]
         todo = ANEW
         if isinstance(after, int | float) and not isinstance(after, bool) and not of_torch:
@@ -443,7 +443,7 @@ class Guard:
         elif isinstance(after, Tensor):
             todo = f"pass it in the batch; or {ANEW}"
         is_number = is_float(before) and is_float(after) and name not in self._reads.remembered
-        return Changed(
+        return ChangedValue(
             what=f"{label} is {short(after)}, and was {short(before)} when the step was captured",
             where=self._reads.line_of(name) or where,
             todo=todo,

@@ -36,7 +36,7 @@ from sbp_torch.guards.functions import (
     makers,
     texts,
 )
-from sbp_torch.guards.held import NOTHING
+from sbp_torch.guards.recorded_values import NOTHING
 
 #: Where functions keep defaults.
 _DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}

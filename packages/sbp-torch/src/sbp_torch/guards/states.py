@@ -48,7 +48,7 @@ ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
 
 
 class ConnectedStates:
-    """Connects the tensors of a model, and the states of its optimizer, to those of a step.
+    """Connects the tensors of a model and the states of its optimizer to the states of a step.
 
     Args:
         model: The one-device program. Tensors of classes that have a `__torch_function__` of their
@@ -78,10 +78,7 @@ class ConnectedStates:
         self._is_connected = False
 
     def add(
-        self,
-        optimizer: torch.optim.Optimizer,
-        update: UpdateOptions,
-        names: Collection[str],
+        self, optimizer: torch.optim.Optimizer, update: UpdateOptions, names: Collection[str]
     ) -> None:
         """Know the states of an optimizer, which the step has; if it is known, new ones of it.
 
@@ -126,7 +123,7 @@ class ConnectedStates:
         for one in self._states:
             one.connect()
 
-    def behind_step(self) -> None:
+    def note_step(self) -> None:
         """Note that the states of the step have changed."""
         self._is_behind = True
         for one in self._states:
@@ -167,7 +164,7 @@ class ConnectedStates:
         with as_plain_tensors():
             self._versions = {name: one._version for name, one in self._tensors.items()}
 
-    def look_again(self) -> None:
+    def reconnect(self) -> None:
         """Connect tensors that were put in the places of others: they count as written."""
         for name, tensor in model_tensors(self._model).items():
             if name in self._tensors and tensor is not self._tensors[name]:
@@ -201,7 +198,7 @@ class ConnectedStates:
                 f"{next(iter(found))!r} was written through an alias that was made before the "
                 "parallel step began, such as parameter.data or a view",
                 accepted="writes to the model's own tensors, and to aliases that were made since",
-                todo="make the alias inside of the `with` block, or anew after each step",
+                todo="make the alias inside of the `with` block, or again after each step",
             )
         if any(one.is_written() for one in self._states):
             self.read_optimizer()
@@ -225,14 +222,14 @@ class ConnectedStates:
         self, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> dict[str, Tensor]:
         """Return the states that an optimizer has now, or as they begin; also of what is frozen."""
-        with self.apart(), as_plain_tensors(), trainable([*self._model.parameters()]):
+        with self.disconnected(), as_plain_tensors(), trainable([*self._model.parameters()]):
             return initial_states(self._model, optimizer, update, copy=False)
 
     def take_optimizer(
         self, states: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
         """Give an optimizer states that are those of the step."""
-        with self.apart():
+        with self.disconnected():
             for one in self._states:
                 if one.optimizer in members(optimizer):
                     one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
@@ -245,12 +242,12 @@ class ConnectedStates:
                 one.taken_over()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def disconnected(self) -> Iterator[None]:
         """Let the model's tensors be ordinary ones meanwhile, with the values that they have."""
         with ExitStack() as stack:
             stack.enter_context(as_before(self._tensors.values()))
             for one in self._states:
-                stack.enter_context(one.apart())
+                stack.enter_context(one.disconnected())
             yield
 
     def disconnect(self) -> None:
@@ -280,7 +277,7 @@ class ConnectedStates:
                 "the states of the optimizer are asked for, and live on the ranks only",
                 todo="ask the step: step.optimizer_state_dict(), step.state_dict()",
             )
-        with self.apart():
+        with self.disconnected():
             states = self._read(tuple(self._dtypes))
             for one in behind:
                 one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])

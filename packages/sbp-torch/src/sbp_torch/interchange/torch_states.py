@@ -243,7 +243,7 @@ def from_optimizer_state(
             ):
                 raise SbpValueError(
                     f"{full!r} has shape {tuple(value.shape)}",
-                    accepted=f"that of its parameter, {tuple(parameter.shape)}",
+                    accepted=f"the shape of its parameter, {tuple(parameter.shape)}",
                 )
             found[full] = value.detach().clone()
     return found

@@ -1,4 +1,4 @@
-"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`)."""
+"""How PyTorch lays out results in memory (`layout`); what a session holds (`meter`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tensors that instructions make lie in memory: storages, strides, bytes.
+"""How the tensors that instructions make are laid out in memory: storages, strides, bytes.
 
 An instruction is called once on fake tensors (without data) for each way its arguments can lie;
 repeated layers, the ranks of a mesh and similar plans, whose calls are alike, share the answer. So
@@ -44,7 +44,7 @@ _MEAN_LOSSES = {
 
 
 class Layouts:
-    """How the results of calls lie in memory, by the layouts of their arguments."""
+    """How the results of calls are laid out in memory, by the layouts of their arguments."""
 
     def __init__(self) -> None:
         self._mode = fake_mode()
@@ -288,7 +288,7 @@ def _described(
 
 
 def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> Number:
-    """Compute a host number; any will do, as no layout depends on it.
+    """Compute a host number; any will do, because no layout depends on it.
 
     Raises:
         PlanError: the operator takes no such arguments.

@@ -9,8 +9,8 @@
 A rank holds a storage as long as a tensor lives that was made, or handed out, in its work; so the
 ranks of one process are told apart. Storages that another rank made count with the bytes that the
 tensor shows: in processes of their own they would be copies. Batches count as the plan's slots say.
-Scratch memory inside operators is not seen, as no tensor of it comes out. States that lie in the
-memory of the host are not counted.
+Scratch memory inside operators is not seen, because no tensor of it comes out. States that are in
+the memory of the host are not counted.
 
 Watching makes every operator call some 50 µs slower.
 """

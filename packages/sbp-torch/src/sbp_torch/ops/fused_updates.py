@@ -99,14 +99,14 @@ def _run(
     """Run a kernel on one parameter; return it and its states, which have the new values.
 
     Args:
-        kernel: Takes lists of tensors whose elements lie in order, and writes over all but `g`.
+        kernel: Takes lists of tensors whose elements are in order, and writes over all but `g`.
         g: The gradient.
         old: The parameter, and each of its states if there is one.
         step: Number of the step; None if the kernel takes none.
         settings: By name.
     """
     p = old[0][0]
-    # Most lie in order: the kernel itself then writes what is returned.
+    # Most are in order: the kernel itself then writes what is returned.
     new = [[one if one.is_contiguous() else _copy(one) for one in part] for part in old]
     lists = [new[0], [g.to(p.dtype).contiguous()], *new[1:]]
     if isinstance(step, Tensor):
@@ -122,7 +122,7 @@ def _run(
 
 
 def _copy(value: Tensor) -> Tensor:
-    """Return a copy whose elements lie in order, as the kernels take for granted."""
+    """Return a copy whose elements are in order, as the kernels take for granted."""
     return value.clone(memory_format=torch.contiguous_format)
 
 

@@ -18,7 +18,7 @@ where a row is one line along the last dim (trailing dims of one element left as
 resolution of 53 bits take two words, so that a block serves two elements.
 
 Of a step on a whole batch that is computed in micro-batches, `step` counts these. Each draws what
-the whole batch draws for its samples, which lie along `micro_batch_dim`: `start` and `logical` are
+the whole batch draws for its samples, which are along `micro_batch_dim`: `start` and `logical` are
 then of the whole batch, but for the place of the micro-batch. Without such a dim all draw the same.
 
 With `per_shard` a shard draws from a generator of its own instead, seeded by (seed, step, site,
@@ -85,7 +85,7 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Where the elements to draw lie in their logical tensor.
+    """Where the elements to draw are in their logical tensor.
 
     Args:
         size: Shape of the shard; any number of dims.
@@ -99,7 +99,7 @@ class Shard:
 
     @property
     def fits(self) -> bool:
-        """Whether the shard lies within the logical tensor."""
+        """Whether the shard is within the logical tensor."""
         return len(self.size) == len(self.start) == len(self.logical) and all(
             begin >= 0 and extent >= 0 and begin + extent <= whole
             for begin, extent, whole in zip(self.start, self.size, self.logical, strict=True)
@@ -116,7 +116,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RandomSource:
     """Where numbers come from: key and upper half of the counter.
 
     Args:
@@ -141,7 +141,7 @@ Convert = Callable[[tuple[Tensor, ...]], Tensor]
 
 def draw(
     shard: Shard,
-    source: Source,
+    source: RandomSource,
     convert: Convert,
     *,
     width: int,
@@ -367,7 +367,7 @@ def _draw(
         parameters: Of the distribution, such as `low` and `high`.
 
     Raises:
-        SbpValueError: step, site, dtype or a parameter is out of range, or the shard lies outside
+        SbpValueError: step, site, dtype or a parameter is out of range, or the shard is outside
             its tensor.
     """
     distribution = distribution_of(dtype, **parameters)
@@ -376,7 +376,7 @@ def _draw(
         first[micro_batch_dim] += step % micro_batches * (logical[micro_batch_dim] // micro_batches)
     if micro_batch_dim < 0 or not per_shard:
         step //= micro_batches
-    source = Source(seed=seed, step=step, site=site)
+    source = RandomSource(seed=seed, step=step, site=site)
     whole = tuple(size if logical is None else logical)
     shard = Shard(size=tuple(size), start=tuple(first), logical=whole)
     if not (0 <= step <= WORD and 0 <= site <= WORD and shard.fits):

@@ -35,7 +35,7 @@ class TorchSchedule:
         optimizer: Whose settings are the first ones.
         make: Returns a scheduler of the optimizer that it is given, such as
             `lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=100)`.
-        scheduled: Settings beside `lr` that are inputs of the step (`UpdateOptions.scheduled`).
+        scheduled: Settings besides `lr` that are inputs of the step (`UpdateOptions.scheduled`).
 
     Raises:
         SbpValueError: the scheduler wants more than the number of the step.

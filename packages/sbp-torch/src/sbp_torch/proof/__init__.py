@@ -8,7 +8,7 @@ whole steps, both on numbers that the program allows (`drawing`).
 
 from __future__ import annotations
 
-from sbp_torch.proof.proofs import Proof, Step, prove
+from sbp_torch.proof.proofs import PlannedStep, StepProof, prove
 from sbp_torch.proof.whole import OutputDifference, PaddedStep
 
-__all__ = ["OutputDifference", "PaddedStep", "Proof", "Step", "prove"]
+__all__ = ["OutputDifference", "PaddedStep", "PlannedStep", "StepProof", "prove"]

@@ -59,7 +59,7 @@ _OUT = "out"
 
 
 @dataclass(slots=True)
-class Found:
+class PartialProof:
     """What the parts have shown.
 
     Args:
@@ -119,14 +119,14 @@ class Sweep:
         tied = {old: one.name for one in after.inputs for old in one.stands_for}
         self.old = numbered(before, self.numbering, lambda name: tied.get(name, name))
         self.new: dict[str, Value] = {}
-        self.found = Found(left_s=budget_s)
+        self.found = PartialProof(left_s=budget_s)
         self._places = [{n.name: at for at, n in enumerate(g.nodes)} for g in (before, after)]
         self._bases = {value.base for value in self.old.values()}
         self._shared: set[int] = set()
         self._verdicts: dict[object, float | None] = {}
         self._different = 0
 
-    def run(self) -> Found:
+    def run(self) -> PartialProof:
         """Compare the graphs."""
         self._shared = {self.old[entry.name].base for entry in self.before.inputs}
         numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
@@ -308,12 +308,7 @@ class Sweep:
         return run_graph(graph, states, list(batches), scalars)[0][_OUT]
 
     def _drawn(
-        self,
-        value: Value,
-        kind: ValueType,
-        integers: Integers,
-        how: Draw,
-        random: torch.Generator,
+        self, value: Value, kind: ValueType, integers: Integers, how: Draw, random: torch.Generator
     ) -> Tensor | Number:
         if not isinstance(kind, TensorType):  # of the host: a float from 0.5 to 1.5, or a count
             if kind.dtype == "float":

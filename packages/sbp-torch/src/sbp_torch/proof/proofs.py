@@ -36,7 +36,7 @@ _PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class StepProof:
     """What was proved of a step.
 
     Args:
@@ -96,11 +96,11 @@ class Proof:
         return lines
 
 
-def _from_json(value: Mapping[str, Any]) -> Proof:
-    known = {one.name for one in fields(Proof)} & value.keys()
+def _from_json(value: Mapping[str, Any]) -> StepProof:
+    known = {one.name for one in fields(StepProof)} & value.keys()
     found: Any = {name: value[name] for name in known}
     found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-    return Proof(**found)
+    return StepProof(**found)
 
 
 #: What a whole step may take, in budgets, where its parts were seen to differ: it decides.
@@ -111,7 +111,7 @@ _FAILURES = (SbpError, RuntimeError, IndexError, ValueError, TypeError, NotImple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlannedStep:
     """A step as it was captured and as it is planned.
 
     Args:
@@ -135,13 +135,13 @@ class Step:
 
 
 def prove(
-    step: Step,
+    step: PlannedStep,
     *,
     states: Callable[[], Mapping[str, Tensor]] = dict,
-    small: Callable[[], Step] | None = None,
+    small: Callable[[], PlannedStep] | None = None,
     budget_s: float = 10.0,
     cache: bool | Path = True,
-) -> Proof:
+) -> StepProof:
     """Run a step as it is planned, and the step as it was captured, on small random data.
 
     Loss, metrics and new states are compared in double precision. A step of one micro-batch is
@@ -192,11 +192,11 @@ def prove(
 
 
 def _proved(
-    step: Step,
+    step: PlannedStep,
     states: Callable[[], Mapping[str, Tensor]],
-    small: Callable[[], Step] | None,
+    small: Callable[[], PlannedStep] | None,
     budget_s: float,
-) -> Proof:
+) -> StepProof:
     if step.is_cut:
         copy, of = step, ""
         if _whole_s(step) > budget_s and small is not None:
@@ -204,7 +204,7 @@ def _proved(
                 copy = small()
             except SbpError as error:
                 reason = f"a smaller batch: {error.what}"
-                return Proof(operators=len(step.after.nodes), reason=reason)
+                return StepProof(operators=len(step.after.nodes), reason=reason)
             after = copy.after
             batch = (after.tensor(e.name).shape for e in after.inputs if e.kind is InputKind.BATCH)
             rows = next((shape[0] for shape in batch if shape), 1)
@@ -219,7 +219,7 @@ def _proved(
     before, after = widened(before), widened(after)
     found = Sweep(before, after, budget_s).run()
     if not found.open:
-        return Proof(
+        return StepProof(
             operators=len(after.nodes),
             alike=found.alike,
             parts=found.parts,
@@ -230,21 +230,21 @@ def _proved(
     return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
 
 
-def _whole_s(step: Step) -> float:
+def _whole_s(step: PlannedStep) -> float:
     """Return the seconds of a step drawn once: the captured one is taken twice."""
     return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
 
 
 def _run_whole(
     whole: WholeStep,
-    step: Step,
+    step: PlannedStep,
     suspects: list[str],
     first: Node | None,
     budget_s: float,
     of: str,
-) -> Proof:
+) -> StepProof:
     """Take whole steps, as many as the budget allows."""
-    made = Proof(operators=len(step.after.nodes), of=of)
+    made = StepProof(operators=len(step.after.nodes), of=of)
     each_s = _whole_s(step)
     if each_s > budget_s:
         about = f"it would take about {format_seconds(each_s)}"
@@ -278,7 +278,9 @@ def _run_whole(
     return replace(made, reason=f"it does not run on random numbers: {told}")
 
 
-def _refusal(found: list[OutputDifference], step: Step, first: Node | None, of: str) -> GraphError:
+def _refusal(
+    found: list[OutputDifference], step: PlannedStep, first: Node | None, of: str
+) -> GraphError:
     """Return the error for outputs that differ."""
     order = (OutputKind.LOSS, OutputKind.METRIC, OutputKind.STATE)
     worst = min(found, key=lambda one: order.index(one.kind))

@@ -5,8 +5,8 @@ after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)
 
 Graphs that differ in double precision mean different things. Conversions between floats come to
 nothing there, so where a pass has placed them makes no difference. Views become reshapes, which do
-not ask how their arguments lie in memory. Random numbers are those that are counted by sample, also
-where a run draws from a generator for each shard.
+not ask how their arguments are laid out in memory. Random numbers are those that are counted by
+sample, also where a run draws from a generator for each shard.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class PaddedStep:
         """Return the loss, metrics and new states that differ by more than rounding.
 
         Args:
-            states: Returns values of the states. Parameters that have none, as they lie on `meta`
+            states: Returns values of the states. Parameters that have none, as they are on `meta`
                 or are left out, are small random numbers.
             budget_s: Most seconds that running may take, as estimated.
 

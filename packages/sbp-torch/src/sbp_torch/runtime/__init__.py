@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.devices import RankDevice, check_device
     from sbp_torch.runtime.feeding import Feeder
     from sbp_torch.runtime.finite import last_moments, not_finite, undone
-    from sbp_torch.runtime.layout import Values
     from sbp_torch.runtime.partial_update import (
         overwrite,
         partially_updated,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.sharing import store_of
     from sbp_torch.runtime.single import run_graph
+    from sbp_torch.runtime.state_layout import Values
     from sbp_torch.runtime.store import StateStore, check_tensor
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sbp_core.errors import ConfigError
-from sbp_torch.segments.configs import Execution, check_execution
+from sbp_torch.segments.execution_options import Execution, check_execution
 
 __all__ = ["ReferenceConfig"]
 

@@ -30,7 +30,7 @@ Fed = dict[int, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class HostCopy:
     """A copy of a tensor in the memory of the host, made or under way.
 
     Args:
@@ -73,9 +73,9 @@ class RankDevice(Protocol):
         """Return a tensor in the memory of the host."""
 
     def now(self) -> Any:
-        """Return the moment behind all work that is put onto the device so far."""
+        """Return the moment after all work that is put onto the device so far."""
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """Copy a tensor as it is at a moment, which nothing overwrites before the copy.
 
         Args:
@@ -85,7 +85,7 @@ class RankDevice(Protocol):
                 memory.
         """
 
-    def follow(self, copy: Aside) -> None:
+    def follow(self, copy: HostCopy) -> None:
         """Let all work that is put onto the device from now on come after a copy."""
 
 
@@ -116,11 +116,11 @@ class CpuDevice:
     def now(self) -> None:
         """See `RankDevice.now`: what was put is done."""
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """See `RankDevice.copy_aside`."""
-        return Aside((_memory_like(value) if buffer is None else buffer).copy_(value))
+        return HostCopy((_memory_like(value) if buffer is None else buffer).copy_(value))
 
-    def follow(self, copy: Aside) -> None:
+    def follow(self, copy: HostCopy) -> None:
         """See `RankDevice.follow`: it is made."""
 
 
@@ -220,23 +220,23 @@ class CudaDevice:
         """See `RankDevice.now`."""
         return torch.cuda.default_stream(self.device).record_event()
 
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait.
 
-        What lies in the memory of the host is copied there at once.
+        What is in the memory of the host is copied there at once.
         """
         if buffer is None:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         if not value.is_cuda:
-            return Aside(buffer.copy_(value))
+            return HostCopy(buffer.copy_(value))
         with torch.cuda.stream(self._saving):
             self._saving.wait_event(since)
             buffer.copy_(value, non_blocking=True)
         # Whoever replaces the state lets go of its memory: it must not be given away before.
         value.record_stream(self._saving)
-        return Aside(buffer, self._saving.record_event())
+        return HostCopy(buffer, self._saving.record_event())
 
-    def follow(self, copy: Aside) -> None:
+    def follow(self, copy: HostCopy) -> None:
         """See `RankDevice.follow`."""
         if copy.done is None:
             return

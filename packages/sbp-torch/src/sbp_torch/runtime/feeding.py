@@ -18,13 +18,13 @@ from sbp_core.errors import SbpTypeError, SbpValueError, nearest
 from sbp_core.graph import InputKind
 from sbp_core.runtime import BatchIs, BatchPart, batch_parts, batch_slots, micro_batch_rows
 from sbp_torch.ops.random import draw_of
-from sbp_torch.runtime.layout import Values
+from sbp_torch.runtime.state_layout import Values
 from sbp_torch.runtime.store import check_tensor
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
 
-#: Where something lies in a tensor: a slice of each dim.
+#: Where something is in a tensor: a slice of each dim.
 _Index = tuple[slice, ...]
 
 #: How a batch that is nested gets the names of the plan.

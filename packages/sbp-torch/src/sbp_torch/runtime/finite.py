@@ -47,9 +47,9 @@ def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
 def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
     """Return by rank and thread how many of its firings come before any that overwrites a state.
 
-    Equal numbers of all firings where nothing is overwritten, as new states are put in force behind
-    them; and where a rank may overwrite a state before all of them know the loss, as then no step
-    can be undone.
+    Equal numbers of all firings where nothing is overwritten, because new states are put in force
+    after them; and where a rank may overwrite a state before all of them know the loss, as then no
+    step can be undone.
     """
     actors = [actor for part in plan.ranks for actor in part.actors]
     all_firings = {

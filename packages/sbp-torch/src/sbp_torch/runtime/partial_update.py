@@ -1,7 +1,7 @@
 """States that updates overwrite, and what is said when a step failed in between.
 
 A step that fails before its commit (`sbp_core.compile.commit`) leaves all states as they were. One
-that fails behind it leaves states of two steps, on that rank or between ranks. The rank says so in
+that fails after it leaves states of two steps, on that rank or between ranks. The rank says so in
 the words of its failure, by which the processes of other ranks know it, too.
 """
 
@@ -56,7 +56,7 @@ def step_failure(
 
 
 def step_interrupted(rank: int, step: int, error: BaseException, is_partial: bool) -> RunError:
-    """Return what is said of a step that was interrupted from outside, such as by Ctrl-C.
+    """Return the error for a step that was interrupted from outside, such as by Ctrl-C.
 
     Args:
         rank: The first rank of the process.

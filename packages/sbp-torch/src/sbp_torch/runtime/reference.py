@@ -47,9 +47,9 @@ from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.finite import not_finite, undone
-from sbp_torch.runtime.layout import Values
 from sbp_torch.runtime.partial_update import overwrite, partially_updated, step_failure
 from sbp_torch.runtime.sharing import store_of
+from sbp_torch.runtime.state_layout import Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
 Value = Tensor | Number
@@ -229,7 +229,7 @@ def _replay(
     if not is_done:
         heads = map(replay.firings.head, replay.firings.waiting())
         stuck = [f"rank {rank}: {name}" for rank, name in filter(None, heads)]
-        raise RunError("the step came to a stand", where=stuck, todo="check the plan")
+        raise RunError("the step deadlocked", where=stuck, todo="check the plan")
 
 
 class _Tensors(InstructionDomain[Value]):
@@ -254,7 +254,7 @@ class _Tensors(InstructionDomain[Value]):
         self._ticks = ticks(self.plan) if offloads else None
 
     def duration(self, actor_id: ActorId) -> float:
-        """See `Domain.duration`: copies to and from the host go on beside compute."""
+        """See `Domain.duration`: copies to and from the host go on in parallel with compute."""
         return 0.0 if self._ticks is None else self._ticks(actor_id)
 
     def check_finite(self) -> None:

@@ -10,8 +10,8 @@ from sbp_core.boxing import bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError, nearest
 from sbp_core.runtime import Session
-from sbp_torch.runtime.layout import StateLayout, Values
 from sbp_torch.runtime.snapshots import Copier
+from sbp_torch.runtime.state_layout import StateLayout, Values
 from sbp_torch.runtime.store import StateStore
 
 _ELSE = "plan both alike, or start from the session's state_dict()"
@@ -24,7 +24,7 @@ def store_of(
     *,
     keeps: bool = False,
 ) -> StateStore:
-    """Return the states of a new session: cut from whole ones, or those of another session.
+    """Return the states of a new session: cut from whole states, or shared with another session.
 
     Args:
         plan: Of the new session.

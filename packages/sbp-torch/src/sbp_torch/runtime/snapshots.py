@@ -35,8 +35,8 @@ from sbp_core.boxing import itemsize
 from sbp_core.errors import RunError
 from sbp_core.runtime import Number, Snapshot, StatePiece, StateSlice
 from sbp_core.units import format_bytes
-from sbp_torch.runtime.devices import Aside, RankDevice
-from sbp_torch.runtime.layout import Part, StateLayout, Values
+from sbp_torch.runtime.devices import HostCopy, RankDevice
+from sbp_torch.runtime.state_layout import Part, StateLayout, Values
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class StateSnapshot(Snapshot):
         self._to_copy: Mapping[Part, None] = {} if is_over else self._layout.overwritten
         self._changed = threading.Condition()
         self._begun: set[Part] = set()
-        self._made: dict[Part, Aside | Exception] = {}
+        self._made: dict[Part, HostCopy | Exception] = {}
         self._held_bytes = 0  # of copies that are begun or made
         self._released = threading.Event()
         #: Whether the copying thread will come to it, or is at it; and whether that waits for room.
@@ -90,7 +90,7 @@ class StateSnapshot(Snapshot):
         self._waits_since: float | None = None
         self._is_told = False
 
-    def copy(self, part: Part, *, for_update: bool = True) -> Aside | Exception | None:
+    def copy(self, part: Part, *, for_update: bool = True) -> HostCopy | Exception | None:
         """Return the copy of a part, or why there is none; make it unless somebody does.
 
         Waits for room, and while the part is read where it is.
@@ -123,7 +123,7 @@ class StateSnapshot(Snapshot):
                     self._changed.wait()
             else:
                 return self._made.get(part)
-        made: Aside | Exception
+        made: HostCopy | Exception
         try:
             made = self._copier.copied(value, self._since, room_bytes)
         except Exception as error:  # such as for lack of memory
@@ -158,7 +158,7 @@ class StateSnapshot(Snapshot):
         step, limit = self.steps_done, format_bytes(self._limit_bytes or 0)
         if waited_s >= self._patience_s:
             logger.warning(
-                "the update behind step %d has waited %.0f s for room: copies go beyond %s, or "
+                "the update after step %d has waited %.0f s for room: copies go beyond %s, or "
                 "other ranks would give up",
                 *(step, waited_s, limit),
             )
@@ -167,7 +167,7 @@ class StateSnapshot(Snapshot):
         if waited_s >= TOLD_S and not self._is_told:
             self._is_told = True
             logger.warning(
-                "the update behind step %d waits until its checkpoint is written further: copies "
+                "the update after step %d waits until its checkpoint is written further: copies "
                 "of states may take %s (trainer.checkpoint.copy_bytes)",
                 *(step, limit),
             )
@@ -180,7 +180,7 @@ class StateSnapshot(Snapshot):
         with self._changed:
             made = list(self._made.values())
         for copy in made:
-            if isinstance(copy, Aside):
+            if isinstance(copy, HostCopy):
                 copy.wait()
 
     def copy_on_thread(self) -> None:
@@ -262,7 +262,7 @@ class StateSnapshot(Snapshot):
         """Make room, as a part is read."""
         with self._changed:
             copy = self._made.pop(part, None)
-            if isinstance(copy, Aside):
+            if isinstance(copy, HostCopy):
                 self._held_bytes -= copy.value.nbytes
                 self._copier.keep([copy.value])
             self._read.add(part)
@@ -283,7 +283,7 @@ class StateSnapshot(Snapshot):
         with self._changed:
             made, self._made, self._values = self._made, {}, {}
             self._changed.notify_all()
-        self._copier.keep([copy.value for copy in made.values() if isinstance(copy, Aside)])
+        self._copier.keep([copy.value for copy in made.values() if isinstance(copy, HostCopy)])
 
 
 class Copier:
@@ -328,18 +328,19 @@ class Copier:
 
         def copy_before(name: str) -> None:
             for snapshot in snapshots:
-                if isinstance(copy := snapshot.copy((rank, name)), Aside):
+                if isinstance(copy := snapshot.copy((rank, name)), HostCopy):
                     self.device.follow(copy)
 
         return copy_before
 
-    def copied(self, value: Tensor, since: object, room_bytes: int | None) -> Aside:
+    def copied(self, value: Tensor, since: object, room_bytes: int | None) -> HostCopy:
         """Return a copy of a part of a state, in memory that is kept or new.
 
         Args:
             value: The part.
             since: See `RankDevice.copy_aside`.
-            room_bytes: Most bytes that stay kept for later copies beside this; None for all.
+            room_bytes: Most bytes that stay kept for later copies in addition to this; None for
+                all.
         """
         with self._lock:
             fitting = self._buffers.get(value.nbytes)
@@ -390,7 +391,7 @@ class Copier:
         snapshot = self._orders.get()
         if snapshot is None:
             return False
-        # One thread, beside those that compute; threads of the process that begin later take the
+        # One thread, next to those that compute; threads of the process that begin later take the
         # count that was set last.
         before = torch.get_num_threads()
         torch.set_num_threads(1)

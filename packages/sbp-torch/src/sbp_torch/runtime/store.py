@@ -22,8 +22,8 @@ from sbp_core.runtime import StatePiece, known_state, widened
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
-from sbp_torch.runtime.layout import StateLayout, Values, part_of
 from sbp_torch.runtime.snapshots import Copier, StateSnapshot
+from sbp_torch.runtime.state_layout import StateLayout, Values, part_of
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
@@ -81,9 +81,10 @@ class StateStore:
         """
         if self._lost_by:
             raise RunError(
-                f"there are no states: others were loaded in their place, and {self._lost_by}",
+                f"there are no states: loading replaced them, and {self._lost_by}",
                 accepted="states that were loaded to the end",
-                todo="call load_state_dict() with others, or start a new session from a checkpoint",
+                todo="call load_state_dict() with other states, or start a new session from a "
+                "checkpoint",
             )
 
     def commit(self, values: dict[int, Values]) -> None:
@@ -120,12 +121,12 @@ class StateStore:
 
         They are taken one at a time, in the order of the mapping, and let go of before the next is
         asked for: a mapping that makes them on demand, such as `DeferredStates`, never needs to
-        hold two. So are those that they replace: beside the parts of the local ranks there is one
+        hold two. So are those that they replace: next to the parts of the local ranks there is one
         state at most. Of a mapping that makes them on demand, states that no local rank holds are
         not asked for at all; and of one that is read in parts, only those that a local rank holds.
 
         What is refused is refused before anything is replaced, as far as the mapping can be asked
-        for it. What fails behind that, such as a file that cannot be read, leaves no states.
+        for it. What fails after that, such as a file that cannot be read, leaves no states.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
@@ -294,7 +295,7 @@ class StateStore:
             taken.add(storage_key(part))
 
     def _put(self, slot: StateSlot, part: Tensor) -> Tensor:
-        """Return a part of a state where it is to lie between steps."""
+        """Return a part of a state where it is to be between steps."""
         return self.device.put_host(part) if slot.offloaded else self.device.put(part)
 
     def _read(self, slot: StateSlot, states: ReadInParts, new: Mapping[int, Values]) -> None:

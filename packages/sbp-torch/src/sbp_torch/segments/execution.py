@@ -13,7 +13,7 @@ from typing import Any
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.configs import Execution
+from sbp_torch.segments.execution_options import Execution
 
 #: The function of a segment: returns the values of `keys_out`. It takes those of inputs and reads,
 #: and empties the list, so that a value that nobody else holds dies after its last use.

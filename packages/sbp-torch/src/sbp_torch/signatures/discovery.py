@@ -205,7 +205,7 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
 def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verdict]:
     """Return the verdict on each candidate, or on as many as it took to give up.
 
-    A candidate that corrupts memory may leave that to those behind it. So what held, and what ended
+    A candidate that corrupts memory may leave that to later ones. So what held, and what ended
     the worker later than at once, is run again in workers that ran nothing illegal before.
     """
     trials = [partial(study.outputs_of, inputs) for inputs in cuts]

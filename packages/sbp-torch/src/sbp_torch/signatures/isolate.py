@@ -1,7 +1,7 @@
 """Trials in a forked worker: what may crash or hang does so there, and the crash is a verdict.
 
 One worker runs trials one after the other and sends each result over a pipe. If it dies, or takes
-too long, that is the verdict on the trial it was at, and a fresh worker goes on behind it. Forking
+too long, that is the verdict on the trial it was at, and a fresh worker goes on after it. Forking
 keeps the arguments of the trials where they are; results are pickled, and should be small. Needs a
 system with `fork`; tensors have to be on the CPU.
 """
@@ -147,10 +147,10 @@ class _Worker(Generic[T]):
         self._read, self._write = os.pipe()
 
     def start(self) -> None:
-        """Fork the process. An interrupt meanwhile is raised behind it, when `end` can kill it."""
+        """Fork the process. An interrupt meanwhile is raised after it, when `end` can kill it."""
         with _interrupts_held_back(), warnings.catch_warnings():
-            # Python 3.12 warns of forking beside threads (PyTorch's). The child takes no lock
-            # that they may hold: it runs kernels on one thread and leaves by `_exit`.
+            # Python 3.12 warns of forking a process with threads (PyTorch's). The child takes no
+            # lock that they may hold: it runs kernels on one thread and leaves by `_exit`.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
             if self._pid == 0:
@@ -215,7 +215,7 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let SIGINT take effect behind the context.
+    """Let SIGINT take effect after the context.
 
     Python drops what a signal's handler raises within the functions that run at a fork
     (`os.register_at_fork`), so Ctrl-C would be forgotten there.

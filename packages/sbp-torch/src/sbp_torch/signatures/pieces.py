@@ -30,7 +30,7 @@ _COARSE = 0.25
 
 
 class Pattern(Enum):
-    """How partial pieces are drawn; the value is the gap beside a maximum, in data magnitudes.
+    """How partial pieces are drawn; the value is the gap next to a maximum, in data magnitudes.
 
     `OPPOSED`: summands of an element differ in sign (refutes relu, abs, any clamp).
     `NORMAL`: normal summands (refutes rounding, squares, products of partial values).
@@ -63,7 +63,7 @@ def cut(
 
     Args:
         tensor: Any shape and dtype.
-        sbp: How it lies on the mesh.
+        sbp: How it is placed on the mesh.
         mesh_shape: Extent of each mesh axis.
         pattern: How partial pieces are drawn.
         draw: Random numbers for them.

@@ -48,7 +48,7 @@ def call_of(
 def describe(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
 ) -> tuple[OpCall, tuple[torch.Tensor, ...]]:
-    """Return what `call_of` does, of a call whose outputs are known; runs nothing.
+    """Return the result of `call_of` for a call with known outputs, without running it.
 
     However arguments are given, they come in the order of the operator's schema, as rules expect.
     """

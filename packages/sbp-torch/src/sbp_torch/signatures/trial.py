@@ -206,7 +206,7 @@ def _groups(pieces: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
 
 
 def _behind(group: list[torch.Tensor], entry: Sbp) -> torch.Tensor:
-    """Return the magnitudes of the partial values behind a piece that `group` is joined to."""
+    """Return the magnitudes of the partial values after a piece that `group` is joined to."""
     if isinstance(entry, Split):
         return torch.cat(group, entry.dim)
     if isinstance(entry, Partial):

@@ -94,7 +94,7 @@ class RuntimeCase:
         num_blocks: Residual blocks of the model.
         loss: What the loss of several micro-batches is.
         micro_batches_per_update: See `prepare_step`.
-        offloads: Whether all states that can lie in the memory of the host do.
+        offloads: Whether all states that can be in the memory of the host do.
     """
 
     mesh_shape: tuple[int, ...]

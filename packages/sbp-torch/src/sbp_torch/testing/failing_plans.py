@@ -72,7 +72,7 @@ def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str
 
 
 def plan_failing_late(plan: PhysicalPlan, rank: int, op: str) -> PhysicalPlan:
-    """Let one rank call an operator with a new parameter, behind all else that it does in a step.
+    """Let one rank call an operator with a new parameter, after all else that it does in a step.
 
     Args:
         plan: Of a training step, with one thread on the rank.

@@ -48,7 +48,7 @@ def _references(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], w
 
 
 class LoadingCases(RuntimeSuitePart):
-    """What `load_state_dict` replaces, what it holds meanwhile, and what is left if it fails."""
+    """Cases of `load_state_dict`: replaced states, memory while loading, and failures."""
 
     def _begin(self, name: str) -> Session:
         """Start a case, and take its first step."""
@@ -71,7 +71,7 @@ class LoadingCases(RuntimeSuitePart):
             assert_equal("the loss of step 2", loss, reference_run(name)[0][2])
 
     def test_what_is_loaded_is_read_when_what_it_replaces_is_let_go_of(self) -> None:
-        """One state after the other, behind steps and beside an evaluation of the same states."""
+        """One state after the other, after steps and next to an evaluation of the same states."""
         case = "sharded states"
         step, forward = CASES[case].step, compile_forward(case, batch_size=3)
         states = _InParts(step.states)
@@ -94,7 +94,7 @@ class LoadingCases(RuntimeSuitePart):
 
         assert {state for state, _ in old} <= set(read), "not all were read in parts"
         for loss, wanted in zip(losses, reference_run(case)[0], strict=True):
-            assert_equal("a loss behind loading", loss, wanted)
+            assert_equal("a loss after loading", loss, wanted)
 
     def test_states_that_do_not_fit_are_refused_and_do_no_harm(self) -> None:
         """SbpValueError from `start` and `load_state_dict`; the session goes on as it was."""
@@ -155,4 +155,4 @@ class LoadingCases(RuntimeSuitePart):
             session.load_state_dict(dict(step.states))
             losses = run_steps(session, step)
         for loss, wanted in zip(losses, reference_run(name)[0], strict=True):
-            assert_equal("a loss behind loading", loss, wanted)
+            assert_equal("a loss after loading", loss, wanted)

@@ -67,7 +67,7 @@ class TinyMlp(nn.Module):
             instead of a layer norm.
         num_rows: Of a table of which the row of each sample's class is added to its features; no
             table if 0.
-        num_blocks: Residual blocks, behind the last of which what entered the first is added once
+        num_blocks: Residual blocks, after the last of which what entered the first is added once
             more: in a pipeline a skip over stages.
     """
 

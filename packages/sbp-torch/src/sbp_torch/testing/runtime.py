@@ -37,8 +37,8 @@ from sbp_torch.testing.cases import (
 from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, too_large
 from sbp_torch.testing.loading import LoadingCases
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
-from sbp_torch.testing.snapshots import SnapshotCases
-from sbp_torch.testing.states import StateCases
+from sbp_torch.testing.snapshot_suite import SnapshotCases
+from sbp_torch.testing.state_suite import StateCases
 
 __all__ = ["RuntimeConformance"]
 
@@ -133,7 +133,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("asynchronous pipeline")
 
     def test_an_asynchronous_pipeline_of_sharded_states_equals_delayed_updates(self) -> None:
-        """Stale parameters are gathered for each micro-batch, beside compute."""
+        """Stale parameters are gathered for each micro-batch, in parallel with compute."""
         self.check_case("asynchronous pipeline with overlap")
 
     def test_updates_by_several_micro_batches_equal_the_reference_and_delayed_updates(self) -> None:
@@ -141,7 +141,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("two versions of parameters")
 
     def test_updates_by_several_micro_batches_of_sharded_states_equal_delayed_updates(self) -> None:
-        """The same with ZeRO-3 inside the stages, whose boxing goes on beside compute."""
+        """The same with ZeRO-3 inside the stages, whose boxing goes on in parallel with compute."""
         self.check_case("two versions of parameters with overlap")
 
     def test_a_pipeline_of_unequal_stages_equals_the_reference_and_one_device(self) -> None:
@@ -161,7 +161,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("sharded states and overlap")
 
     def test_a_pipeline_with_overlap_equals_the_reference_and_one_device(self) -> None:
-        """Transfers beside collectives that were begun."""
+        """Transfers next to collectives that were begun."""
         self.check_case("pipeline with overlap")
 
     def test_a_pipeline_with_boxing_threads_equals_the_reference_and_one_device(self) -> None:

@@ -20,16 +20,16 @@ from sbp_launch.checkpoint.names import (
     renamed,
     without,
 )
-from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_of, open_tensors
 from sbp_launch.console import make_console, reading, say
 
 if TYPE_CHECKING:
-    from sbp_launch.checkpoint.tensors import Tensors
+    from sbp_launch.checkpoint.tensors import LazyTensors
 
 #: Formats that can be written.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
-_WITHIN = "would lie in what it is made of, or the other way round"
+_WITHIN = "would be inside of its source, or its source inside of it"
 _NOT_THERE = {
     "accepted": "what is not there yet; of Hugging Face's layout, a folder without weights",
     "todo": "name another one, or pass --overwrite",
@@ -37,7 +37,7 @@ _NOT_THERE = {
 
 
 def convert(options: Namespace) -> int:
-    """Write what lies at one path to another, in another format. Returns the exit code."""
+    """Write what is at one path to another, in another format. Returns the exit code."""
     renames = parse_renames(options.rename)
     to = _format_of(options)
     shard_bytes = parse_bytes(options.max_shard_size)
@@ -114,8 +114,8 @@ def _format_of(options: Namespace) -> str:
 
 
 def _file(
-    options: Namespace, found: Found, to: str, shard_bytes: int
-) -> tuple[str, Callable[[Tensors], list[str]]]:
+    options: Namespace, found: FoundTensors, to: str, shard_bytes: int
+) -> tuple[str, Callable[[LazyTensors], list[str]]]:
     """Return where a format of others is to be written, and what writes it and returns its files.
 
     Raises:
@@ -136,7 +136,7 @@ def _file(
             accepted="a file" if to == "safetensors" else "a folder",
         )
 
-    def write(tensors: Tensors) -> list[str]:
+    def write(tensors: LazyTensors) -> list[str]:
         from sbp_launch.checkpoint.formats.writers import (
             write_distributed_checkpoint,
             write_safetensors,
@@ -154,7 +154,9 @@ def _file(
     return str(target), write
 
 
-def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensors], list[str]]]:
+def _checkpoint(
+    options: Namespace, found: FoundTensors
+) -> tuple[str, Callable[[LazyTensors], list[str]]]:
     """Return where a checkpoint is to be written, and what writes it and returns its files.
 
     It says of the run what the source says, if that is a checkpoint.
@@ -182,15 +184,15 @@ def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensor
     if name in storage.names() and not options.overwrite:
         raise ConfigError(f"{place} is there already", **_NOT_THERE)
 
-    def write(tensors: Tensors) -> list[str]:
+    def write(tensors: LazyTensors) -> list[str]:
         write_checkpoint(storage, name, tensors, metadata or Metadata(step=step, seed=0))
         return sorted(storage.sizes(name))
 
     return place, write
 
 
-def _check_apart(target: Path, found: Found) -> None:
-    """Check that what is written lies apart from what it is made of.
+def _check_apart(target: Path, found: FoundTensors) -> None:
+    """Check that what is written is apart from what it is made of.
 
     Raises:
         ConfigError: it does not.

@@ -16,14 +16,14 @@ from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
-from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_of, open_tensors
 from sbp_launch.console import make_console, reading, say, show_table
 from sbp_launch.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sbp_launch.checkpoint.tensors import Tensors
+    from sbp_launch.checkpoint.tensors import LazyTensors
 
 #: Tensors that are printed, at most: those that differ most.
 _MOST_ROWS = 40
@@ -51,7 +51,7 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TensorDifferences:
     """How tensors differ.
 
     Args:
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def diff(options: Namespace) -> int:
-    """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
+    """Compare what is at two paths. Returns the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
     # Here and not above: what only looks takes no torch.
     from sbp_launch.checkpoint.tensors import Chosen, size_bytes
@@ -115,7 +115,7 @@ def diff(options: Namespace) -> int:
     return FAILED if result.differs or settings else 0
 
 
-def compare(ones: Tensors, others: Tensors) -> Comparison:
+def compare(ones: LazyTensors, others: LazyTensors) -> TensorDifferences:
     """Compare tensors of the same names, in parts of at most 64 MiB."""
     from sbp_launch.checkpoint.tensors import PART_BYTES, dtype_name
 
@@ -132,7 +132,7 @@ def compare(ones: Tensors, others: Tensors) -> Comparison:
             found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
             if found.differing:
                 values[name] = found
-    return Comparison(
+    return TensorDifferences(
         only_one=tuple(name for name in ones if name not in others),
         only_other=tuple(name for name in others if name not in ones),
         common=len(common),
@@ -170,11 +170,11 @@ def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
     )
 
 
-def _wanted(tensors: Tensors, options: Namespace) -> list[str]:
+def _wanted(tensors: LazyTensors, options: Namespace) -> list[str]:
     return list(tensors) if options.all else model_names(tensors)
 
 
-def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:
+def _settings(one: FoundTensors, other: FoundTensors) -> dict[str, tuple[Any, Any]]:
     """Return what the manifests of two checkpoints say otherwise, by key."""
     if {one.format, other.format} != {FORMAT}:
         return {}
@@ -197,9 +197,9 @@ def _flat(value: Any, before: str = "") -> list[tuple[str, Any]]:
 
 def _show(
     console: Console,
-    one: Found,
-    other: Found,
-    result: Comparison,
+    one: FoundTensors,
+    other: FoundTensors,
+    result: TensorDifferences,
     settings: Mapping[str, tuple[Any, Any]],
 ) -> None:
     say(console, [f"one: {one.place}", f"other: {other.place}"])

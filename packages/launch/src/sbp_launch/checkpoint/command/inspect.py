@@ -16,9 +16,9 @@ from rich.console import Console
 from sbp_core.serialize import dump
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.formats.index import TensorIndex
-from sbp_launch.checkpoint.manifest import Manifest, Metadata
+from sbp_launch.checkpoint.manifest import CheckpointManifest, Metadata
 from sbp_launch.checkpoint.names import model_names, owner_of
-from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_index, manifest_of
+from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_index, manifest_of
 from sbp_launch.checkpoint.places import read_index as index_of
 from sbp_launch.console import make_console, say, show_table
 
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def inspect(options: Namespace) -> int:
-    """Print what lies at a path. Returns the exit code."""
+    """Print what is at a path. Returns the exit code."""
     found = look(options.path)
     manifest = manifest_of(found) if found.format == FORMAT else None
     index = manifest_index(manifest, found) if manifest else index_of(found)
@@ -55,7 +55,7 @@ def inspect(options: Namespace) -> int:
         )
     else:
         groups = list(_groups(index))
-        keys = len({one.keys for one in groups if one.keys}) > 1  # else they stand in the totals
+        keys = len({one.keys for one in groups if one.keys}) > 1  # else they are in the totals
         heads = ("tensor", "count", "shape", "dtype", "size", *(["optimizer states"] * keys))
         show_table(console, heads, (group.cells(keys) for group in groups), ("count", "size"))
     console.print()
@@ -68,7 +68,9 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict[str, Any]:
+def as_json(
+    found: FoundTensors, index: TensorIndex, manifest: CheckpointManifest | None
+) -> dict[str, Any]:
     """Return what is printed with `--json`."""
     return {
         "format": found.format,
@@ -91,7 +93,7 @@ def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict
 
 
 def _show_head(
-    console: Console, found: Found, index: TensorIndex, manifest: Manifest | None
+    console: Console, found: FoundTensors, index: TensorIndex, manifest: CheckpointManifest | None
 ) -> None:
     lines = [f"{found.place}: {FORMATS[found.format]}"]
     if manifest is not None:
@@ -107,7 +109,7 @@ def _show_head(
     if index.notes:
         lines.append(f"notes: {_words(index.notes)}")
     if found.others:
-        lines.append(f"older ones beside it: {', '.join(found.others)}")
+        lines.append(f"older ones next to it: {', '.join(found.others)}")
     say(console, lines)
     console.print()
 

@@ -21,7 +21,7 @@ from sbp_launch.checkpoint.manifest import DamagedError
 from sbp_launch.checkpoint.places import (
     ACCEPTED,
     FORMAT,
-    Found,
+    FoundTensors,
     checkpoints_of,
     found_in,
     look,
@@ -67,12 +67,12 @@ def verify(options: Namespace) -> int:
     return code
 
 
-def is_whole(found: Found) -> bool:
+def is_whole(found: FoundTensors) -> bool:
     """Return whether a checkpoint is what was written."""
     return _verified(found)[2] is None
 
 
-def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
+def _verified(found: FoundTensors) -> tuple[str, int, ConfigError | None]:
     """Return what is known of it, its bytes, and what is wrong."""
     try:
         if found.storage is not None:

@@ -1,9 +1,9 @@
 """Checkpoints of `torch.distributed.checkpoint`, read without unpickling, and without torch.
 
     .metadata           a pickle: of each tensor shape, dtype and chunks; of each chunk, where it is
-    __0_0.distcp        what `torch.save` wrote of each chunk, one behind the other
+    __0_0.distcp        what `torch.save` wrote of each chunk, one after the other
 
-`torch.distributed.checkpoint.load` runs whatever stands in `.metadata`. Here, its opcodes are read
+`torch.distributed.checkpoint.load` runs whatever is in `.metadata`. Here, its opcodes are read
 as plain data: a name that is none of the format is refused, and nothing is imported or called.
 """
 
@@ -22,7 +22,7 @@ from sbp_launch.checkpoint.formats.index import (
     TensorIndex,
     inner_path,
 )
-from sbp_launch.checkpoint.formats.pickles import Made, Named, Pairs, read_pickle
+from sbp_launch.checkpoint.formats.pickles import Pairs, PickleCall, PickleGlobal, read_pickle
 from sbp_launch.checkpoint.formats.torch_file import DTYPES, read_tensor, read_value
 
 #: The file that says what is there.
@@ -128,7 +128,7 @@ def _piece(
     name: str,
     path: Path,
 ) -> StoredPiece:
-    """Return a chunk of a tensor, of some offsets and sizes: where its elements lie in its file."""
+    """Return a chunk of a tensor, of some offsets and sizes: where its elements are in its file."""
     file, (offsets, sizes) = inner_path(folder, place.file, path), chunk
     where = f"{file}, bytes {place.offset} to {place.offset + place.length}, {name!r}"
     saved = read_tensor(file, place.offset, place.length, where)
@@ -143,7 +143,7 @@ def _piece(
     piece = StoredPiece(file=place.file, offset=saved.offset, bounds=bounds, strides=saved.strides)
     end = saved.offset + piece.span * ITEMSIZE[dtype]
     if end > saved.end or saved.end > place.offset + place.length:
-        raise ConfigError(f"the chunk of {name!r} lies beyond its storage", where=where, todo=_TODO)
+        raise ConfigError(f"the chunk of {name!r} is beyond its storage", where=where, todo=_TODO)
     return piece
 
 
@@ -152,7 +152,7 @@ class _Metadata:
 
     def __init__(self, root: Any, where: str) -> None:
         self.where = where
-        if not isinstance(root, Made) or str(root.of) != f"{_HOME}.metadata.Metadata":
+        if not isinstance(root, PickleCall) or str(root.of) != f"{_HOME}.metadata.Metadata":
             raise self.error("it holds something else")
         self.root = root
         version = self._field(root, "version", None)
@@ -165,7 +165,7 @@ class _Metadata:
             todo=_TODO,
         )
 
-    def _field(self, made: Made, name: str, *default: Any) -> Any:
+    def _field(self, made: PickleCall, name: str, *default: Any) -> Any:
         try:
             return made[name]
         except KeyError as error:
@@ -181,34 +181,34 @@ class _Metadata:
 
     def _sizes(self, value: Any, what: str) -> tuple[int, ...]:
         """Return a `torch.Size`."""
-        args = value.args if isinstance(value, Made) and str(value.of) == "torch.Size" else ()
+        args = value.args if isinstance(value, PickleCall) and str(value.of) == "torch.Size" else ()
         sizes = args[0] if len(args) == 1 else None
         if not isinstance(sizes, tuple) or not all(type(n) is int and n >= 0 for n in sizes):
             raise self.error(f"{what} is no torch.Size")
         return sizes
 
-    def entries(self) -> Iterator[tuple[str, Made]]:
+    def entries(self) -> Iterator[tuple[str, PickleCall]]:
         """Yield what is there by name, each once."""
         known = set()
         for name, entry in self._pairs("state_dict_metadata"):
             if not isinstance(name, str) or name in known:
-                raise self.error(f"the name {shown(name)} is no text, or stands twice")
-            if not isinstance(entry, Made) or str(entry.of) not in (_TENSOR, _VALUE):
+                raise self.error(f"the name {shown(name)} is no text, or occurs twice")
+            if not isinstance(entry, PickleCall) or str(entry.of) not in (_TENSOR, _VALUE):
                 raise self.error(f"{name!r} is neither a tensor nor a value")
             known.add(name)
             yield name, entry
 
     def tensor(
-        self, name: str, entry: Made
+        self, name: str, entry: PickleCall
     ) -> tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
         """Return shape, dtype, and offsets and sizes of the chunks of a tensor."""
         properties = self._field(entry, "properties")
-        state = properties.state if isinstance(properties, Made) else None
+        state = properties.state if isinstance(properties, PickleCall) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
-        if not isinstance(dtype, Named) or str(dtype) not in DTYPES:
+        if not isinstance(dtype, PickleGlobal) or str(dtype) not in DTYPES:
             raise self.error(f"{name!r} has no dtype that is known here")
         chunks = self._field(entry, "chunks")
-        if not isinstance(chunks, list) or not all(isinstance(one, Made) for one in chunks):
+        if not isinstance(chunks, list) or not all(isinstance(one, PickleCall) for one in chunks):
             raise self.error(f"{name!r} has no list of chunks")
         places = [
             tuple(self._sizes(self._field(one, key), f"{key} of a chunk of {name!r}")
@@ -224,7 +224,11 @@ class _Metadata:
     def places(self) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Place]]:
         """Yield where what was written is, by name and, of a chunk, offsets."""
         for key, info in self._pairs("storage_data"):
-            if not isinstance(key, Made) or str(key.of) != _INDEX or not isinstance(info, Made):
+            if (
+                not isinstance(key, PickleCall)
+                or str(key.of) != _INDEX
+                or not isinstance(info, PickleCall)
+            ):
                 raise self.error("its storage_data names no places")
             name, offsets = self._field(key, "fqn"), self._field(key, "offset", None)
             file = self._field(info, "relative_path")

@@ -27,12 +27,12 @@ ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A slice of a tensor, as it lies in a file.
+    """A slice of a tensor, as it is in a file.
 
     Args:
         file: Its name in the folder of the index.
         offset: Of its first element, in bytes.
-        bounds: Where it lies in the tensor: (start, stop) of each dim.
+        bounds: Where it is in the tensor: (start, stop) of each dim.
         strides: Elements between neighbours of each dim; row-major if None.
     """
 
@@ -48,7 +48,7 @@ class StoredPiece:
 
     @property
     def span(self) -> int:
-        """Elements from the first one to the last one, as they lie in the file."""
+        """Elements from the first one to the last one, as they are in the file."""
         if not volume(self.bounds):
             return 0
         if self.strides is None:
@@ -116,7 +116,7 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
     """Check a tensor against the files that it is in, of some sizes in bytes; `path` is named.
 
     Raises:
-        ConfigError: it has a shape or dtype that no tensor has, a piece lies outside of its file,
+        ConfigError: it has a shape or dtype that no tensor has, a piece is outside of its file,
             or its pieces do not hold each element once.
     """
     shape, error = tensor.shape, partial(ConfigError, where=str(path))
@@ -137,7 +137,7 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
         end = piece.offset + piece.span * ITEMSIZE[tensor.dtype]
         if piece.offset < 0 or end > sizes[piece.file]:
             raise error(
-                f"{name!r} lies at bytes {piece.offset} to {end} of {piece.file}, which has "
+                f"{name!r} is at bytes {piece.offset} to {end} of {piece.file}, which has "
                 f"{sizes[piece.file]}",
                 todo="the file is damaged, or was cut: get it again",
             )

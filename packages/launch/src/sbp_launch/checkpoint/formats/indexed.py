@@ -16,14 +16,14 @@ from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
 from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
-#: Bytes that are read at once, at most, of what lies in rows; the buffer that a reader holds.
+#: Bytes that are read at once, at most, of what is in rows; the buffer that a reader holds.
 BLOCK_BYTES = 8 << 20
 
 
 class IndexedTensors(StoredTensors):
     """The tensors of files.
 
-    A tensor is read piece by piece, through a buffer of `BLOCK_BYTES`; a piece that does not lie in
+    A tensor is read piece by piece, through a buffer of `BLOCK_BYTES`; a piece that is not in
     rows is read whole.
 
     Args:
@@ -56,7 +56,7 @@ def _read_rows(
     target: Tensor,
     name: str,
 ) -> None:
-    """Read a part of what lies in rows: as many whole rows at once as a block holds."""
+    """Read a part of what is in rows: as many whole rows at once as a block holds."""
     size = target.element_size()
     row = prod(shape[1:])
     if not shape:
@@ -80,7 +80,7 @@ def _read_rows(
 
 
 def _read_flat(file: FileIO, offset: int, count: int, dtype: torch.dtype, name: str) -> Tensor:
-    """Read elements that lie one behind the other."""
+    """Read elements that are one after the other."""
     found = torch.empty(count, dtype=dtype)
     _fill(file, offset, found, name)
     return found

@@ -1,8 +1,8 @@
 """Pickles as plain data: their opcodes are read, and nothing is imported or called.
 
-What a pickle would make by calling something is a `Made`, which says what it would have called and
-with what; only names that the caller knows may be asked for. Dicts are `Pairs`, as their keys may
-be `Made`, too.
+What a pickle would make by calling something is a `PickleCall`, which says what it would have
+called and with what; only names that the caller knows may be asked for. Dicts are `Pairs`, as their
+keys may be `PickleCall`, too.
 
 >>> import pickle, os
 >>> read_pickle(pickle.dumps({"a": (1, 2.5)}), known=[])["a"]
@@ -36,7 +36,7 @@ _MEMBER = "builtins.getattr"
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class PickleGlobal:
     """What a pickle would import."""
 
     module: str
@@ -47,7 +47,7 @@ class Named:
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class PickleCall:
     """What a pickle would make.
 
     Args:
@@ -56,7 +56,7 @@ class Made:
         state: That it would give it then, if any.
     """
 
-    of: Named
+    of: PickleGlobal
     args: tuple[Any, ...]
     state: Any = None
 
@@ -73,8 +73,8 @@ class Made:
 
 
 @dataclass(eq=False, slots=True)
-class Stored:
-    """What lies beside the pickle, by what the pickle says of it."""
+class PersistentId:
+    """What is next to the pickle, by what the pickle says of it."""
 
     key: Any
 
@@ -190,7 +190,7 @@ class _Reader:
         """Add keys and values to the dict on top."""
         target = self._top()
         # An OrderedDict is made by a call, and filled then.
-        if isinstance(target, Made):
+        if isinstance(target, PickleCall):
             target.state = target.state or Pairs()
             target = target.state
         if not isinstance(target, Pairs) or len(values) % 2:
@@ -201,7 +201,7 @@ class _Reader:
         """Note something that a pickle would import."""
         if not (isinstance(module, str) and isinstance(name, str)):
             raise self._error("it asks for something without a name")
-        found = Named(module, name)
+        found = PickleGlobal(module, name)
         if str(found) != _MEMBER and str(found) not in self.known:
             raise self._stranger(found)
         self.stack.append(found)
@@ -209,23 +209,23 @@ class _Reader:
     def call(self, args: Any) -> None:
         """Note a call of what is on top."""
         of = self._pop()
-        if not isinstance(of, Named) or not isinstance(args, tuple):
+        if not isinstance(of, PickleGlobal) or not isinstance(args, tuple):
             raise self._error("it calls what is no name")
         if str(of) == _MEMBER:
-            if [type(one) for one in args] != [Named, str] or str(args[0]) == _MEMBER:
+            if [type(one) for one in args] != [PickleGlobal, str] or str(args[0]) == _MEMBER:
                 raise self._stranger(of)
             of, args = args[0], args[1:]
-        self.stack.append(Made(of, args))
+        self.stack.append(PickleCall(of, args))
 
     def build(self) -> None:
-        """Note the state of what lies below it."""
+        """Note the state of what is below it."""
         state = self._pop()
         target = self._top()
-        if not isinstance(target, Made):
+        if not isinstance(target, PickleCall):
             raise self._error("it gives a state to what is not made")
         target.state = state
 
-    def _stranger(self, found: Named) -> ConfigError:
+    def _stranger(self, found: PickleGlobal) -> ConfigError:
         return ConfigError(
             f"the pickle asks for {shown(str(found))[1:-1]}, which is none of its format",
             where=self.where,
@@ -266,5 +266,5 @@ _ACTIONS: Mapping[str, Callable[[_Reader, Any], None]] = {
     "REDUCE": lambda self, _: self.call(self._pop()),
     "NEWOBJ": lambda self, _: self.call(self._pop()),
     "BUILD": lambda self, _: self.build(),
-    "BINPERSID": lambda self, _: self.stack.append(Stored(self._pop())),
+    "BINPERSID": lambda self, _: self.stack.append(PersistentId(self._pop())),
 }

@@ -47,7 +47,7 @@ _TODO = "the file is damaged, or no safetensors file: get it again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """What a header says of a tensor; offsets are those behind the header."""
+    """What a header says of a tensor; offsets are those after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ def read_safetensors(path: Path) -> TensorIndex:
         wanted = prod(shape) * ITEMSIZE[dtype]
         if start != end or stop - start != wanted:
             raise error(
-                f"{name!r}, {dtype} of shape {shape}, lies at bytes {start} to {stop}",
+                f"{name!r}, {dtype} of shape {shape}, is at bytes {start} to {stop}",
                 accepted=f"{wanted} bytes from {end} on, where the tensor before it ends",
             )
         bounds = tuple((0, extent) for extent in shape)

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.serialize import open_file, shown
 from sbp_launch.checkpoint.formats.index import ITEMSIZE, check_shape
-from sbp_launch.checkpoint.formats.pickles import Made, Named, Pairs, Stored, read_pickle
+from sbp_launch.checkpoint.formats.pickles import (
+    Pairs,
+    PersistentId,
+    PickleCall,
+    PickleGlobal,
+    read_pickle,
+)
 
 #: What the pickle of a tensor asks for; and the dtype of each typed storage.
 _TENSOR = "torch._utils._rebuild_tensor_v2"
@@ -58,7 +64,7 @@ _OF_ZIPFILE = (
 _TODO = "the file is damaged: get it again"
 
 
-class SavedTensor(NamedTuple):
+class TorchFileTensor(NamedTuple):
     """Where a saved tensor lies.
 
     Attributes:
@@ -75,7 +81,7 @@ class SavedTensor(NamedTuple):
     end: int
 
 
-def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor:
+def read_tensor(path: Path, offset: int, length: int, where: str) -> TorchFileTensor:
     """Return where the tensor lies that a part of a file holds.
 
     Args:
@@ -90,7 +96,7 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
     error = partial(ConfigError, where=where, todo=_TODO)
     with _opened(path, offset, length, where) as archive:
         found = _pickle(archive, where)
-        if not isinstance(found, Made) or str(found.of) not in (_TENSOR, _TENSOR_OF_DTYPE):
+        if not isinstance(found, PickleCall) or str(found.of) not in (_TENSOR, _TENSOR_OF_DTYPE):
             raise error("what is saved here is no tensor")
         given: list[Any] = [*found.args, *[None] * 4]
         storage, first, shape, strides = given[:4]
@@ -104,9 +110,9 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
         is_new = str(found.of) == _TENSOR_OF_DTYPE
         if len(found.args) > 6 + is_new and found.args[6 + is_new]:
             raise ConfigError("the tensor saved here is conjugated or negated", where=where)
-        key_of = storage.key if isinstance(storage, Stored) else None
+        key_of = storage.key if isinstance(storage, PersistentId) else None
         match key_of if isinstance(key_of, tuple) else None:
-            case ("storage", Named() as kind, str(key), _, _):
+            case ("storage", PickleGlobal() as kind, str(key), _, _):
                 dtype = _STORAGES.get(str(kind), "uint8")
             case _:
                 raise error("the tensor saved here has no storage")
@@ -114,14 +120,14 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
             dtype = DTYPES.get(str(found.args[6]), "")
         check_shape("the tensor", shape, dtype, path)
         info = _record(archive, f"data/{key}", where)
-        # After the header that stands before the record, whose two last lengths may differ from
+        # After the header that is before the record, whose two last lengths may differ from
         # those of the directory.
         file: Any = archive.fp
         file.seek(info.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", file.read(4))
         begin = offset + info.header_offset + 30 + name_length + extra_length
         rows = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return SavedTensor(
+        return TorchFileTensor(
             shape=shape,
             dtype=dtype,
             strides=None if strides == rows else strides,
@@ -199,7 +205,7 @@ def _opened(path: Path, offset: int, length: int, where: str) -> Iterator[zipfil
 
 
 def _record(archive: zipfile.ZipFile, name: str, where: str) -> zipfile.ZipInfo:
-    """Return the record whose name ends so, behind that of the archive."""
+    """Return the record whose name ends so, after that of the archive."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED or found[0].flag_bits & 1:
         raise ConfigError(f"there is no one record {name!r} in it", where=where, todo=_TODO)
@@ -233,4 +239,4 @@ def _words(value: Any, depth: int = 2) -> str:
         return f"a mapping of {len(value.items)}"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    return f"a {value.of.name}" if isinstance(value, Made) else f"a {type(value).__name__}"
+    return f"a {value.of.name}" if isinstance(value, PickleCall) else f"a {type(value).__name__}"

@@ -5,8 +5,8 @@ shapes and dtypes are known before.
 
 A checkpoint that `torch.distributed.checkpoint.load` reads is written by PyTorch's own writer. It
 is given tensors without values, and asks for a chunk of one when it is its turn. Each chunk gets a
-file, as PyTorch keeps all that goes to a file until it is written: so writing takes the memory of a
-chunk.
+file, because PyTorch keeps all that goes to a file until it is written: so writing takes the memory
+of a chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.cover import cut
-from sbp_launch.checkpoint.files import fresh_path, sync, writing_aside
+from sbp_launch.checkpoint.durable_files import fresh_path, sync, writing_aside
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.formats.safetensors_file import (
     CODES,
@@ -40,13 +40,13 @@ from sbp_launch.checkpoint.formats.safetensors_file import (
     SHARD,
     SINGLE,
 )
-from sbp_launch.checkpoint.tensors import PART_BYTES, Tensors, bytes_of, dtype_name, size_bytes
+from sbp_launch.checkpoint.tensors import PART_BYTES, LazyTensors, bytes_of, dtype_name, size_bytes
 
 #: Says whose tensors they are; `transformers` loads no file without it.
 _NOTES = {"format": "pt"}
 
 
-def write_safetensors(path: Path, tensors: Tensors, names: Iterable[str] | None = None) -> None:
+def write_safetensors(path: Path, tensors: LazyTensors, names: Iterable[str] | None = None) -> None:
     """Write tensors into one file, which takes the place of a former one when it is whole.
 
     Args:
@@ -88,7 +88,7 @@ def write_safetensors(path: Path, tensors: Tensors, names: Iterable[str] | None 
                 file.write(bytes_of(part))
 
 
-def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[str]:
+def write_sharded(folder: Path, tensors: LazyTensors, max_shard_bytes: int) -> list[str]:
     """Write tensors as Hugging Face's libraries do: `model.safetensors`, or shards and an index.
 
     Tensors keep their order, and shards are filled one after the other; a tensor that is larger
@@ -152,7 +152,7 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
     return files
 
 
-def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
+def write_distributed_checkpoint(folder: Path, tensors: LazyTensors) -> None:
     """Write tensors as one process would; a checkpoint that is there is replaced.
 
     Args:
@@ -165,7 +165,7 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
     """
     if folder.is_dir() and any(folder.iterdir()) and not is_distributed_checkpoint(folder):
         raise ConfigError(
-            f"{folder} has other files than those of torch.distributed.checkpoint",
+            f"{folder} has files that are not of torch.distributed.checkpoint",
             accepted="a folder that is new, empty, or holds such a checkpoint",
             todo="name another folder",
         )
@@ -207,7 +207,7 @@ def _cannot_write(folder: Path, cause: BaseException) -> BaseException:
 class _Planner(DefaultSavePlanner):
     """Hands over the values of a chunk when it is to be written."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: LazyTensors) -> None:
         super().__init__()
         self._tensors = tensors
 

@@ -62,7 +62,7 @@ class Rounding:
 
 
 def read_problem(path: Path, rounding: Rounding | None = None) -> ChoiceProblem:
-    """Return the problem of a file, plain or gzipped (told by its first bytes, not its name).
+    """Return the problem of a file, plain or gzipped, which its first bytes say.
 
     Args:
         path: The file.

@@ -67,7 +67,7 @@ class Shape:
             )
 
 
-#: Structures by name: what they make hard is in their names.
+#: Structures by name; the names say what they make hard.
 FAMILIES: dict[str, Shape] = {
     "random": Shape(nodes=2000, degree=2.0),
     "dense": Shape(nodes=1000, degree=6.0, reach=60, forbidden=0.05, slack=0.01),

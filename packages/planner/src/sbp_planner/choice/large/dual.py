@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbp_planner.choice.compact import Beside, Compact, Mask, Messages, first_least, ragged
+from sbp_planner.choice.compact import Compact, EdgeColumns, Mask, Messages, first_least, ragged
 from sbp_planner.choice.problem import Floats, Ints
 
 #: Sweeps without a better bound after which the prices go back to the best, and move less.
@@ -53,7 +53,7 @@ _PATIENCE = 8
 #: What a strategy may cost more to count for a third as much, as a part of the bound a node.
 _SOFTNESS = 0.01
 
-#: Seconds that a step costs beside its arcs, and that an arc costs, about: of numpy.
+#: Seconds that a step costs besides its arcs, and that an arc costs, about: of numpy.
 _STEP_S = 150e-6
 _ARC_S = 20e-9
 
@@ -110,7 +110,7 @@ class ReducedCosts(NamedTuple):
         return compact.split(nodes, pairs)
 
 
-class Step(NamedTuple):
+class MessagePass(NamedTuple):
     """Messages over some edges, all in one direction.
 
     Args:
@@ -131,7 +131,7 @@ class Step(NamedTuple):
     to_length: Ints
 
 
-class Level(NamedTuple):
+class NodeLevel(NamedTuple):
     """Nodes that take their strategies at once.
 
     Args:
@@ -143,7 +143,7 @@ class Level(NamedTuple):
     nodes: Ints
     columns: Ints
     first: Ints
-    ahead: Beside
+    ahead: EdgeColumns
 
 
 class Schedule(NamedTuple):
@@ -166,9 +166,9 @@ class Schedule(NamedTuple):
     share: Floats
     early_column: Ints
     late_column: Ints
-    ahead: list[Step]
-    back: list[Step]
-    levels: list[Level]
+    ahead: list[MessagePass]
+    back: list[MessagePass]
+    levels: list[NodeLevel]
 
 
 def schedule(compact: Compact) -> Schedule:
@@ -188,13 +188,15 @@ def schedule(compact: Compact) -> Schedule:
     share = 1.0 / np.maximum(np.maximum(ahead, behind), 1)
     rising = _levels(compact, rank)
 
-    def steps(level: Ints, sender: Ints, receiver: Ints, from_second: Mask) -> Iterator[Step]:
+    def steps(
+        level: Ints, sender: Ints, receiver: Ints, from_second: Mask
+    ) -> Iterator[MessagePass]:
         """Yield the steps, given the level of each edge's sender."""
         message = [np.cumsum(sizes[of]) - sizes[of] for of in (sender, receiver)]
         for number in range(int(level.max(initial=-1)) + 1):
             edges = np.flatnonzero(level == number)
             sent, received = sizes[sender[edges]], sizes[receiver[edges]]
-            yield Step(
+            yield MessagePass(
                 edges=edges,
                 messages=compact.messages(edges, from_second[edges]),
                 from_share=np.repeat(share[sender[edges]], sent),
@@ -204,16 +206,16 @@ def schedule(compact: Compact) -> Schedule:
                 to_length=received,
             )
 
-    def levels() -> Iterator[Level]:
+    def levels() -> Iterator[NodeLevel]:
         edge_level = rising[early]
         for number in range(int(rising.max(initial=-1)) + 1):
             nodes = np.flatnonzero(rising == number)
             edges = np.flatnonzero(edge_level == number)
-            yield Level(
+            yield NodeLevel(
                 nodes=nodes,
                 columns=ragged(compact.first[nodes], sizes[nodes]),
                 first=np.cumsum(sizes[nodes]) - sizes[nodes],
-                ahead=compact.beside(edges, ~swapped[edges]),
+                ahead=compact.edge_columns(edges, ~swapped[edges]),
             )
 
     return Schedule(
@@ -291,7 +293,7 @@ class DualAscent:
             self.bound = bound
             self.prices = self.price
 
-    def _send(self, step: Step, total: Floats, heard: Floats, said: Floats) -> Floats:
+    def _send(self, step: MessagePass, total: Floats, heard: Floats, said: Floats) -> Floats:
         """Send the messages of a step; return what was moved out of each edge."""
         sent = total[step.messages.from_column] * step.from_share - heard[step.heard]
         message = step.messages.least(sent)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbp_planner.choice.compact import Beside, Compact, Messages, first_least, ragged
+from sbp_planner.choice.compact import Compact, EdgeColumns, Messages, first_least, ragged
 from sbp_planner.choice.problem import Floats, Ints
 
 #: Nodes of a tree, at most, drawn for each forest: small ones fit more often, large ones see more.
@@ -32,7 +32,7 @@ class _Depth(NamedTuple):
         nodes, columns, first: The nodes, their columns, and where each node's begin.
         parent: Of each node; none at depth 0.
         messages: To the parents.
-        beside: The columns beside the parents.
+        beside: The columns next to the parents.
     """
 
     nodes: Ints
@@ -40,7 +40,7 @@ class _Depth(NamedTuple):
     first: Ints
     parent: Ints
     messages: Messages
-    beside: Beside
+    beside: EdgeColumns
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +50,13 @@ class Forest:
     Attributes:
         tree: Of each node its tree; -1 if it is held.
         depths: The trees from their roots on.
-        border: The columns of free nodes beside held neighbours.
+        border: The columns of free nodes next to held neighbours.
         uses: How often it was used.
     """
 
     tree: Ints
     depths: list[_Depth]
-    border: Beside
+    border: EdgeColumns
     uses: int = 0
 
 
@@ -172,11 +172,11 @@ class Forests:
                     first=np.cumsum(sizes) - sizes,
                     parent=parents,
                     messages=compact.messages(edges, second),
-                    beside=compact.beside(edges, second),
+                    beside=compact.edge_columns(edges, second),
                 )
             )
         # Edges between a free node and a held one, at their free ends.
         is_free = free[ends]
         edges = np.flatnonzero(is_free[:, 0] != is_free[:, 1])
-        border = compact.beside(edges, is_free[edges, 1])
+        border = compact.edge_columns(edges, is_free[edges, 1])
         return Forest(tree=tree, depths=depths, border=border)

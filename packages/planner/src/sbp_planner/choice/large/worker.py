@@ -1,4 +1,4 @@
-"""Integer programs in a process of its own, beside the search: it can be ended at any moment.
+"""Integer programs in a process of its own, which can be ended at any moment of the search.
 
 The parent writes pickled `Task`s to the worker's stdin, one at a time, and reads pickled results
 from its stdout: `Bound`s and `Values` as they are found, one `ProgramResult` at the end of a task.
@@ -50,7 +50,7 @@ class Values(NamedTuple):
 Message = Bound | Values | ProgramResult
 
 
-class Worker:
+class SolverProcess:
     """A process that solves integer programs, one after the other.
 
     Attributes:

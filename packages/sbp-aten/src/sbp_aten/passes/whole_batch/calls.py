@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
-    Part,
-    Piece,
+    PartValue,
+    SamplePiece,
     Samples,
     Total,
     divides,
@@ -57,7 +57,9 @@ class PartCalls(MicroBatch):
 
     _cuts: dict[tuple[str, Samples, bool], str | None] = field(default_factory=dict)
 
-    def call(self, node: Node, given: Sequence[Part], label: str = "") -> list[Part] | None:
+    def call(
+        self, node: Node, given: Sequence[PartValue], label: str = ""
+    ) -> list[PartValue] | None:
         """Write what a micro-batch runs of a call.
 
         Args:
@@ -68,7 +70,7 @@ class PartCalls(MicroBatch):
         Returns:
             The parts that it makes; None, and nothing is written, if these are no parts.
         """
-        if any(isinstance(one.layout, Piece) for one in given):
+        if any(isinstance(one.layout, SamplePiece) for one in given):
             return of_pieces(self, node, given)
         samples = [one.layout for one in given if isinstance(one.layout, Samples)]
         if len({layout.blocks for layout in samples}) == 1 or node.kind == "cat":
@@ -81,7 +83,7 @@ class PartCalls(MicroBatch):
             return taken_apart(self, node, given)
         return self._write(node, *signature, label)
 
-    def _signature(self, node: Node, given: Sequence[Part]) -> Found | None:
+    def _signature(self, node: Node, given: Sequence[PartValue]) -> Found | None:
         """Return what a part runs by one of the signatures of a call."""
         blocks = {one.layout.blocks for one in given if isinstance(one.layout, Samples)}
         if len(blocks) > 1:
@@ -112,7 +114,7 @@ class PartCalls(MicroBatch):
         )
 
     def _fitting(
-        self, given: Sequence[Part], signature: Signature1d, blocks: int
+        self, given: Sequence[PartValue], signature: Signature1d, blocks: int
     ) -> list[Ref] | None:
         """Return the parts as a signature asks for them; None if they are others."""
         refs = []
@@ -150,7 +152,7 @@ class PartCalls(MicroBatch):
         refs: Sequence[Ref],
         layouts: Sequence[Layout],
         label: str,
-    ) -> list[Part] | None:
+    ) -> list[PartValue] | None:
         """Write a program on parts; None if nobody knows the types of what it makes between."""
         made = [
             part_type(self.graph.tensor(value), layout, self.num_parts)
@@ -194,7 +196,7 @@ class PartCalls(MicroBatch):
                 ),
                 [between[name] for name in inner] if inner else made,
             )
-        return [Part(name, layout) for name, layout in zip(names, layouts, strict=True)]
+        return [PartValue(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def _types_between(
         self, node: Node, program: LocalProgram, made: Sequence[TensorType]
@@ -259,7 +261,7 @@ class PartCalls(MicroBatch):
             part = None if inner is None else self.cut(source, inner, numbers=numbers)
             if part is None or inner is None:
                 return None
-            return self._found_part(node, as_reshaped(self, node, [Part(part, inner)]), layout)
+            return self._found_part(node, as_reshaped(self, node, [PartValue(part, inner)]), layout)
         if node.kind == "index":
             return self._cut_index(node, layout)
         if node.kind == "slice" and (taken := self._cut_slice(node, layout)):
@@ -279,10 +281,10 @@ class PartCalls(MicroBatch):
     def _cut_index(self, node: Node, layout: Samples) -> str | None:
         """Read a tensor of numbers by the number of each sample."""
         source, *indices = self.graph.tensor_inputs(node)
-        same = [Part(name) for name in indices]
+        same = [PartValue(name) for name in indices]
         for at, index in enumerate(node.args[1]):
             part = None if index is None else self.cut(source, Samples(at))
-            found = part and as_numbered(self, node, [Part(part, Samples(at)), *same])
+            found = part and as_numbered(self, node, [PartValue(part, Samples(at)), *same])
             if found and found[2] == [layout]:
                 return self._found_part(node, found, layout)
         return None
@@ -294,7 +296,7 @@ class PartCalls(MicroBatch):
         extent = self.graph.tensor(source).shape[dim]
         inner = Samples(dim, extent // run)
         part = None if extent % run else self.cut(source, inner)
-        found = in_blocks(self, node, [Part(part, inner)]) if part else None
+        found = in_blocks(self, node, [PartValue(part, inner)]) if part else None
         return self._found_part(node, found, layout)
 
     def _found_part(self, node: Node, found: Found | None, layout: Samples) -> str | None:

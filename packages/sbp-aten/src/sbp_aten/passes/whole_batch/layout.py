@@ -2,15 +2,15 @@
 
 Micro-batches are the ranks of one more mesh axis, in time. So what ranks may compute apart,
 micro-batches may, and a value of the whole batch is made of parts as a tensor of that axis is made
-of shards. One more freedom: nobody has to send these parts, so that samples need not lie next to
+of shards. One more freedom: nobody has to send these parts, so that samples need not be next to
 each other.
 
     layout             SBP     the whole batch of two micro-batches
     `Samples(0)`       S(0)    aaaabbbb: the samples of one, and then those of the other
-    `Samples(0, 2)`            aabbaabb: two views of every sample, one view behind the other
+    `Samples(0, 2)`            aabbaabb: two views of every sample, one view after the other
     `Total("sum")`     P       the sum of both
     `SAME`             B       what either has
-    `Piece(1, 0, 2)`           the second of two pieces of the first micro-batch: see `pieces`
+    `SamplePiece(1, 0, 2)`     the second of two pieces of the first micro-batch: see `pieces`
 
 What a value of the whole batch is to its micro-batches:
 
@@ -57,7 +57,7 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SamplePiece:
     """One piece of the samples, such as a single one.
 
     Args:
@@ -75,7 +75,7 @@ class Piece:
 
 SAME = Same()
 
-Layout = Samples | Total | Same | Piece
+Layout = Samples | Total | Same | SamplePiece
 
 
 def sbp_of(layout: Layout) -> Sbp:
@@ -86,7 +86,7 @@ def sbp_of(layout: Layout) -> Sbp:
 
 
 def layout_of(sbp: Sbp, blocks: int) -> Layout:
-    """Return the layout of what an operator makes of samples that lie in so many blocks."""
+    """Return the layout of what an operator makes of samples that are in so many blocks."""
     if isinstance(sbp, Split):
         return Samples(sbp.dim, blocks)
     return Total(sbp.reduction) if isinstance(sbp, Partial) else SAME
@@ -149,7 +149,7 @@ Coefficient = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartValue:
     """A value of one micro-batch: its name in the graph that is written, and what it is part of."""
 
     name: str
@@ -157,20 +157,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LinearTerm:
     """A coefficient times a part."""
 
     coefficient: Coefficient
-    part: Part
+    part: PartValue
 
 
 #: A value of the whole batch: the sum of these, at least one.
-Terms = tuple[Term, ...]
+Terms = tuple[LinearTerm, ...]
 
 
-def plain(part: Part) -> Terms:
+def plain(part: PartValue) -> Terms:
     """Return a value that is made of parts alone."""
-    return (Term((), part),)
+    return (LinearTerm((), part),)
 
 
 def times(*factors: Coefficient) -> Coefficient:
@@ -188,7 +188,7 @@ def inverse(coefficient: Coefficient) -> Coefficient:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class StepConstant:
     """Known once a step, under its own name."""
 
 
@@ -200,12 +200,12 @@ class Unknown:
     node: Node
 
 
-LATE = Late()
+LATE = StepConstant()
 
-Value = Terms | Late | Unknown
+Value = Terms | StepConstant | Unknown
 
 
-def single_part(value: Value) -> Part | None:
+def single_part(value: Value) -> PartValue | None:
     """Return the part of a value that is one term without coefficient."""
     if not isinstance(value, tuple) or len(value) != 1 or value[0].coefficient:
         return None
@@ -225,13 +225,15 @@ def has_totals(terms: Terms) -> bool:
 def has_samples(value: Value) -> bool:
     """Whether a value has elements of single samples."""
     return isinstance(value, tuple) and any(
-        isinstance(term.part.layout, Samples | Piece) for term in value
+        isinstance(term.part.layout, Samples | SamplePiece) for term in value
     )
 
 
 def has_pieces(value: Value) -> bool:
     """Whether a value is of single pieces of the samples."""
-    return isinstance(value, tuple) and any(isinstance(term.part.layout, Piece) for term in value)
+    return isinstance(value, tuple) and any(
+        isinstance(term.part.layout, SamplePiece) for term in value
+    )
 
 
 def multiplied(made: Sequence[Terms], factor: Coefficient) -> list[Terms]:
@@ -239,5 +241,6 @@ def multiplied(made: Sequence[Terms], factor: Coefficient) -> list[Terms]:
     if not factor:
         return list(made)
     return [
-        tuple(Term(times(term.coefficient, factor), term.part) for term in terms) for terms in made
+        tuple(LinearTerm(times(term.coefficient, factor), term.part) for term in terms)
+        for terms in made
     ]

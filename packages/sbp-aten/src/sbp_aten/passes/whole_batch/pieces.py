@@ -17,10 +17,10 @@ from dataclasses import replace
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Coefficient,
-    Part,
-    Piece,
+    LinearTerm,
+    PartValue,
+    SamplePiece,
     Samples,
-    Term,
     Total,
     part_type,
 )
@@ -41,7 +41,9 @@ _SUMS = (
 _BACKWARDS = ("select_backward", "slice_backward")
 
 
-def taken_apart(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def taken_apart(
+    parts: MicroBatch, node: Node, given: Sequence[PartValue]
+) -> list[PartValue] | None:
     """Return the pieces that a call takes of samples: all of them, or one."""
     if node.kind not in _TAKES or not isinstance(given[0].layout, Samples):
         return None
@@ -71,7 +73,7 @@ def taken_apart(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Pa
         index = place * each
         stop = () if node.kind == "select" else (index + each,)
         names = parts.once(replace(node, args=(ref, dim, index, *stop)), made)
-        return [Part(names[0], Piece(place, micro_batch, count))]
+        return [PartValue(names[0], SamplePiece(place, micro_batch, count))]
     own_turns = replace(node, args=(ref, dim), kwargs={}, outputs=node.outputs[:count])
     if node.kind != "unbind":
         own_turns = replace(
@@ -79,12 +81,12 @@ def taken_apart(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Pa
         )
     names = parts.once(own_turns, made[:count])
     return [
-        Part(names[at % count], Piece(at % count, at // count, count))
+        PartValue(names[at % count], SamplePiece(at % count, at // count, count))
         for at in range(len(node.outputs))
     ]
 
 
-def of_numbers(parts: MicroBatch, node: Node) -> list[Part] | None:
+def of_numbers(parts: MicroBatch, node: Node) -> list[PartValue] | None:
     """Return the pieces of numbers in the backward phase of a loop, such as ones; None elsewhere.
 
     They are the same in every micro-batch, but one for each piece of the whole batch.
@@ -92,13 +94,13 @@ def of_numbers(parts: MicroBatch, node: Node) -> list[Part] | None:
     joined = parts.joins.get(node.forward)
     if joined is not None and node.kind in _TAKES:
         part = parts.cut(node.args[0].name, joined)
-        return None if part is None else taken_apart(parts, node, [Part(part, joined)])
+        return None if part is None else taken_apart(parts, node, [PartValue(part, joined)])
     count = parts.loops.get(node.forward)
     if count is None:
         return None
     if node.kind in _JOINS:
         given = [
-            Part(parts.first_equal(ref.name), Piece(at % count, at // count, count))
+            PartValue(parts.first_equal(ref.name), SamplePiece(at % count, at // count, count))
             for at, ref in enumerate(node.args[0])
         ]
         return _joined(parts, node, given)
@@ -107,23 +109,23 @@ def of_numbers(parts: MicroBatch, node: Node) -> list[Part] | None:
     gradient, sizes, dim, first = node.args[:4]
     each = sizes[dim] // (count * parts.num_parts)
     micro_batch, place = divmod(first % sizes[dim] // each, count)
-    number = Part(parts.first_equal(gradient.name))
-    return _put_back(parts, node, number, Piece(place, micro_batch, count))
+    number = PartValue(parts.first_equal(gradient.name))
+    return _put_back(parts, node, number, SamplePiece(place, micro_batch, count))
 
 
-def of_pieces(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def of_pieces(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
     """Return what a call makes of pieces: of one by itself, or of all that it joins."""
     layouts = {one.layout for one in given if one.layout != SAME}
     if node.kind in _JOINS and len(layouts) == len(given) > 1:
         return _joined(parts, node, given)
     (layout, *others) = layouts
-    if others or not isinstance(layout, Piece) or layout.dim is not None:
+    if others or not isinstance(layout, SamplePiece) or layout.dim is not None:
         return None
     if "seeded" in node.tags:  # equal calls are not equal numbers
         return None
-    names: dict[str, Part] = {}
+    names: dict[str, PartValue] = {}
     for name, one in zip(parts.graph.tensor_inputs(node), given, strict=True):
-        part = Part(parts.first_equal(one.name)) if one.layout == SAME else one
+        part = PartValue(parts.first_equal(one.name)) if one.layout == SAME else one
         if names.setdefault(name, part) != part:
             return None  # one tensor, given twice, as different parts
     made = [parts.graph.tensor(value) for value in node.outputs]
@@ -135,10 +137,10 @@ def of_pieces(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part
     args = _renamed(node.args, names)
     kwargs = {key: _renamed(value, names) for key, value in node.kwargs.items()}
     outputs = parts.once(replace(node, args=args, kwargs=kwargs), made)
-    return [Part(name, layout) for name in outputs]
+    return [PartValue(name, layout) for name in outputs]
 
 
-def completed(parts: MicroBatch, node: Node, terms: Sequence[Term]) -> list[Term]:
+def completed(parts: MicroBatch, node: Node, terms: Sequence[LinearTerm]) -> list[LinearTerm]:
     """Return terms in which the sum of all pieces is one term: a total, or samples.
 
     Args:
@@ -146,11 +148,11 @@ def completed(parts: MicroBatch, node: Node, terms: Sequence[Term]) -> list[Term
         node: Where it belongs.
         terms: Of one value.
     """
-    groups: dict[tuple[Coefficient, int, int | None], list[Part]] = {}
+    groups: dict[tuple[Coefficient, int, int | None], list[PartValue]] = {}
     found = []
     for term in terms:
         layout = term.part.layout
-        if isinstance(layout, Piece):
+        if isinstance(layout, SamplePiece):
             key = (term.coefficient, layout.count, layout.dim)
             groups.setdefault(key, []).append(term.part)
         else:
@@ -159,9 +161,9 @@ def completed(parts: MicroBatch, node: Node, terms: Sequence[Term]) -> list[Term
         ordered, added = _without_starts(parts, sorted(some, key=_order))
         names = _in_order(parts, ordered, dim)
         if names is None:
-            found += [Term(coefficient, part) for part in some]
+            found += [LinearTerm(coefficient, part) for part in some]
             continue
-        found += [Term(coefficient, Part(name)) for name in added]
+        found += [LinearTerm(coefficient, PartValue(name)) for name in added]
         total = names[0]
         for name in names[1:]:
             kind = parts.types[total]
@@ -177,12 +179,14 @@ def completed(parts: MicroBatch, node: Node, terms: Sequence[Term]) -> list[Term
                 ),
                 [kind],
             )
-        found.append(Term(coefficient, Part(total, Total() if dim is None else Samples(dim))))
+        found.append(
+            LinearTerm(coefficient, PartValue(total, Total() if dim is None else Samples(dim)))
+        )
     return found
 
 
 def _bounds(graph: LogicalGraph, node: Node, extent: int) -> tuple[int, int]:
-    """Return the first index that `select` or `slice` takes, and the one behind the last."""
+    """Return the first index that `select` or `slice` takes, and the one after the last."""
     if node.kind == "select":
         index = node.args[2] % extent
         return index, index + 1
@@ -192,25 +196,29 @@ def _bounds(graph: LogicalGraph, node: Node, extent: int) -> tuple[int, int]:
     return (first, last) if step == 1 else (0, 0)
 
 
-def _order(part: Part) -> tuple[int, int]:
-    assert isinstance(part.layout, Piece)
+def _order(part: PartValue) -> tuple[int, int]:
+    assert isinstance(part.layout, SamplePiece)
     return part.layout.micro_batch, part.layout.place
 
 
-def _in_order(parts: MicroBatch, given: Sequence[Part], dim: int | None = None) -> list[str] | None:
+def _in_order(
+    parts: MicroBatch, given: Sequence[PartValue], dim: int | None = None
+) -> list[str] | None:
     """Return the pieces of every micro-batch, if these are all of the batch, in their order."""
     first = given[0].layout
-    if not isinstance(first, Piece) or len(given) != first.count * parts.num_parts:
+    if not isinstance(first, SamplePiece) or len(given) != first.count * parts.num_parts:
         return None
     own = [one.name for one in given[: first.count]]
     for at, one in enumerate(given):
         micro_batch, place = divmod(at, first.count)
-        if one != Part(own[place], Piece(place, micro_batch, first.count, dim)):
+        if one != PartValue(own[place], SamplePiece(place, micro_batch, first.count, dim)):
             return None
     return own
 
 
-def _without_starts(parts: MicroBatch, given: Sequence[Part]) -> tuple[list[Part], list[str]]:
+def _without_starts(
+    parts: MicroBatch, given: Sequence[PartValue]
+) -> tuple[list[PartValue], list[str]]:
     """Return the addends of a sum over all pieces without what it begins with, and that.
 
     The first turn of `for row in x: total = total + f(row)` makes start + f(x[0]), which is a piece
@@ -218,11 +226,11 @@ def _without_starts(parts: MicroBatch, given: Sequence[Part]) -> tuple[list[Part
     """
     found, added = list(given), list[str]()
     first = given[0].layout
-    if not isinstance(first, Piece) or len(given) != first.count * parts.num_parts:
+    if not isinstance(first, SamplePiece) or len(given) != first.count * parts.num_parts:
         return found, added
     places: dict[int, list[int]] = {}
     for at, one in enumerate(given):
-        if isinstance(one.layout, Piece):
+        if isinstance(one.layout, SamplePiece):
             places.setdefault(one.layout.place, []).append(at)
     for alike in places.values():
         for wanted in dict.fromkeys(given[at].name for at in alike):
@@ -266,7 +274,7 @@ def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
     return [*earlier, start.name]
 
 
-def _joined(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def _joined(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
     """Return all samples, as a call puts their pieces together."""
     names = _in_order(parts, given)
     if names is None:
@@ -280,10 +288,12 @@ def _joined(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] 
     made = part_type(kind, Samples(dim), parts.num_parts)
     parts.joins[node.name] = Samples(dim)
     (name,) = parts.once(replace(node, args=(tuple(map(Ref, names)), dim), kwargs={}), [made])
-    return [Part(name, Samples(dim))]
+    return [PartValue(name, Samples(dim))]
 
 
-def _put_back(parts: MicroBatch, node: Node, gradient: Part, layout: Piece) -> list[Part] | None:
+def _put_back(
+    parts: MicroBatch, node: Node, gradient: PartValue, layout: SamplePiece
+) -> list[PartValue] | None:
     """Return the gradient of all samples of which one piece was taken: zeros but for that one."""
     sizes, dim, first = node.args[1:4]
     dim = wrap_dim(dim, len(sizes))
@@ -296,12 +306,12 @@ def _put_back(parts: MicroBatch, node: Node, gradient: Part, layout: Piece) -> l
     rest = (start,) if node.kind == "select_backward" else (start, start + each, 1)
     args = (Ref(gradient.name), kind.shape, dim, *rest)
     (name,) = parts.once(replace(node, args=args, kwargs={}), [kind])
-    return [Part(name, replace(layout, dim=dim))]
+    return [PartValue(name, replace(layout, dim=dim))]
 
 
 def _of_zero(
-    parts: MicroBatch, node: Node, given: dict[str, Part], layout: Piece
-) -> list[Part] | None:
+    parts: MicroBatch, node: Node, given: dict[str, PartValue], layout: SamplePiece
+) -> list[PartValue] | None:
     """Return what adds a piece to zero, or takes it away, as the first turn of a sum does."""
     if node.op not in _SUMS or node.kwargs or len(node.args) > 2:
         return None
@@ -317,12 +327,12 @@ def _of_zero(
         return [_part(pieces[0], given)]
     ref = Ref(_part(pieces[0], given).name)
     (name,) = parts.once(replace(node, op="aten.neg.default", args=(ref,)), [made])
-    return [Part(name, layout)]
+    return [PartValue(name, layout)]
 
 
-def _part(value: Argument, given: dict[str, Part]) -> Part:
-    return given[value.name] if isinstance(value, Ref) else Part("")
+def _part(value: Argument, given: dict[str, PartValue]) -> PartValue:
+    return given[value.name] if isinstance(value, Ref) else PartValue("")
 
 
-def _renamed(value: Argument, names: dict[str, Part]) -> Argument:
+def _renamed(value: Argument, names: dict[str, PartValue]) -> Argument:
     return map_refs(value, lambda ref: Ref(names[ref.name].name) if ref.name in names else ref)

@@ -1,6 +1,6 @@
 """Calls on parts of samples that no signature says, as ranks would have to send something.
 
-reshape       samples keep their order, whatever dim they lie along afterwards
+reshape       samples keep their order, whatever dim they are along afterwards
 cat, slice    blocks of all samples are put together, or taken apart again
 index         by the number of each sample, which in a part is its own number
 bags          of equally many places a sample
@@ -14,7 +14,7 @@ from math import prod
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
-    Part,
+    PartValue,
     Samples,
     Total,
     part_shape,
@@ -46,7 +46,7 @@ def _single(node: Node, args: tuple[Argument, ...], op: str = "") -> LocalProgra
     return LocalProgram(calls=(LocalCall(op=op or node.op, args=args, kwargs=node.kwargs),))
 
 
-def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[Part]) -> Found | None:
+def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return a view of samples: the same in the shape of a part."""
     if node.kind not in RESHAPES or not isinstance(given[0].layout, Samples):
         return None
@@ -63,7 +63,7 @@ def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[Part]) -> Found |
     return program, [Ref(given[0].name)], [layout]
 
 
-def in_blocks(parts: MicroBatch, node: Node, given: Sequence[Part]) -> Found | None:
+def in_blocks(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return what puts blocks of all samples together, or takes them apart again.
 
     cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
@@ -135,7 +135,7 @@ def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> l
     return [first, last] if first % run == 0 and last % run == 0 and first < last else None
 
 
-def as_numbered(parts: MicroBatch, node: Node, given: Sequence[Part]) -> Found | None:
+def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return indexing by the number of each sample: `x[arange(B), i]`, and writing in such places.
 
     A part reads its own samples, whose numbers begin anew.
@@ -223,7 +223,7 @@ def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bo
     return start == 0 and step == each and graph.tensor(value).shape == (extent,)
 
 
-def _of_bags(parts: MicroBatch, node: Node, given: Sequence[Part]) -> Found | None:
+def _of_bags(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return bags of equally many places a sample, or the gradient of their table."""
     names = parts.graph.tensor_inputs(node)
     shapes = [parts.graph.tensor(name).shape for name in names]

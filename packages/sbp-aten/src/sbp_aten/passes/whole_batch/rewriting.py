@@ -9,10 +9,10 @@ from sbp_aten.passes.whole_batch.calls import PartCalls, signatures_of
 from sbp_aten.passes.whole_batch.layout import (
     LATE,
     SAME,
-    Late,
-    Part,
+    LinearTerm,
+    PartValue,
     Samples,
-    Term,
+    StepConstant,
     Total,
     Unknown,
     Value,
@@ -78,7 +78,7 @@ def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGrap
 
     Args:
         graph: A step on the whole batch, whose mean losses are ratios (pass `sum_losses`). The
-            samples of a batch input lie along its dim 0; one without dims is the same for all.
+            samples of a batch input are along its dim 0; one without dims is the same for all.
         num_micro_batches: Parts of equal size.
 
     Raises:
@@ -141,7 +141,7 @@ class _Rewriting:
                 todo="choose a number of micro-batches that divides the batch",
             )
         self.parts.types[name] = part_type(made, layout, self.num_parts)
-        self.values[name] = plain(Part(name, layout))
+        self.values[name] = plain(PartValue(name, layout))
         if layout == SAME:
             self.parts.same.add(name)
 
@@ -159,7 +159,7 @@ class _Rewriting:
         elif node.kind in _LIKE and not has_samples(given[0]):
             self._filled(node, names)
         elif all(
-            isinstance(one, Late) or name in self.parts.same
+            isinstance(one, StepConstant) or name in self.parts.same
             for name, one in zip(names, given, strict=True)
         ):
             self._once(node)
@@ -177,7 +177,7 @@ class _Rewriting:
             return
         self.parts.as_it_is(node)
         if not node.is_host:
-            self.values.update((value, plain(Part(value))) for value in node.outputs)
+            self.values.update((value, plain(PartValue(value))) for value in node.outputs)
 
     def _once(self, node: Node) -> None:
         """Let a node run once a step, on values of the whole batch."""
@@ -240,7 +240,7 @@ class _Rewriting:
             kwargs={"dtype": Symbol("dtype", made.dtype)},
         )
         self.parts.declare(full, made)
-        self.values[value] = plain(Part(value))
+        self.values[value] = plain(PartValue(value))
 
     def _of_terms(self, node: Node, names: Sequence[str], given: Sequence[Value]) -> None:
         """Write a node of parts: as one call of parts, term by term, or once a step."""
@@ -257,7 +257,7 @@ class _Rewriting:
                         self.parts.same.add(value)
                 return
         samples = any(map(has_samples, given))
-        if samples or not any(isinstance(one, Late) for one in given):
+        if samples or not any(isinstance(one, StepConstant) for one in given):
             terms = self.terms.call(node, names, given)
             if terms is not None:
                 self.values.update(zip(node.outputs, terms, strict=True))
@@ -315,7 +315,7 @@ class _Rewriting:
         self.whole[value] = total
         return total
 
-    def _accumulated(self, like: Node, value: str, term: Term) -> str:
+    def _accumulated(self, like: Node, value: str, term: LinearTerm) -> str:
         """Return the total of a term over the micro-batches, with its coefficient."""
         layout = term.part.layout
         how = _HOW[layout.reduction] if isinstance(layout, Total) else None

@@ -17,10 +17,10 @@ from sbp_aten.passes.whole_batch.calls import PartCalls
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Coefficient,
-    Late,
-    Part,
-    Piece,
-    Term,
+    LinearTerm,
+    PartValue,
+    SamplePiece,
+    StepConstant,
     Terms,
     Total,
     Unknown,
@@ -70,7 +70,7 @@ class TermCalls:
     #: Late values as terms; None: they are none.
     lifted: dict[str, Terms | None] = field(default_factory=dict)
     #: What micro-batches compute with in the place of a number that is a coefficient.
-    atoms: dict[str, Part] = field(default_factory=dict)
+    atoms: dict[str, PartValue] = field(default_factory=dict)
     #: One name for each number of targets, however it is counted.
     counts: dict[object, str] = field(default_factory=dict)
     #: Numbers that divide what is filled with zeros afterwards, so that 0 / 0 comes of none of it.
@@ -82,12 +82,7 @@ class TermCalls:
         return self.parts.graph
 
     def call(
-        self,
-        node: Node,
-        names: Sequence[str],
-        given: Sequence[Value],
-        *,
-        lift_totals: bool = False,
+        self, node: Node, names: Sequence[str], given: Sequence[Value], *, lift_totals: bool = False
     ) -> list[Terms] | None:
         """Return what a node makes of terms, if it is linear in them.
 
@@ -179,7 +174,7 @@ class TermCalls:
         merged = self._sum(node, results)
         # Pieces are to be one term.
         counts = (
-            sum(not isinstance(term.part.layout, Piece) for term in terms) for terms in merged
+            sum(not isinstance(term.part.layout, SamplePiece) for term in terms) for terms in merged
         )
         return merged if all(count <= _MOST_TERMS for count in counts) else None
 
@@ -196,7 +191,7 @@ class TermCalls:
         names: Sequence[str],
         given: Sequence[Terms],
         together: Sequence[int],
-        chosen: Mapping[int, Part],
+        chosen: Mapping[int, PartValue],
         coefficient: Coefficient,
     ) -> list[Terms] | None:
         """Run a node with zeros for those of its linear arguments that are not chosen."""
@@ -205,7 +200,7 @@ class TermCalls:
             ((at, part),) = chosen.items()
             alone = self._addend(node, names[at], part, negative=at == 1 and node.kind == "sub")
             if alone is not None:
-                return [(Term(coefficient, alone),)]
+                return [(LinearTerm(coefficient, alone),)]
         near = next(iter(chosen.values()))
         parts = [
             chosen[at]
@@ -223,7 +218,9 @@ class TermCalls:
         part = single_part(terms)
         return part is not None and part.layout == SAME and is_zero(self.graph, part.name)
 
-    def _made_near(self, name: str, like: Node, near: str, number: float, kind: TensorType) -> Part:
+    def _made_near(
+        self, name: str, like: Node, near: str, number: float, kind: TensorType
+    ) -> PartValue:
         """Write a tensor of equal numbers that belongs to a node, on the device of a part."""
         name = self.parts.fresh(name)
         made = Node(
@@ -237,10 +234,12 @@ class TermCalls:
             source=like.source,
         )
         self.parts.declare(made, kind)
-        self.values[name] = plain(Part(name))
-        return Part(name)
+        self.values[name] = plain(PartValue(name))
+        return PartValue(name)
 
-    def _addend(self, node: Node, name: str, part: Part, *, negative: bool) -> Part | None:
+    def _addend(
+        self, node: Node, name: str, part: PartValue, *, negative: bool
+    ) -> PartValue | None:
         """Return what a sum makes of one addend alone; None if forms or factors differ."""
         kind = self.graph.tensor(name)
         if self.graph.tensor(node.outputs[0]) != kind or node.kwargs or len(node.args) > 2:
@@ -256,7 +255,7 @@ class TermCalls:
         layout = part.layout
         if isinstance(layout, Total):  # the negative of a maximum is a minimum
             layout = Total(_NEGATIVE[layout.reduction])
-        return Part(self._written(negative_one, self._type(part), part), layout)
+        return PartValue(self._written(negative_one, self._type(part), part), layout)
 
     def _product(
         self, node: Node, given: Sequence[Terms], marked: Sequence[int]
@@ -279,7 +278,7 @@ class TermCalls:
         return self._sum(node, results)
 
     def _run(
-        self, node: Node, given: Sequence[Part | None], coefficient: Coefficient
+        self, node: Node, given: Sequence[PartValue | None], coefficient: Coefficient
     ) -> list[Terms] | None:
         parts = [part for part in given if part is not None]
         if len(parts) < len(given):
@@ -289,9 +288,9 @@ class TermCalls:
         else:
             label = "term" if any(value in self.parts.types for value in node.outputs) else ""
             made = self.parts.call(node, parts, label)
-        return None if made is None else [(Term(coefficient, part),) for part in made]
+        return None if made is None else [(LinearTerm(coefficient, part),) for part in made]
 
-    def _same_parts(self, node: Node, parts: Sequence[Part]) -> list[Part] | None:
+    def _same_parts(self, node: Node, parts: Sequence[PartValue]) -> list[PartValue] | None:
         """Write a node on values that are the same in every micro-batch, under other names.
 
         The whole graph knows them, too, so that they can be cut where they meet samples.
@@ -305,12 +304,12 @@ class TermCalls:
             return None
         made = replace(rename_uses(node, names), name=outputs[0], outputs=outputs)
         self.parts.declare(made, self.graph.tensor(node.outputs[0]))
-        self.values[outputs[0]] = plain(Part(outputs[0]))
-        return [Part(outputs[0])]
+        self.values[outputs[0]] = plain(PartValue(outputs[0]))
+        return [PartValue(outputs[0])]
 
-    def _merged(self, node: Node, terms: Sequence[Term]) -> Terms:
+    def _merged(self, node: Node, terms: Sequence[LinearTerm]) -> Terms:
         """Add up the terms of equal coefficients and layouts; maxima stay apart."""
-        found: dict[tuple[Coefficient, object, str], Term] = {}
+        found: dict[tuple[Coefficient, object, str], LinearTerm] = {}
         for number, term in enumerate(terms):
             layout = term.part.layout
             apart = isinstance(layout, Total) and layout != Total()
@@ -329,27 +328,27 @@ class TermCalls:
                 tags=("pointwise",),
             )
             name = self._written(total, kind, first)
-            found[key] = Term(term.coefficient, Part(name, first.layout))
+            found[key] = LinearTerm(term.coefficient, PartValue(name, first.layout))
         merged = tuple(found.values())
         made = tuple(completed(self.parts, node, merged))
         for part in (term.part for term in made if term.part.layout == SAME):
             self.values.setdefault(part.name, plain(part))
         return merged if made == merged else self._merged(node, made)
 
-    def _type(self, part: Part) -> TensorType:
+    def _type(self, part: PartValue) -> TensorType:
         kind = self.parts.types[part.name]
         assert isinstance(kind, TensorType), f"{part.name} is no tensor"
         return kind
 
-    def _written(self, node: Node, kind: TensorType, like: Part) -> str:
+    def _written(self, node: Node, kind: TensorType, like: PartValue) -> str:
         """Write a node of parts of one layout under a new name, and return it."""
-        if isinstance(like.layout, Piece):
+        if isinstance(like.layout, SamplePiece):
             return self.parts.once(node, [kind])[0]
         name = self.parts.fresh(node.outputs[0])
         node = replace(node, name=name, outputs=(name,))
         if like.layout == SAME:
             self.parts.declare(node, kind)
-            self.values[name] = plain(Part(name))
+            self.values[name] = plain(PartValue(name))
         else:
             self.parts.add(node, [kind])
         return name
@@ -370,7 +369,7 @@ class TermCalls:
         is_number = not self.graph.tensor(value).shape
         if isinstance(found, Unknown) or node is None:
             return None
-        if isinstance(found, Late) and node.rate is Rate.MICRO and len(node.outputs) == 1:
+        if isinstance(found, StepConstant) and node.rate is Rate.MICRO and len(node.outputs) == 1:
             names = self.graph.tensor_inputs(node)
             given = [self.values[name] for name in names]
             made = self.call(node, names, given, lift_totals=True)
@@ -389,7 +388,7 @@ class TermCalls:
             self.atoms[value] = self._made_near(
                 f"{value}.nominal", node, near, self.nominal(value), self.graph.tensor(value)
             )
-        return (Term(((value, 1),), self.atoms[value]),)
+        return (LinearTerm(((value, 1),), self.atoms[value]),)
 
     def nominal(self, value: str) -> float:
         """Return a power of two near what a total is if all elements count.
@@ -420,7 +419,7 @@ class TermCalls:
     def near(self, value: str) -> str:
         """Return a tensor that a micro-batch has near the one that makes a late value."""
         found = self.values[value]
-        if not isinstance(found, Late):
+        if not isinstance(found, StepConstant):
             assert isinstance(found, tuple), f"{value} is unknown"
             return found[0].part.name
         sources = self.graph.tensor_inputs(self.graph.producers[value])
@@ -434,7 +433,7 @@ def _apart(given: Sequence[Terms]) -> list[int]:
     layouts = [terms[0].part.layout for terms in given]
     others = {layout for layout in layouts if layout != SAME}
     alone = len(others) == 1 and not any(
-        isinstance(one, Piece) and one.dim is not None for one in others
+        isinstance(one, SamplePiece) and one.dim is not None for one in others
     )
     return [] if alone else [at for at, layout in enumerate(layouts) if layout != SAME]
 

@@ -2,7 +2,7 @@
 
 `packed_buffer` makes flat messages of what a `Manifest` says, `exchange` is the communicator.
 `agreement` compares a text over all ranks, `fingerprint` every step; both serve any backend.
-`store` is where the processes meet.
+`rendezvous_store` is where the processes meet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, Role, after
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
-    from sbp_torch.boxing.processes.store import is_on_loopback, naming_rendezvous, store_at
+    from sbp_torch.boxing.processes.rendezvous_store import (
+        is_on_loopback,
+        naming_rendezvous,
+        store_at,
+    )
 
 __all__ = [
     "Await",
@@ -46,9 +50,9 @@ __getattr__, __dir__ = lazy(
         "after": "exchange",
         "agree": "agreement",
         "gather_texts": "agreement",
-        "is_on_loopback": "store",
-        "naming_rendezvous": "store",
+        "is_on_loopback": "rendezvous_store",
+        "naming_rendezvous": "rendezvous_store",
         "pack": "packed_buffer",
-        "store_at": "store",
+        "store_at": "rendezvous_store",
     },
 )

@@ -7,7 +7,7 @@ transport.
 A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
 works on the shard itself, until it is waited for, by its caller or the caller's stream. To begin
 one is to pack and to hand over; to unpack and to reduce here is left for the end. What is received
-lands where it has to be, if it lies there in one piece of memory; what is added to that needs a
+lands where it has to be, if it is there in one piece of memory; what is added to that needs a
 place of its own first. Of a `receive` in two terms, each from two ranks:
 
     result      | term 0 of rank 0 | term 0 of rank 1 |     received here
@@ -35,9 +35,9 @@ from sbp_core.boxing import (
     Delivery,
     Manifest,
     Pending,
-    Piece,
     StepKind,
     TrafficCounter,
+    TransferPiece,
     bounds_of,
     manifest_of,
     span,
@@ -151,7 +151,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
     is counted here, as it is posted, and a collective by the subclass, which has a `TrafficCounter`
-    for each group beside the calls of its library, and gives it to `_count`.
+    for each group besides the calls of its library, and gives it to `_count`.
 
     A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
     step's dtype. Three of them begin something, and return what waits for it. Either raises
@@ -221,7 +221,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
         shard = detached(shard)
-        outgoing: dict[int, list[Piece]] = {}
+        outgoing: dict[int, list[TransferPiece]] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
                 outgoing.setdefault(piece.receiver, []).append(piece)
@@ -255,7 +255,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Ask for the messages of a transfer; return the call, and what waits for its result."""
         call = self._begin(step, tag, deadline_s)
         mine = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
-        by_sender: dict[int, list[Piece]] = {}
+        by_sender: dict[int, list[TransferPiece]] = {}
         for piece in mine:
             by_sender.setdefault(piece.sender, []).append(piece)
         own = by_sender.pop(self.rank, [])

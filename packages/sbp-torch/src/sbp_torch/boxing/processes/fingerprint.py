@@ -300,7 +300,7 @@ def _fingerprint(step: BoxingStep, tag: str, count: str) -> str:
     shown = f"{tag!r}, {step} of {step.dtype}{list(step.shape)}" + (f", {count}" if count else "")
     digest = blake2b(whole.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
     text = f"{digest}{_key(tag)}{shown}"
-    # Cut to the width: only what a reader sees of it is lost. Both digests stand in front.
+    # Cut to the width: only what a reader sees of it is lost. Both digests are in front.
     return text.encode()[:_WIDTH_BYTES].decode("utf-8", "ignore")
 
 

@@ -11,11 +11,13 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing import BoxingStep, Manifest, Piece, StepKind, itemsize, volume
+from sbp_core.boxing import BoxingStep, Manifest, StepKind, TransferPiece, itemsize, volume
 from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
 
-def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) -> torch.Tensor:
+def pack(
+    shard: torch.Tensor, pieces: Sequence[TransferPiece], *, copy: bool = False
+) -> torch.Tensor:
     """Return pieces of a shard one after the other: shape (elements,), contiguous.
 
     Args:
@@ -37,8 +39,8 @@ def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) ->
 
 
 def unpack(
-    pieces: Sequence[Piece], buffers: Mapping[int, torch.Tensor]
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Sequence[TransferPiece], buffers: Mapping[int, torch.Tensor]
+) -> list[tuple[TransferPiece, torch.Tensor]]:
     """Return each piece with its values, as views.
 
     Args:
@@ -46,7 +48,7 @@ def unpack(
         buffers: What `pack` returned, by sender; shape (elements,).
     """
     offsets = dict.fromkeys(buffers, 0)
-    values: list[tuple[Piece, torch.Tensor]] = []
+    values: list[tuple[TransferPiece, torch.Tensor]] = []
     for piece in pieces:
         shape = tuple(stop - start for start, stop in piece.target)
         start = offsets[piece.sender]
@@ -55,7 +57,7 @@ def unpack(
     return values
 
 
-def num_elements(step: BoxingStep, pieces: Sequence[Piece]) -> int:
+def num_elements(step: BoxingStep, pieces: Sequence[TransferPiece]) -> int:
     """Return the number of elements of some pieces of a step."""
     return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
 
@@ -64,7 +66,7 @@ class PackedBuffers:
     """The memory of one collective on one rank: what it sends and what it receives, flat.
 
     Chunk i of each is what goes to, or comes from, the i-th rank of the group. What is sent is the
-    shard itself, and what is received is the memory of the result, wherever pieces lie in order
+    shard itself, and what is received is the memory of the result, wherever pieces are in order
     there. The rank's own chunk is empty in both if it can be kept out, which spares a copy; else it
     is in both, and the transport has to copy it like any other.
 
@@ -95,7 +97,7 @@ class PackedBuffers:
         whole: bool = False,
     ) -> None:
         self._step, self._manifest, self._shard = step, manifest, shard
-        # The own chunk is left out of both buffers where the others then still lie together:
+        # The own chunk is left out of both buffers where the others then still are together:
         #
         #     shard of rank 0    | own  | to 1 | to 2 |     sent: the last two chunks, a view
         #     shard of rank 1    | to 0 | own  | to 2 |     the own chunk stays in both
@@ -147,10 +149,10 @@ class PackedBuffers:
             )
         return self._result
 
-    def _pieces(self) -> list[tuple[Piece, torch.Tensor]]:
+    def _pieces(self) -> list[tuple[TransferPiece, torch.Tensor]]:
         """Return each incoming piece with its values."""
         chunks = torch.split(self.received, list(self.received_sizes))
-        pieces: list[tuple[Piece, torch.Tensor]] = []
+        pieces: list[tuple[TransferPiece, torch.Tensor]] = []
         for piece, chunk in zip(self._manifest.incoming, chunks, strict=True):
             if piece is None:
                 continue

@@ -45,15 +45,15 @@ What `run_ranks` can rely on, and must do:
 * `program` catches the `BoxingError`s that a test expects. If it raises, `run_ranks` raises too.
 * A program may leave a rank out of a step (that is one of the tests): the rank still returns, later
   than the others. Do not put a barrier of your own transport between the ranks after `program`.
-* Every call stands alone; processes may stay alive between calls, backends may not.
+* Calls are independent; processes may stay alive between calls, backends may not.
 
-The package: `cases` (what is converted), `families` (which cases there are), `values` (their
-tensors, by the definition alone), `convert` (what ranks run, and how it is judged), `in_flight`
-(what they run to have several steps under way), `failures` (what they run when something goes
-wrong), `suite` (the tests), `report` (a plugin of pytest).
+The package: `conversion_cases` (what is converted), `families` (which cases there are), `values`
+(their tensors, by the definition alone), `convert` (what ranks run, and how it is judged),
+`in_flight` (what they run to have several steps under way), `failures` (what they run when
+something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
 """
 
-from sbp_torch.testing.boxing.cases import BoxingCase, State
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State
 from sbp_torch.testing.boxing.convert import (
     BoxingTrial,
     TrialResult,

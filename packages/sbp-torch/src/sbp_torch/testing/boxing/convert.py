@@ -15,7 +15,7 @@ import torch
 from sbp_core.boxing import Route, StepKind
 from sbp_core.errors import BoxingError
 from sbp_torch.boxing.execute import local_step
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.values import (
     gather,
     logical_tensor,
@@ -88,7 +88,7 @@ def run_trials(
     deadline_s: float,
     device: str = "cpu",
 ) -> list[TrialResult]:
-    """Convert every case in order, as one rank: the program that the suite gives to `run_ranks`.
+    """Convert every case in order, on one rank: the program that the suite gives to `run_ranks`.
 
     Ends early if a step raises: nothing can be said of a backend that is broken.
     """
@@ -209,7 +209,7 @@ def run_route(
 def find_problems(
     trials: Sequence[BoxingTrial], answers: Sequence[Sequence[TrialResult]]
 ) -> list[str]:
-    """Return what is wrong, each with its case.
+    """Return the problems, each with its case.
 
     Args:
         trials: What was run.

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from sbp_core.boxing import StepKind, can_transfer, is_realisable
 from sbp_core.placement import Placement
 from sbp_core.sbp import REDUCTIONS, B, Broadcast, NdSbp, P, Partial, S, Sbp, Split, all_entries
-from sbp_torch.testing.boxing.cases import BoxingCase, State, hand_made_step
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State, hand_made_step
 
 #: (number of ranks, dtypes) -> cases.
 Family = Callable[[int, tuple[str, ...]], tuple[BoxingCase, ...]]
@@ -207,7 +207,7 @@ def steps(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
 
 @lru_cache
 def merged_axes(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
-    """Every collective on several mesh axes at once, whatever lies on the others; each."""
+    """Every collective on several mesh axes at once, whatever is on the others; each."""
     return tuple(
         case
         for shape in _meshes(num_ranks)
@@ -247,7 +247,7 @@ def _collectives(
     dtypes: Sequence[str],
     spread: Callable[..., Iterator[BoxingCase]],
 ) -> Iterator[BoxingCase]:
-    """Yield every collective on every choice of `count` axes, whatever lies on the others."""
+    """Yield every collective on every choice of `count` axes, whatever is on the others."""
     others: tuple[Sbp, ...] = (*all_entries(2), P("max"))
     for axes in combinations(range(mesh.num_axes), count):
         if prod(mesh.mesh_shape[axis] for axis in axes) == 1:

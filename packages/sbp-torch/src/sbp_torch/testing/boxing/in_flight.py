@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sbp_core.boxing import StepKind
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.convert import BoxingTrial
 from sbp_torch.testing.boxing.failures import Told, ones, sum_over, told
 from sbp_torch.testing.boxing.values import source_shard, target_shard

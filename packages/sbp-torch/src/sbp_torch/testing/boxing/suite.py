@@ -15,7 +15,7 @@ from unittest import SkipTest
 from sbp_core.testing.holdings import grown
 from sbp_core.testing.marks import exhaustive
 from sbp_torch.testing.boxing import failures, in_flight, mismatches
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.convert import find_problems, make_trials, run_trials
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases, sample
 
@@ -64,7 +64,7 @@ class CaseCount:
 
 
 def use_communicator(rank: int, backend: BoxingBackend, *, program: Program) -> Any:
-    """Run a program as a job: for suites whose `run_ranks` is made of their `run_backends`."""
+    """Run a program as a job, for suites that implement `run_ranks` by `run_backends`."""
     return program(rank, backend.communicator(rank))
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from sbp_core.sbp import B, Broadcast, NdSbp, Partial, Split
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 
 #: By mesh coordinate, in row-major order.
 _Shards = Mapping[tuple[int, ...], torch.Tensor]
@@ -112,7 +112,7 @@ def scatter(
 
     Args:
         tensor: Of any shape and dtype that has the partial values of `sbp`.
-        sbp: How the tensor lies on the mesh.
+        sbp: How the tensor is placed on the mesh.
         mesh_shape: Of the mesh.
         generator: Where partial values come from.
         axis: The first axis that takes part.
@@ -159,7 +159,7 @@ def _partials(
     else:
         sign = -1 if reduction == "max" else 1
         parts = [tensor + sign * noise() for _ in range(count - 1)]
-    # The value itself stands in the middle, so that no rank has it by chance.
+    # The value itself is in the middle, so that no rank has it by chance.
     return [*parts[: count // 2], tensor, *parts[count // 2 :]]
 
 

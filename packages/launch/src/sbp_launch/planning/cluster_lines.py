@@ -1,0 +1,43 @@
+"""The machine that a plan was priced for, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sbp_core.cluster import Cluster
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.planning.report import counted
+
+
+def machine_lines(cluster: Cluster) -> list[str]:
+    """Return what a plan counted on: devices, memory, links, and whether boxing was measured.
+
+    Args:
+        cluster: With the devices that the plan was made for.
+    """
+    device = cluster.device
+    devices = counted(cluster.num_devices, f"{device.kind} device")
+    memory = format_bytes(device.memory_bytes)
+    lines = [f"priced for cluster {cluster.name}: {devices} with {memory} each"]
+    if device.host_memory_bytes is not None and device.host_link is not None:
+        rate = format_bytes(device.host_link.bytes_per_s)
+        lines.append(
+            f"  next to each, {format_bytes(device.host_memory_bytes)} of its host, at {rate}/s"
+        )
+    if cluster.num_devices > 1:
+        lines += _links(cluster)
+    if cluster.calibration is not None:
+        lines.append(f"  boxing as it was measured through {cluster.calibration.backend!r}")
+    return lines
+
+
+def _links(cluster: Cluster) -> Iterator[str]:
+    """Yield the levels that messages between the devices pass, innermost first."""
+    for level in cluster.levels:
+        link, shared = level.link, " shared" if level.shared else ""
+        yield (
+            f"  in a {level.name} of {level.num_ranks}: {format_bytes(link.bytes_per_s)}/s{shared} "
+            f"after {format_seconds(link.latency_s)}"
+        )
+        if level.num_ranks >= cluster.num_devices:
+            return

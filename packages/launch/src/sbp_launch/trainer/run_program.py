@@ -1,0 +1,196 @@
+"""The one-device program of a run.
+
+The model is made without memory: its parameters are made shard by shard when a session starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sbp_core.cluster import Cluster
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Placement
+from sbp_core.plugins import ClusterFactory
+from sbp_launch.data import DataCursor, Order, SampleOrder, SampleSource, checked_dataset
+from sbp_launch.optimizers import optimizer_over
+from sbp_launch.run.run import Run
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.settings.patterns import check_patterns
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_torch.deferred_init import DeferredModel, deferred
+from sbp_torch.graph_capture import UpdateOptions
+from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
+
+
+class _Model(Protocol):
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor: ...
+
+
+@runtime_checkable
+class _ModelWithMetrics(Protocol):
+    def losses(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
+
+
+def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+    """Return the model's own loss of a batch: a 0-d tensor, or the loss and metrics by name.
+
+    Raises:
+        ConfigError: the model asks the batch for what is not in it.
+    """
+    given = _GivenBatch(batch)
+    if isinstance(model, _ModelWithMetrics):
+        return model.losses(given)
+    return cast(_Model, model).loss(given)
+
+
+class _GivenBatch(dict[str, Tensor]):
+    """A batch that says what it has when it is asked for something else."""
+
+    def __missing__(self, name: str) -> Tensor:
+        given = [
+            f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            for name, value in self.items()
+        ]
+        raise ConfigError(
+            f"the model asks its batch for {name!r}, which the data do not give",
+            accepted=f"what they give: {', '.join(given) or 'nothing'}",
+            todo="choose data that fit the model, or another model",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgram:
+    """The one-device program and the machine it is for.
+
+    `model` is without data; `made` can make it whole.
+
+    Args:
+        update: What happens once a step, besides the optimizer.
+        source: The samples of `data`.
+        order: In which they are trained on.
+        seed: Of that order.
+    """
+
+    made: DeferredModel
+    model: nn.Module
+    make_optimizer: OptimizerFactory
+    optimizer: torch.optim.Optimizer
+    data: Dataset
+    source: SampleSource
+    order: Order
+    seed: int
+    mesh: Placement
+    cluster: Cluster
+    update: UpdateOptions
+
+    @property
+    def one_device(self) -> OneDeviceProgram:
+        """Model, loss and optimizer, as a step takes them."""
+        return OneDeviceProgram(
+            model=self.model,
+            loss=model_loss,
+            optimizer=self.optimizer,
+            update=self.update,
+            deferred=self.made,
+        )
+
+    def cursor(self, split: str = "train") -> DataCursor:
+        """Return the beginning of a split.
+
+        Held-out data are shuffled, and alike in all runs, so that a part of them tells of all.
+
+        Raises:
+            PluginError: the data set does not say how many samples it has.
+            SbpLookupError: it has no such split.
+            SbpError: one of the samples that are looked at cannot be loaded; names it.
+        """
+        size = self.source.num_samples(split)
+        if split != "train":
+            return DataCursor(order=SampleOrder(num_samples=size))
+        fingerprint = self.source.fingerprint(split)
+        return DataCursor(
+            order=SampleOrder(
+                num_samples=size, order=self.order, seed=self.seed, fingerprint=fingerprint
+            )
+        )
+
+    def batch(self, cursor: DataCursor, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        """Return the whole batch that begins at a cursor.
+
+        Raises:
+            SbpError: a sample cannot be loaded; names it.
+        """
+        rows = np.arange(batch_size)
+        return self.source.load(cursor.numbers(rows), split, cursor.epochs(rows))
+
+    def example(self, batch_size: int) -> dict[str, Tensor]:
+        """Return what has the shapes of a batch of the train split: one sample again and again."""
+        return self.source.load(np.zeros(batch_size, np.int64), "train")
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """What is counted of the data, tokens or samples, and how many of them a sample is."""
+        if not isinstance(self.data, TextDataset):
+            return "samples", 1
+        return "tokens", next(iter(self.example(1).values())).numel()
+
+
+def make_program(run: Run) -> RunProgram:
+    """Build model, optimizer, data set and cluster from their plugins.
+
+    Raises:
+        ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
+        PluginError: a plugin returns what it may not.
+    """
+    config = run.config
+    dtype: torch.dtype = getattr(torch, config.trainer.dtype)
+
+    def build() -> nn.Module:
+        model = run.make("model")
+        if not isinstance(model, nn.Module):
+            raise run.entry("model").returned(model, "an nn.Module")
+        return model.to(dtype).train()
+
+    # First, as a path that is wrong is soon seen, and making a model takes longer.
+    data = checked_dataset(run.make("data"), run.entry("data"))
+    made = deferred(build, config.trainer.seed)
+    _check_patterns(config, made.model)
+    make_optimizer: OptimizerFactory = run.make("optimizer")
+    optimizer = optimizer_over(make_optimizer, made.model)
+    if optimizer is None:
+        raise run.entry("optimizer").returned(None, "an optimizer", by="__call__")
+    make_cluster: ClusterFactory = run.make("cluster")
+    cluster = make_cluster(math.prod(config.mesh))
+    mesh = Placement.grid(config.mesh, config.axes, cluster.device.kind)
+    return RunProgram(
+        made=made,
+        model=made.model,
+        make_optimizer=make_optimizer,
+        optimizer=optimizer,
+        data=data,
+        source=SampleSource(data=data, plugin=run.entry("data"), dtype=dtype),
+        order=config.trainer.order,
+        seed=config.trainer.seed,
+        mesh=mesh,
+        cluster=cluster,
+        update=config.trainer.update,
+    )
+
+
+def _check_patterns(config: RunConfig, model: nn.Module) -> None:
+    """Check the patterns of parameters that would be ignored if they matched nothing.
+
+    Raises:
+        ConfigError: one matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    apart = config.compile.passes.accumulate_addends
+    check_patterns("compile.regather", config.compile.regather, names, "parameter")
+    check_patterns("compile.passes.accumulate_addends", apart, names, "parameter")

@@ -1,0 +1,63 @@
+"""What is saved of a run in which a rank has failed: see `checkpoint.survivors`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sbp_core.boxing import SurvivingRanks
+from sbp_core.runtime import StatePiece
+from sbp_launch.checkpoint.saving import Processes
+from sbp_launch.checkpoint.survivors import MEET_S, surviving_pieces
+from sbp_launch.run.run import Run
+from sbp_launch.run.stopping import SAVING
+from sbp_launch.step.saved import save_among_survivors
+from sbp_launch.team import DEADLINE_S
+from sbp_launch.trainer.loop import TrainingLoop
+
+
+def save_with_survivors(run: Run, loop: TrainingLoop, error: Exception) -> str:
+    """Save the states of a run that failed, with the processes that are left; each calls this.
+
+    Returns:
+        Where they are, for people.
+
+    Raises:
+        RunError: the states are not those of one step, a part of them is lost, or they cannot be
+            written.
+        BoxingError: the processes cannot reach each other, or another one has ended, too.
+    """
+    run.say([SAVING])
+    left = loop.team.survivors(error, MEET_S)
+    try:
+        return _save(run, loop, left)
+    finally:
+        left.leave()
+
+
+def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
+    loop.count_done()
+    # Before the others are told: what they begin to write must not be removed with it.
+    under_way = loop.checkpoints.abandon()
+    pieces, is_saved = surviving_pieces(
+        loop.planned.plan,
+        loop.step.session,
+        left,
+        loop.state.step,
+        DEADLINE_S,
+        is_saved=loop.checkpoints.has(loop.state.step),
+    )
+    if is_saved:
+        return loop.checkpoints.place(loop.state.step)
+    storage = loop.checkpoints.storage
+
+    def prepare(processes: Processes) -> None:
+        if processes.is_first and under_way:
+            storage.stage(under_way).discard()
+
+    def write(pieces: Iterable[StatePiece], processes: Processes) -> None:
+        loop.checkpoints.save_pieces(pieces, loop.saved_state(), loop.cursor, processes)
+
+    save_among_survivors(
+        loop.step.processes, left, storage, pieces, prepare, write, is_claimed=run.is_first
+    )
+    return loop.checkpoints.place(loop.state.step)

@@ -1,0 +1,74 @@
+"""The settings of the models of the library `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sbp_core.errors import ConfigError
+from sbp_models.configs.checks import check_positive
+from sbp_models.configs.fit import check_images, check_text
+from sbp_models.configs.text_data import text_task
+
+#: What a model of `transformers` is to do.
+HfTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "image_classification"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfConfig:
+    """Settings of `sbp_models.hf`: a model of `transformers` with random weights.
+
+    Args:
+        kind: What `transformers` calls the architecture (`model_type`): gpt2, llama, t5, vit, ...
+        task: What it is to do.
+        context: Most tokens that it is given; for text.
+        overrides: Settings of its own configuration, such as `n_layer: 2`; the rest are its
+            defaults, which may be large.
+        attention: Implementation of attention: `sdpa`, `eager`, or what the library takes itself.
+        experts: Implementation of mixtures of experts: `batched_mm` and `grouped_mm` have static
+            shapes; `eager` loops over the experts that were hit, which cannot be captured.
+
+    Raises:
+        ConfigError: `kind` is empty or `context` is not positive.
+    """
+
+    kind: str
+    task: HfTask = "causal_lm"
+    context: int = 128
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    experts: Literal["batched_mm", "grouped_mm", "eager"] = "batched_mm"
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            raise ConfigError(
+                "kind is empty",
+                accepted="a model type of transformers, such as gpt2, llama, bert, t5, vit",
+                todo="set model.kind",
+            )
+        check_positive(self, "context")
+
+    def check_combination(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`.
+
+        Sizes that `overrides` leave out are the library's, and not known here.
+        """
+        data = others.get("data")
+        if self.task == "image_classification":
+            check_images(
+                data,
+                model=f"hf model.kind={self.kind}",
+                channels=self.overrides.get("num_channels"),
+                num_classes=self.overrides.get("num_labels"),
+                image_size=self.overrides.get("image_size"),
+            )
+        else:
+            check_text(
+                data,
+                model=f"hf model.kind={self.kind} model.task={self.task}",
+                task=text_task(self.task),
+                vocabulary=self.overrides.get("vocab_size"),
+                context=self.context if self.task == "causal_lm" else None,
+                vocabulary_key="model.overrides.vocab_size",
+            )
