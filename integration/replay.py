@@ -1,7 +1,7 @@
 """Plans of models, layouts and planners, stored and made again: a refactor changes none.
 
     python -m replay store FILE [TEXT]      plans every case and writes what came of it
-    python -m replay compare FILE [TEXT]    plans again, prints each difference, fails if there is one
+    python -m replay compare FILE [TEXT]    plans again, prints differences, fails if there are any
 
 With a text, only the cases whose settings contain it are planned, such as `planner=osdp`.
 
