@@ -163,9 +163,7 @@ def _cells(compilation: Compilation, strategy: Strategy) -> list[_Cell]:
     graph = compilation.request.graph
     cells = {
         tuple(sorted(stage.rank_list)): _Cell(
-            ranks=tuple(sorted(stage.rank_list)),
-            states=[],
-            sizes=[],
+            ranks=tuple(sorted(stage.rank_list)), states=[], sizes=[]
         )
         for stage in strategy.stages
     }

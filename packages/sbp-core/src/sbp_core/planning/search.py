@@ -35,12 +35,7 @@ from sbp_core.errors import SbpError
 from sbp_core.infer import predict_cost
 from sbp_core.plan_request import PlanRequest
 from sbp_core.planning.compiled import Compilation, Compiled, limit_key
-from sbp_core.planning.host_states import (
-    by_parameter,
-    offloaded_states,
-    states_named,
-    with_states,
-)
+from sbp_core.planning.host_states import by_parameter, offloaded_states, states_named, with_states
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.planning.offload_setting import Offload
 from sbp_core.strategy import Strategy
