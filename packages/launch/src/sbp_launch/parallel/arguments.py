@@ -51,9 +51,8 @@ _SETTING = re.compile(
 
 _BATCH_DIM = "the argument batch_dim"
 
-
 #: The axes of a mesh in a text, after the mesh if that is given.
-_AXES = re.compile(r"(?:cluster\.mesh=\[([^\]]*)\] )?cluster\.axes=\[([^\]]*)\]")
+_AXES = re.compile(r"(?:cluster\.mesh=\[([^\]]*)\],? )?cluster\.axes=\[([^\]]*)\]")
 
 
 @contextmanager
