@@ -51,7 +51,6 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_of_a_pipeline_take_their_own_parts_of_a_batch(tmp_path: Path) -> None:
-
     done = train(tmp_path, *PIPELINE, "boxing=torch", f"hydra.run.dir={tmp_path}/run")
 
     assert done.returncode == 0, done.stdout + done.stderr
