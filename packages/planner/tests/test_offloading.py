@@ -59,7 +59,7 @@ def test_patterns_name_the_states_that_are_offloaded(inferred: Strategy) -> None
     assert all_of_them.report["offload"]["bytes_per_rank"] == sum(
         asked.graph.tensor(name).size_bytes for name in _offloaded(all_of_them)
     )
-    assert "lie in the memory of its host" in all_of_them.report["explanation"][-1]
+    assert "are in the memory of its host" in all_of_them.report["explanation"][-1]
     assert offloading(asked, inferred, []) == inferred
 
 

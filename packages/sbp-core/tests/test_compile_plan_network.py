@@ -195,12 +195,12 @@ def test_the_critical_cycle_is_told_in_words() -> None:
         "stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 0 waits for data of "
         "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1",
         "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1 waits for its turn on "
-        "thread compute of rank 1 behind stage 1's backward.1.1 of micro-batch 3 on rank 1 and 24 "
+        "thread compute of rank 1 after stage 1's backward.1.1 of micro-batch 3 on rank 1 and 24 "
         "more, since stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1",
         "stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1 waits for data of "
         "stage 0's send layers.0.relu@1(B) of micro-batch 0 on rank 0",
         "stage 0's send layers.0.relu@1(B) of micro-batch 0 on rank 0 waits for its turn on thread "
-        "compute of rank 0 behind stage 0's forward.0.0 of micro-batch 0 on rank 0 and 7 more, "
+        "compute of rank 0 after stage 0's forward.0.0 of micro-batch 0 on rank 0 and 7 more, "
         "since stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 0 of the step "
         "before",
     )

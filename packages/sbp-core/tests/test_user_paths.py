@@ -47,7 +47,7 @@ def test_a_home_that_is_not_known_is_named_with_its_setting(path: str) -> None:
 
 @pytest.mark.usefixtures("no_home")
 def test_a_path_that_no_setting_names_is_named_with_what_takes_it() -> None:
-    with pytest.raises(ConfigError, match=r"^~/n\.csv: the home folder that") as caught:
+    with pytest.raises(ConfigError, match=r"^~/n\.csv: the home folder of ~") as caught:
         user_path("~/n.csv", where="step.save")
     assert caught.value.where == ("step.save",)
     with pytest.raises(ConfigError, match=r"^'a\\x00b' is no path"):
