@@ -1,7 +1,9 @@
 """Plans of models, layouts and planners, stored and made again: a refactor changes none.
 
-    python -m replay store FILE        plans every case and writes what came of it
-    python -m replay compare FILE      plans again, prints each difference, fails if there is one
+    python -m replay store FILE [TEXT]      plans every case and writes what came of it
+    python -m replay compare FILE [TEXT]    plans again, prints differences, fails if there are any
+
+With a text, only the cases whose settings contain it are planned, such as `planner=osdp`.
 
 Of each case it keeps the hashes of graph, strategy and plan, the predicted time, the bytes that are
 moved, and the memory of each rank; of a refusal, its error. A strategy is `worse` if it no longer
@@ -166,11 +168,11 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Store or compare; return the exit code."""
-    if len(arguments) != 2 or arguments[0] not in ("store", "compare"):
+    if len(arguments) not in (2, 3) or arguments[0] not in ("store", "compare"):
         print(__doc__)
         return 2
-    way, file = arguments[0], Path(arguments[1])
-    every = list(dict.fromkeys(cases()))
+    way, file, text = arguments[0], Path(arguments[1]), "".join(arguments[2:])
+    every = [case for case in dict.fromkeys(cases()) if text in " ".join(case)]
     with get_context("spawn").Pool(2, maxtasksperchild=20) as pool:
         results = {}
         for overrides, result in zip(every, pool.imap(planned, every), strict=True):
@@ -180,7 +182,8 @@ def main(arguments: list[str]) -> int:
         refused = sum("refused" in result for result in results.values())
         print(f"stored {len(results)} cases, {refused} of which are refused, in {file}")
         return 0
-    known = json.loads(file.read_text(encoding="utf-8"))
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    known = {name: one for name, one in stored.items() if text in name}
     differ = 0
     for name in known.keys() | results.keys():
         found = difference(known.get(name, {}), results.get(name, {}))

@@ -16,9 +16,14 @@ from forked import run_command
 #: Pages that take 10 to 35 s each: the session `docs` runs them, too.
 _LONG = {
     "docs/how-to/checkpoints.md",
+    "docs/how-to/choose-a-planner.md",
+    "docs/how-to/debug-a-hang.md",
+    "docs/how-to/fit-into-memory.md",
     "docs/how-to/kinds-of-training.md",
+    "docs/how-to/launch-on-slurm.md",
     "docs/how-to/parallelize.md",
     "docs/how-to/reading-a-plan.md",
+    "docs/how-to/tune-the-speed.md",
     "packages/launch/README.md",
     "packages/models/README.md",
     "packages/planner/README.md",

@@ -20,6 +20,10 @@ MOVED = [
     ("sbp_core.pipeline.simulate", "sbp_core.pipeline.simulate_schedule"),
     ("sbp_core.check.CheckReport", "sbp_core.plan_check.CheckReport"),
     ("sbp_core.simulate.simulate", "sbp_core.simulation.simulate"),
+    (
+        "sbp_core.testing.cluster.ClusterConformance",
+        "sbp_core.testing.cluster_suite.ClusterConformance",
+    ),
 ]
 
 

@@ -75,3 +75,4 @@ __getattr__, __dir__ = lazy(
 
 moved_module("sbp_core.check", "sbp_core.plan_check")
 moved_module("sbp_core.simulate", "sbp_core.simulation")
+moved_module("sbp_core.testing.cluster", "sbp_core.testing.cluster_suite")

@@ -55,3 +55,5 @@ __getattr__, __dir__ = lazy_room(
 )
 
 moved_module("sbp_torch.capture", "sbp_torch.graph_capture")
+moved_module("sbp_torch.testing.snapshots", "sbp_torch.testing.snapshot_suite")
+moved_module("sbp_torch.testing.states", "sbp_torch.testing.state_suite")
