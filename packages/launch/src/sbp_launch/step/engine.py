@@ -38,6 +38,8 @@ class Engine:
         seed: Of random numbers in the step, such as those of dropout.
         batch_is: What a process gives in a step: `global`, the whole batch; `local`, its own part.
         measuring: Takes a step of a session by calling what it is given; may measure it.
+        cuts_batches: Whether a process gives only what its ranks take of a batch, such as the first
+            stage of a pipeline the inputs, and the last one the targets.
         holds_interrupts: Whether Ctrl-C waits until a step is complete; if not, somebody else
             hears it.
         elsewhere: How one saves to another place, for messages.
@@ -53,6 +55,7 @@ class Engine:
     seed: int
     batch_is: BatchIs
     measuring: Callable[[Session, Callable[[], StepResult]], StepResult] = _plainly
+    cuts_batches: bool = False
     holds_interrupts: bool = True
     elsewhere: str = "save to another folder: step.save(FOLDER)"
     stage: Stage = quietly

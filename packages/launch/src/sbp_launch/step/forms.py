@@ -235,9 +235,8 @@ class Forms:
         why = form.why or "as it was planned first"
         if "batches " not in why:
             why += f", for batches {shapes}"
-        # Ranks of a pipeline, say, take other parts of a batch: then forms alone are compared.
-        compared_shapes = "" if self._engine.gives_parts else shapes
-        told = f"{form.captured} {compared_shapes}\0{why} (form {form.captured[:8]})"
+        alike = "" if self._engine.cuts_batches else shapes
+        told = f"{form.captured} {alike}\0{why} (form {form.captured[:8]})"
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(self.call, problem, told, compared, whole, written)
         return form, {**scalars, **numbers}

@@ -68,6 +68,7 @@ def engine_of(run: Run, program: RunProgram, backend: BoxingBackend) -> Engine:
         registry=run.registry,
         seed=run.config.trainer.seed,
         batch_is="local",
+        cuts_batches=True,
         holds_interrupts=False,
         elsewhere=ELSEWHERE,
         stage=run.stage,
