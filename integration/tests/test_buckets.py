@@ -291,7 +291,7 @@ REFUSED = {
     ),
     "is missing": (
         lambda batch: {"input_id": batch["input_ids"], "labels": batch["labels"]},
-        r"'input_ids' and the batch has no tensor(.|\n)*mean 'input_id'\?",
+        r"'input_ids', and the batch has no tensor(.|\n)*mean 'input_id'\?",
     ),
     "has no dim": (
         lambda batch: {**batch, "labels": batch["labels"][:, 0]},
