@@ -160,6 +160,8 @@ class PluginCheck:
         if not file.name.endswith(".yaml"):
             yield "options end in .yaml"
             return
+        if option in self.registry.former_names(kind):
+            return  # it leads to the option of the present name
         try:
             settings = _settings(file)
             entry = self.registry.entry(kind, str(settings.pop("name", None)))
