@@ -20,7 +20,7 @@ STORIES = (
                     "test_stories_launch",
                     "test_ranks_that_start_apart_have_one_folder_and_one_config",
                 ),
-                package("launch", "test_meeting"),
+                package("launch", "test_rendezvous"),
             ),
             "-m with 2 values gives 2 folders, each with its ranks": (
                 integration(

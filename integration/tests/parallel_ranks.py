@@ -98,7 +98,9 @@ def trained(name: str) -> dict[str, Any]:
     losses, worst = [], 0.0
     is_local = layout.get("batch_is") == "local" and World.of_environment().size == 2
     example = batch(0, BATCH_SIZE // 2 if is_local else BATCH_SIZE)
-    with parallelize(made, loss_of, example, make_optimizer(made.model), mesh=2, **layout) as step:
+    with parallelize(
+        made, loss_of, example, make_optimizer(made.model), **{"mesh": 2, **layout}
+    ) as step:
         for index in range(NUM_STEPS):
             given = batch(index, BATCH_SIZE)
             losses.append(step(own_part(step, given) if is_local else given).item())

@@ -62,7 +62,7 @@ def loss_of(model, batch):
 def eager_step(model, optimizer, batch, *, micro_batches=1, clip_norm=None, draw=0):
     """Take a step of plain PyTorch on the mean of micro-batches; return its loss."""
     optimizer.zero_grad()
-    total = 0.0
+    total, micro_batches = 0.0, MicroBatches.of(micro_batches).known_count
     size = len(batch["x"]) // micro_batches
     for index in range(micro_batches):
         part = {name: value[index * size :][:size] for name, value in batch.items()}

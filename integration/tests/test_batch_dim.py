@@ -146,7 +146,7 @@ def test_a_dim_or_name_that_is_not_there_is_refused():
     assert "did you mean 'labels'?" in said
     refused("8 samples(.|\n)*these are time steps", batch_dim=1, micro_batches=3)
     values = {"sizes": (3,), "values": {"labels": 0}}
-    refused("dim 1 of 'labels', which is to be padded, is that of", batch_dim=1, pad_to=values)
+    refused("dim 1 of 'labels', which pad_to pads, is the dim of", batch_dim=1, pad_to=values)
     refused("loss takes .model.", SbpTypeError, loss=lambda model: model, batch_dim=1)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_api import ROOM, git, write
+from test_api import PUBLIC, ROOM, git, write
 
 import release
+from api.public import FILE
 
 PROJECT = """[project]
 name = "sbp-mine"
@@ -32,6 +33,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(root, "packages/mine/CHANGELOG.md", CHANGES.format(version="0.2.0"))
     write(root, "packages/mine/src/sbp_mine/__init__.py", ROOM.replace("mine.", "sbp_mine."))
     write(root, "packages/mine/src/sbp_mine/behind.py", "def add(a, b):\n    return a + b\n")
+    write(root, str(FILE), PUBLIC.replace("mine =", "sbp_mine ="))
     git(root, "init", "--quiet")
     commit(root)
     return root
