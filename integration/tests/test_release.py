@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_api import PUBLIC, ROOM, git, write
+from api_repository import PUBLIC, ROOM, git, write
 
 import release
 from api.public import FILE

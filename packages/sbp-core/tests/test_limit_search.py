@@ -37,9 +37,9 @@ def test_the_last_choice_that_fits_is_found(counted, data):
     limit = data.draw(st.integers(0, held[-1] + 10))
     search = search_among(counted, limit)
 
-    search_limits([search], lambda: [held[search.chosen]])
+    search_limits([search], lambda: [held[search.asked]])
 
-    assert search.chosen == max((at for at, size in enumerate(held) if size <= limit), default=None)
+    assert search.asked == max((at for at, size in enumerate(held) if size <= limit), default=None)
 
 
 @given(GROWING, GROWING, st.integers(0, 300))
@@ -49,7 +49,7 @@ def test_ranks_that_share_nothing_have_limits_of_their_own(one, other, limit):
 
     def compiled() -> list[float]:
         held = [
-            0 if search.chosen is None else counted[search.chosen] + 7
+            0 if search.asked is None else counted[search.asked] + 7
             for search, counted in zip(searches, (one, other), strict=True)
         ]
         looked_at.append(held)
@@ -59,7 +59,7 @@ def test_ranks_that_share_nothing_have_limits_of_their_own(one, other, limit):
 
     for search, counted in zip(searches, (one, other), strict=True):
         fit = [at for at, size in enumerate(counted) if size + 7 <= limit]
-        assert search.chosen == (fit[-1] if fit else None)
+        assert search.asked == (fit[-1] if fit else None)
     # A constant difference is known after one look: each look beyond excludes a choice.
     assert len(looked_at) <= 1 + len(one) + len(other)
 
@@ -69,13 +69,13 @@ def test_what_no_longer_fits_when_other_ranks_change_is_given_up():
     held = iter([35, 25, 33, 15])
 
     search_limits([search], lambda: [next(held)])
-    assert search.chosen == 1
+    assert search.asked == 1
 
     search.see(33)
 
     assert search.fitting is None
     assert search.advance()
-    assert search.chosen == 0
+    assert search.asked == 0
 
 
 def test_a_limit_below_every_count_grows_until_something_is_chosen():
@@ -89,7 +89,7 @@ def test_a_limit_below_every_count_grows_until_something_is_chosen():
 
     search_limits([search], lambda: [90])
 
-    assert search.chosen == "all"
+    assert search.asked == "all"
     assert asked[:3] == [100, 125, 156.25]
 
 
@@ -102,4 +102,4 @@ def test_no_more_is_chosen_than_tries_allow():
     search_limits([search], list)
 
     assert len(calls) == 3
-    assert search.chosen is None
+    assert search.asked is None

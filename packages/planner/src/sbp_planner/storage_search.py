@@ -225,8 +225,8 @@ class StorageSearch:
     def _joined(self, limits: Sequence[LimitSearch[KnapsackSolution]]) -> Choice:
         choice = [True] * len(self.names)
         for cell, one in zip(self.cells, limits, strict=True):
-            if one.chosen is not None:
-                for index, chosen in zip(cell.parameters, one.chosen.chosen, strict=True):
+            if one.asked is not None:
+                for index, chosen in zip(cell.parameters, one.asked.chosen, strict=True):
                     choice[index] = chosen == SHARDED
         return tuple(choice)
 

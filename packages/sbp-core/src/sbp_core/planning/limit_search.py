@@ -38,9 +38,8 @@ class LimitSearch(Generic[ChoiceT]):
         above: A counted limit that is too high.
         resolution_bytes: Limits that are no further apart than this are not told apart.
         tries: How often to choose, at most.
-        least: The choice to fall back to where nothing is known to fit.
         below: A counted limit that is not too high.
-        asked: The choice to compile next; None if there is none.
+        asked: The choice to compile; in the end the one that fits, None if none does.
         fitting: The choice of the highest limit that is known to fit; None if none is.
     """
 
@@ -51,17 +50,11 @@ class LimitSearch(Generic[ChoiceT]):
     above: float = inf
     resolution_bytes: float = 0.0
     tries: int = 8
-    least: ChoiceT | None = None
     below: float = 0.0
     asked: ChoiceT | None = None
     fitting: ChoiceT | None = None
     #: The counted limit that `asked` is the best choice within.
     _within: float = 0.0
-
-    @property
-    def chosen(self) -> ChoiceT | None:
-        """The choice to compile."""
-        return self.least if self.asked is None else self.asked
 
     def advance(self) -> bool:
         """Ask for the next choice; whether there is one. If not, go back to the one that fits."""

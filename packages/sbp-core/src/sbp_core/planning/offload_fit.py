@@ -115,7 +115,7 @@ class _FitSearch:
         def counts() -> list[int]:
             # What fitted with what other stages held may not any more: then all states go.
             return [
-                len(cell.states) if one.chosen is None else one.chosen
+                len(cell.states) if one.asked is None else one.asked
                 for cell, one in zip(self.cells, limits, strict=True)
             ]
 
