@@ -4,9 +4,8 @@
    a proof by moved costs (`choice.prove`); where that leaves a gap, an integer program
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
 2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
-   where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan
-   holds besides what was counted, until limits whose plans fit and limits whose plans do not are
-   next to each other, or the tries are used up. The fastest that fits is taken.
+   where that would be too large (`joint.priced`). The limit is corrected by what compiled plans
+   hold (`sbp_core.planning.LimitSearch`), and the fastest that fits is taken.
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
 without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on

@@ -103,9 +103,11 @@ class _FitSearch:
 
     def run(self) -> Compiled | None:
         limit_bytes = self.compilation.limit_bytes
-        ends = [0 for _ in self.cells], [len(cell.states) for cell in self.cells]
-        bare, most = map(self._held, ends)
-        if max(bare) <= limit_bytes or max(most) > limit_bytes:
+        bare = self._held([0 for _ in self.cells])
+        if max(bare) <= limit_bytes:
+            return self.best
+        most = self._held([len(cell.states) for cell in self.cells])
+        if max(most) > limit_bytes:
             return self.best
         limits = [
             cell.search(limit_bytes, *held)
