@@ -75,7 +75,8 @@ def pipelined(
     """
     meshes = unequal_placements(mesh, stage_ranks) if stage_ranks else stage_placements(mesh)
     if len(meshes) == 1 and (num_chunks or 1) == 1:
-        return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
+        # One stage takes its micro-batches one after another, whatever the schedule is called.
+        return Pipelined(name=name, stages=meshes, in_flight=(1,))
     if num_micro_batches == 1 and name in ASYNCHRONOUS:
         name = "1f1b"  # one update a step, of parameters that are not stale
     if num_updates > 1:
