@@ -35,13 +35,11 @@ from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.planning import (
-    Compilation,
     Compiled,
     PlanContext,
     Planner,
     PlanRequest,
     SearchedPlanner,
-    limit_key,
     smaller_variants,
     splits_classes,
     until_it_fits,
@@ -110,7 +108,7 @@ class AutoPlanner(SearchedPlanner):
             PlanError: no candidate leads to a plan, or none that fits: says which needs least.
         """
         request = context.request
-        search = _Search(request, self.config)
+        search = _Search(context, self.config)
         family = request.family
         if family is None:
             search.look_at(request, None, share=1.0)
@@ -129,7 +127,7 @@ class AutoPlanner(SearchedPlanner):
 
 @dataclass(slots=True)
 class _Search:
-    request: PlanRequest
+    context: PlanContext
     config: AutoConfig
     best: Compiled | None = None
     best_name: str = ""
@@ -144,8 +142,8 @@ class _Search:
         self._ends = monotonic() + self.config.time_limit_s
 
     @property
-    def limit_bytes(self) -> float:
-        return self.config.memory_bytes or self.request.cluster.device.memory_bytes
+    def request(self) -> PlanRequest:
+        return self.context.request
 
     @property
     def fits(self) -> bool:
@@ -174,7 +172,7 @@ class _Search:
             names: Of the candidates; all if there is none.
         """
         quiet = replace(request, progress=None, family=None)
-        compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+        compilation = self.context.compilation(quiet)
         is_first = request.graph is self.request.graph
         of = "" if variant is None or is_first else f" ({variant_words(variant)})"
         candidates = [
@@ -190,20 +188,29 @@ class _Search:
             if self.is_out_of_time(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
-            if request.progress:
-                request.progress(f"trying {name}", index / len(candidates))
+            self.context.say(f"trying {name}", index / len(candidates))
             try:
-                strategy = candidate.plan(quiet)
-                found = compilation.compiled(strategy, exact=True)
+                found = compilation.compiled(candidate.plan(quiet), exact=True)
             except SbpError as error:
                 self.tried[name] = error
                 continue
-            self.tried[name], self._looked_at[name] = found, candidate
+            self._looked_at[name] = candidate
+            self._note(name, found, variant, candidate)
             fits = fits or found.fits
-            if self.best is None or found.rank() < self.best.rank():
-                self.best = replace(found, strategy=replace(found.strategy, variant=variant))
-                self.best_name, self._best_candidate = name, candidate
         return fits
+
+    def _note(
+        self,
+        name: str,
+        found: Compiled,
+        variant: GraphVariant | None,
+        candidate: _Candidate | None = None,
+    ) -> None:
+        """Record a plan of a variant; it is the best so far if it ranks before that one."""
+        self.tried[name] = found
+        if self.best is None or found.rank() < self.best.rank():
+            self.best = replace(found, strategy=replace(found.strategy, variant=variant))
+            self.best_name, self._best_candidate = name, candidate
 
     def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
         """Look at candidates for smaller variants of the step, until something fits."""
@@ -232,21 +239,20 @@ class _Search:
         name, left_s = "osdp among variants of the step", max(self._ends - monotonic(), 1e-3)
         osdp = OsdpPlanner(
             OsdpConfig(
-                memory_bytes=self.limit_bytes, time_limit_s=left_s, offload=self.config.offload
+                memory_bytes=self.context.limit_bytes,
+                time_limit_s=left_s,
+                offload=self.config.offload,
             )
         )
         try:
             strategy = osdp.plan(replace(self.request, progress=None))
             assert strategy.variant is not None, "the step has variants"
-            quiet = replace(self.request.of(strategy.variant), progress=None)
-            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+            compilation = self.context.compilation(self.request.of(strategy.variant))
             found = compilation.compiled(strategy, exact=True)
         except SbpError as error:
             self.tried[name] = error
             return
-        self.tried[name] = found
-        if self.best is None or found.rank() < self.best.rank():
-            self.best, self.best_name, self._best_candidate = found, name, None
+        self._note(name, found, strategy.variant)
 
     def look_at_offload(self) -> None:
         """Look at plans that do not fit with some of their states in the memory of the host."""
@@ -273,22 +279,15 @@ class _Search:
             one = plans[name]
             if self.best is not None and self.best.fits and one.step_s >= self.best.step_s:
                 continue  # copies do not make it faster
-            if self.request.progress:
-                self.request.progress(f"trying {name} with offload", index / len(names))
-            quiet = replace(self.request, progress=None, family=None)
-            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+            self.context.say(f"trying {name} with offload", index / len(names))
             try:
-                found = until_it_fits(compilation, one.strategy)
+                found = until_it_fits(self.context.compilation(), one.strategy)
             except SbpError as error:
                 self.tried[f"{name} with offload"] = error
                 continue
-            if found is None:
-                continue
-            self.tried[f"{name} with offload"] = found
-            if self.best is None or found.rank() < self.best.rank():
+            if found is not None:
                 variant = None if self.request.family is None else self.request.family.variant
-                self.best = replace(found, strategy=replace(found.strategy, variant=variant))
-                self.best_name, self._best_candidate = f"{name} with offload", None
+                self._note(f"{name} with offload", found, variant)
 
     def join_classes(self) -> None:
         """Look at the fastest plans that split no classes with softmaxes as one operator each.
@@ -309,19 +308,14 @@ class _Search:
             return
         if graph_hash(request.graph) == best.strategy.graph_hash:
             return
-        quiet = replace(request, progress=None)
-        compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+        compilation = self.context.compilation(request)
         for candidate in self._without_classes(best):
             try:
-                strategy = candidate.plan(quiet)
+                strategy = candidate.plan(replace(request, progress=None))
                 found = compilation.compiled(strategy, exact=True)
             except SbpError:
                 continue
-            name = f"{candidate.name}, softmaxes whole"
-            self.tried[name] = found
-            if self.best is None or found.rank() < self.best.rank():
-                self.best = replace(found, strategy=replace(strategy, variant=whole))
-                self.best_name = name
+            self._note(f"{candidate.name}, softmaxes whole", found, whole, candidate)
 
     def _without_classes(self, best: Compiled) -> list[_Candidate]:
         """Return the candidates for the best plan's variant that split no classes, fastest first.
@@ -386,7 +380,7 @@ class _Search:
 
     def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
         # Host memory is looked at where all of them are known (`look_at_offload`).
-        limit, seconds = self.limit_bytes, self.config.time_limit_s
+        limit, seconds = self.context.limit_bytes, self.config.time_limit_s
         ilp = IlpPlanner(
             IlpConfig(offload=(), memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01)
         )
@@ -410,7 +404,7 @@ class _Search:
 
     def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
         """Yield the planners that cut the model into stages, for which it takes micro-batches."""
-        request, limit = self.request, self.limit_bytes
+        request, limit = self.request, self.context.limit_bytes
         few = request.graph.num_micro_batches == 1 or mesh.size == 1
         if few or is_bound(request.pins, mesh) or len(_blocks(request.graph)) < 2:
             return
@@ -441,10 +435,10 @@ class _Search:
             needed = self.tried[least]
             assert isinstance(needed, Compiled), "it was compiled"
             raise MemoryLimitError(
-                f"nothing that was tried fits the {format_bytes(self.limit_bytes)} of a rank: the "
-                f"least, {least}, needs {format_bytes(needed.memory_bytes)}",
+                f"nothing that was tried fits the {format_bytes(self.context.limit_bytes)} of a "
+                f"rank: the least, {least}, needs {format_bytes(needed.memory_bytes)}",
                 where="planner auto",
-                accepted=f"{limit_key(self.config.memory_bytes)} >= {needed.memory_bytes:.0f}",
+                accepted=f"{self.context.limit_key} >= {needed.memory_bytes:.0f}",
                 todo="take more ranks or trainer.micro_batches, set compile.passes.recompute, or "
                 "raise planner.time_limit_s, so that more is tried",
             )

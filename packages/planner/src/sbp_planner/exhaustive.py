@@ -31,6 +31,7 @@ from sbp_core.planning import (
     PlanContext,
     PlanRequest,
     SearchedPlanner,
+    requests_of,
     variant_words,
     variants_of,
 )
@@ -73,7 +74,7 @@ class ExhaustivePlanner(SearchedPlanner):
         best: _Found | None = None
         looked_at: list[_Variant] = []
         problems: list[SbpError] = []
-        for asked, variant in _requests(request):
+        for asked, variant in requests_of(request, variants_of):
             try:
                 one = _Variant(asked, self.config, limit)
                 looked_at.append(one)
@@ -109,27 +110,6 @@ class ExhaustivePlanner(SearchedPlanner):
         }
         strategy = replace(best.compiled.strategy, variant=best.variant)
         return replace(strategy, report={**strategy.report, **report})
-
-
-def _requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, GraphVariant | None]]:
-    """Yield the request of each variant of the step that there is."""
-    family = request.family
-    if family is None:
-        yield request, None
-        return
-    for count in family.micro_batches:
-        try:
-            variants = list(variants_of(family, count))
-        except SbpError:
-            if len(family.micro_batches) == 1:
-                raise
-            continue
-        for variant in variants:
-            try:
-                asked = request.of(variant)
-            except SbpError:  # such as of a budget that nothing keeps to
-                continue
-            yield asked, variant
 
 
 class _Variant:

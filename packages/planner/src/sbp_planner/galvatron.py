@@ -31,10 +31,17 @@ from math import inf, prod
 from time import monotonic
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.graph_variant import GraphVariant
+from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, resolve_pins
 from sbp_core.placement import Placement
-from sbp_core.planning import Compiled, PlanContext, PlanRequest, SearchedPlanner, limit_key
+from sbp_core.planning import (
+    Compiled,
+    PlanContext,
+    PlanRequest,
+    SearchedPlanner,
+    limit_key,
+    requests_of,
+)
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.alpa import too_few_blocks
@@ -70,7 +77,7 @@ class GalvatronPlanner(SearchedPlanner):
         ends = monotonic() + context.time_limit_s
         searches = [
             (search, variant)
-            for asked, variant in _variants(request)
+            for asked, variant in requests_of(request, _with_count)
             for search in self._searches(asked, ends)
         ]
         found: list[tuple[float, int]] = []
@@ -148,19 +155,8 @@ def _refusal(search: StageSearch) -> SbpError:
     raise AssertionError("nothing fitted before, and now something does")
 
 
-def _variants(request: PlanRequest) -> Iterator[tuple[PlanRequest, GraphVariant | None]]:
-    """Yield the request for each number of micro-batches that there may be."""
-    family = request.family
-    if family is None:
-        yield request, None
-        return
-    for count in family.micro_batches:
-        variant = replace(family.variant, num_micro_batches=count)
-        try:
-            yield request.of(variant), variant
-        except SbpError:
-            if len(family.micro_batches) == 1:
-                raise
+def _with_count(family: GraphFamily, count: int) -> tuple[GraphVariant, ...]:
+    return (replace(family.variant, num_micro_batches=count),)
 
 
 def _check_one_axis(mesh: Placement) -> None:

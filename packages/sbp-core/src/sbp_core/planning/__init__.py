@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         forms_of,
         leaner_forms,
         recompute_budgets,
+        requests_of,
         smaller_variants,
         splits_classes,
         variant_words,
@@ -53,6 +54,7 @@ __all__ = [
     "offloaded_states",
     "offloading",
     "recompute_budgets",
+    "requests_of",
     "search_limits",
     "smaller_variants",
     "splits_classes",
@@ -70,7 +72,7 @@ __getattr__, __dir__ = lazy_room(
     offload_setting="Offload Offloads check_host check_offload",
     host_states="offloaded_states offloading with_states",
     search="PlanContext SearchedPlanner fitted may_offload",
-    variants="forms_of leaner_forms recompute_budgets smaller_variants splits_classes "
-    "variant_words variants_of",
+    variants="forms_of leaner_forms recompute_budgets requests_of smaller_variants "
+    "splits_classes variant_words variants_of",
     **{"sbp_core.plan_request": "PlanRequest Planner"},
 )

@@ -9,13 +9,14 @@ Each of the later ones also has the least of the earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from sbp_core.errors import SbpError
 from sbp_core.graph import InputKind, LogicalGraph, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices
 from sbp_core.passes import least_recompute_budget, saved_bytes
+from sbp_core.plan_request import PlanRequest
 from sbp_core.sbp import P
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
@@ -49,6 +50,40 @@ def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
             variant = replace(variant, recompute_bytes=float(least_recompute_budget(graph)))
         if family.may_slice and (slices := _slices(graph)):
             yield replace(variant, slices=slices)
+
+
+def requests_of(
+    request: PlanRequest, variants: Callable[[GraphFamily, int], Iterable[GraphVariant]]
+) -> Iterator[tuple[PlanRequest, GraphVariant | None]]:
+    """Yield the request of each variant that can be made; only `request` if it has no family.
+
+    Args:
+        request: What is planned.
+        variants: Returns the variants with a number of micro-batches, such as `variants_of`.
+
+    Raises:
+        SbpError: no variant can be made; the error is that of the first one.
+    """
+    family, problem, is_any = request.family, None, False
+    if family is None:
+        yield request, None
+        return
+    for count in family.micro_batches:
+        try:
+            made = list(variants(family, count))
+        except SbpError as error:
+            problem = problem or error
+            continue
+        for variant in made:
+            try:
+                asked = request.of(variant)
+            except SbpError as error:  # such as a budget of activations that is too small
+                problem = problem or error
+                continue
+            is_any = True
+            yield asked, variant
+    if problem is not None and not is_any:
+        raise problem
 
 
 def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
