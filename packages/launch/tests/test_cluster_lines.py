@@ -5,7 +5,7 @@ from dataclasses import replace
 from sbp_core.cluster import Cluster
 from sbp_core.testing.files import measured_cluster
 from sbp_launch.clusters.nvidia import GpuConfig, build_h100
-from sbp_launch.planning.cluster_lines import machine_lines
+from sbp_launch.explaining.cluster_lines import machine_lines
 
 
 def test_devices_memory_and_the_links_that_matter_are_told() -> None:

@@ -31,8 +31,8 @@ from sbp_launch.explaining.page_charts import (
 )
 from sbp_launch.explaining.page_model import MEMORY, STAGES, chips, mesh_drawing, model_tree
 from sbp_launch.explaining.plan_page import plan_page
-from sbp_launch.planning.table import groups_of
-from sbp_launch.timelines import looks_of
+from sbp_launch.explaining.table import groups_of
+from sbp_launch.explaining.timelines import looks_of
 
 #: Elements without an end.
 _EMPTY = {"meta", "link", "input"}

@@ -12,8 +12,8 @@ from sbp_core.errors import ConfigError
 from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps import plan
 from sbp_launch.apps.plan import PlanConfig, PlanRun
+from sbp_launch.explaining.plan_timeline import coarse, plan_timeline, timeline_facts
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
 from sbp_launch.trainer.run_program import make_program
 
 

@@ -9,8 +9,8 @@ from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature
-from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.planning.report import arithmetic_lines, counted, crowding, memory_lines, summary
+from sbp_core.units import format_bytes, format_count, format_seconds
+from sbp_launch.explaining.report import arithmetic_lines, crowding, memory_lines, summary
 from sbp_launch.planning.utilization import samples_of_step
 
 B = NdSbp.parse("B")
@@ -154,8 +154,8 @@ def test_memory_that_is_not_known_is_said_to_be_unchecked():
 
 
 def test_one_is_counted_without_a_plural():
-    assert counted(1, "batch", "es") == "1 batch"
-    assert counted(0, "step") == "0 steps"
+    assert format_count(1, "batch", "es") == "1 batch"
+    assert format_count(0, "step") == "0 steps"
 
 
 def test_ranks_that_share_cores_are_warned_of_with_what_it_costs():

@@ -16,8 +16,8 @@ from sbp_core.memory import predict_memory
 from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
 from sbp_launch.compile_config import CompileConfig
+from sbp_launch.explaining.savings import saving_lines
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.savings import saving_lines
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.planning_only import PlanningOnly

@@ -12,7 +12,7 @@ from test_rows import found_plan
 from trainable import row
 
 from sbp_core.placement import Placement
-from sbp_launch.planning.table import groups_of, legend, plan_table
+from sbp_launch.explaining.table import groups_of, legend, plan_table
 
 ONE = (Placement([0, 1], ("data",)),)
 TWO = (Placement([0], ("rank",)), Placement([1], ("rank",)))

@@ -9,7 +9,7 @@ import pytest
 
 from sbp_core.errors import SbpValueError
 from sbp_core.timeline import Bar, Lane, Timeline
-from sbp_launch.timelines import page, svg, terminal_lines
+from sbp_launch.explaining.timelines import page, svg, terminal_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 

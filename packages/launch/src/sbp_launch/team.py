@@ -15,7 +15,9 @@ import signal
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from sbp_core import boxing
 from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind, SurvivingRanks
 from sbp_core.errors import BoxingError, RunError, words_of
 from sbp_core.placement import Placement
@@ -31,10 +33,10 @@ DEADLINE_S = 600.0
 #: The vote of a process that cannot go on; above the number of any signal.
 _PROBLEM = 1000
 
-#: Bytes of a text that is gathered.
-_TEXT_BYTES = 4096
+#: Bytes of a text that `Team.gather` gathers, as UTF-8.
+TEXT_BYTES = 8192
 
-#: Most characters that are quoted of what another process says, each of up to 4 bytes.
+#: Most characters that are quoted of the problem of another process, each of up to 4 bytes.
 _QUOTED = 1000
 
 
@@ -54,6 +56,8 @@ class Team:
         backend: BoxingBackend | None = None,
     ) -> None:
         self._communicator, self._ranks, self._backend = communicator, tuple(ranks), backend
+        #: Whether this process is the only one.
+        self.is_alone = communicator is None
         #: Whether all processes stop after the same step, and so can still gather the states.
         self.stops_together = communicator is None
         self._num_votes = 0
@@ -127,11 +131,12 @@ class Team:
         )
         return [int(value) for value in found.tolist()]
 
-    def gather(self, text: str) -> list[str]:
+    def gather(self, text: str, what: str = "what was measured") -> list[str]:
         """Return a text of every process, in order; all of them call this.
 
         Args:
-            text: Of this process, at most 4 KiB.
+            text: Of this process, at most 8 KiB.
+            what: Names the exchange, for messages; the same in all processes.
 
         Raises:
             BoxingError: another process has failed, or did not come.
@@ -142,11 +147,38 @@ class Team:
             self._communicator,
             self._ranks,
             text,
-            tag="what was measured",
-            width_bytes=_TEXT_BYTES,
+            tag=what,
+            width_bytes=TEXT_BYTES,
             deadline_s=DEADLINE_S,
         )
         return list(texts.values())
+
+    def from_first(self, name: str, value: Tensor) -> Tensor:
+        """Return the value of a tensor in the first process; all of them call this.
+
+        Args:
+            name: Of the tensor, for messages.
+            value: In this process; shape and dtype are the same in all of them.
+
+        Raises:
+            BoxingError: another process has failed, or did not come.
+        """
+        if self._communicator is None:
+            return value
+        everyone, communicator = NdSbp(B), self._communicator
+        here = value.detach().contiguous().to(communicator.device)
+        shape, dtype = tuple(here.shape), str(here.dtype).removeprefix("torch.")
+        first, others = (
+            Placement(list(of), ("rank",)) for of in (self._ranks[:1], self._ranks[1:])
+        )
+        route = boxing.route(shape, dtype, (first, everyone), (others, everyone))
+        for index, step in enumerate(route.steps):
+            tag = f"first value of {name!r}, step {index}"
+            if communicator.rank in step.source[0]:
+                communicator.send(step, here, tag=tag, deadline_s=DEADLINE_S)
+            if communicator.rank in step.target[0]:
+                here = communicator.receive(step, None, tag=tag, deadline_s=DEADLINE_S)
+        return here.to(value.device)
 
 
 def stop_together(

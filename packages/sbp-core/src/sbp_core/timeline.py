@@ -1,6 +1,6 @@
 """What ran when, as lanes of bars: simulated or measured, of a schedule or of a plan.
 
-It says nothing of how it is shown; `sbp_launch.timelines` draws it.
+It says nothing of how it is shown; `sbp_launch.explaining.timelines` draws it.
 """
 
 from __future__ import annotations

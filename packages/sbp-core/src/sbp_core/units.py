@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["format_bytes", "format_flop", "format_ranges", "format_seconds", "parse_bytes"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_flop",
+    "format_ranges",
+    "format_seconds",
+    "parse_bytes",
+]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)B")
 
@@ -20,6 +27,15 @@ def format_bytes(size_bytes: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.1f} {unit}"
+
+
+def format_count(number: int, word: str, plural: str = "s") -> str:
+    """Return a number with its word.
+
+    >>> format_count(1, "step"), format_count(3, "batch", "es")
+    ('1 step', '3 batches')
+    """
+    return f"{number} {word}{plural * (number != 1)}"
 
 
 def parse_bytes(text: str) -> int | None:

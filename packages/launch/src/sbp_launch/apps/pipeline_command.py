@@ -18,7 +18,7 @@ from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, s
 from sbp_launch.checks import check_writable
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG
-from sbp_launch.timelines import ENDINGS, show, write_drawings
+from sbp_launch.explaining.timelines import ENDINGS, show, write_drawings
 
 _ABOUT = {
     "pipeline": f"the schedule: {', '.join(SCHEDULES)}",

@@ -29,10 +29,10 @@ from sbp_launch.apps.hydra_app import run
 from sbp_launch.apps.pipeline_command import is_asked, run_pipeline
 from sbp_launch.checks import check_writable
 from sbp_launch.explaining.question import Question, strategy_of
+from sbp_launch.explaining.timelines import ENDINGS
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
 from sbp_launch.settings.resumed import quoted
-from sbp_launch.timelines import ENDINGS
 
 #: What `planner=file` reads.
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -166,7 +166,7 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         write_trace,
     )
     from sbp_launch.apps.feasible import recomposing, told_what_fits
-    from sbp_launch.planning.draw import draw_plan
+    from sbp_launch.explaining.draw import draw_plan
     from sbp_launch.trainer.planning_only import PlanningOnly
 
     settings, desk = config.settings, PlanningOnly(config.run, registry)

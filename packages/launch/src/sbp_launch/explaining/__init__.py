@@ -1,6 +1,11 @@
-"""Why a plan is as it is, and what another plan would cost.
+"""What people see of a plan: tables, lines, timelines and pages, and why the plan is as it is.
 
-`question` reads the texts of `explain=` and `compare=`. `compare` prints the cost of two plans side
-by side. `reasons` says which communication one plan has and the other does not, in a sentence.
-`alternatives` makes the plans that answer `explain=`. `plan_page` is a plan as one HTML file.
+    table, report, pipeline_lines, savings, cluster_lines    the printed plan
+    output                                                   prints it, and writes it into a folder
+    plan_timeline, timelines, draw                           the simulated step as a picture
+    plan_page, page_model, page_charts                       the plan as one HTML file
+    compare, reasons                                         two plans side by side, and why
+    question, alternatives                                   answers to `explain=` and `compare=`
+
+Nothing here plans or runs anything, except that `alternatives` plans the alternatives.
 """

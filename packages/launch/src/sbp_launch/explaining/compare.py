@@ -29,9 +29,9 @@ from sbp_core.simulation import Simulation
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.console import change_text, columns
+from sbp_launch.explaining.table import groups_of
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.rows import ModuleRow
-from sbp_launch.planning.table import groups_of
 from sbp_launch.planning.utilization import ModelWork, samples_of_step
 
 

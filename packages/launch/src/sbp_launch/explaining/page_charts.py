@@ -22,7 +22,7 @@ from sbp_core.simulation import Simulation
 from sbp_core.timeline import Bar, Timeline
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.page_model import MEMORY, legend
-from sbp_launch.timelines import Look, faded, looks_of
+from sbp_launch.explaining.timelines import Look, faded, looks_of
 
 
 def round_ticks(end: float, most: int) -> list[float]:

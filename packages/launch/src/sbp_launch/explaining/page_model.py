@@ -35,9 +35,9 @@ from sbp_core.memory import MemoryKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import Broadcast, NdSbp, Split
 from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.explaining.table import Group, groups_of, move_text
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
-from sbp_launch.planning.table import Group, groups_of, move_text
 
 #: By the dim that is split; further dims share the last one.
 _SPLITS = ("s0", "s1", "s2", "s3", "s4")

@@ -25,11 +25,11 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.compare import Figures, changed_rows, figure_rows, figures_of, plan_text
 from sbp_launch.explaining.page_charts import memory_chart, memory_legend, timeline_chart
 from sbp_launch.explaining.page_model import chips, mesh_drawing, mesh_text, model_tree
+from sbp_launch.explaining.plan_timeline import coarse, plan_timeline
+from sbp_launch.explaining.report import arithmetic_lines, period_lines
+from sbp_launch.explaining.timelines import looks_of
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.report import arithmetic_lines, period_lines
-from sbp_launch.planning.timeline import coarse, plan_timeline
 from sbp_launch.planning.utilization import speed_line
-from sbp_launch.timelines import looks_of
 
 __all__ = ["plan_page"]
 

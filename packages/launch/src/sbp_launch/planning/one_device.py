@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sbp_aten.pass_options import LossMeaning
+from sbp_core.units import format_count
 from sbp_launch.planning.flow import PlanSettings
-from sbp_launch.planning.report import counted
 from sbp_torch.graph_capture import counted_random, flatten_batch, rebuild_batch, split_losses
 
 
@@ -141,7 +141,7 @@ class EagerReference:
             relative = max(deviation / scale for deviation, scale in deviations)
             parts.append(
                 f"largest deviation of the loss from one device over the first "
-                f"{counted(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
+                f"{format_count(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
             )
         if known < len(pairs):
             found, own = pairs[known]

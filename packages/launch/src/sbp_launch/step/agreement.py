@@ -16,17 +16,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sbp_core.boxing import Communicator
 from sbp_core.errors import ConfigError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import BatchPart
 from sbp_core.units import format_ranges
 from sbp_launch.planning.flow import Planned
-from sbp_torch.boxing.processes import gather_texts
-
-#: Bytes of a manifest as text; a longer one is compared by the hash of each value.
-_WIDTH_BYTES = 8192
+from sbp_launch.team import TEXT_BYTES
 
 #: What manifests of a call of all ranks call it, its batch, and what it evaluates.
 THE_CALL, THE_BATCH, EVALUATED = "the call", "the batch", "the batch to evaluate"
@@ -104,29 +100,8 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-Gather = Callable[[str, str], Mapping[int, str]]
-
-
-def gathering(communicator: Communicator, ranks: Sequence[int], deadline_s: float) -> Gather:
-    """Return a function that returns a text of every rank, of what it is called.
-
-    Args:
-        communicator: Of the one rank of this process.
-        ranks: All ranks.
-        deadline_s: Seconds to wait for the others.
-    """
-
-    def gather(what: str, text: str) -> Mapping[int, str]:
-        return gather_texts(
-            communicator,
-            ranks,
-            text,
-            tag=f"agreement on {what}",
-            width_bytes=_WIDTH_BYTES,
-            deadline_s=deadline_s,
-        )
-
-    return gather
+#: Takes a text of this rank, and what it is of; returns the texts of all ranks: `Team.gather`.
+Gather = Callable[[str, str], Sequence[str]]
 
 
 def compare(own: Mapping[str, str], gather: Gather) -> None:
@@ -135,13 +110,13 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     Args:
         own: This rank's. Of a value with a NUL, what is before it is compared, and what stands
             after it is shown.
-        gather: See `gathering`.
+        gather: That of all ranks.
 
     Raises:
         ConfigError: an entry differs; names it, and who has what. Raised on all ranks.
     """
-    texts = gather("the program", _fitting(own))
-    found = {rank: json.loads(text) for rank, text in texts.items()}
+    texts = gather(_fitting(own), "agreement on the program")
+    found = {rank: json.loads(text) for rank, text in enumerate(texts)}
     names = dict.fromkeys(name for entries in found.values() for name in entries)
     for name in names:
         holders: dict[str, list[int]] = {}
@@ -159,7 +134,7 @@ def _fitting(entries: Mapping[str, str]) -> str:
     hashes = {name: _digest(value.partition("\0")[0])[:12] for name, value in entries.items()}
     whole = {"the program and what it runs with": _digest(json.dumps(dict(entries)))}
     texts = map(json.dumps, (dict(entries), hashes, whole))
-    return next(text for text in texts if len(text.encode()) <= _WIDTH_BYTES)
+    return next(text for text in texts if len(text.encode()) <= TEXT_BYTES)
 
 
 def compare_batches(
@@ -170,7 +145,7 @@ def compare_batches(
     Args:
         parts: Which samples this rank was given of each tensor.
         batch: Their values.
-        gather: See `gathering`.
+        gather: That of all ranks.
 
     Raises:
         ConfigError: two were not; raised on all ranks.
@@ -181,7 +156,7 @@ def compare_batches(
         if name in batch
     }
     first: dict[tuple[str, str], tuple[int, str]] = {}
-    for rank, text in gather("the first batch", json.dumps(own)).items():
+    for rank, text in enumerate(gather(json.dumps(own), "the first batch")):
         for name, (samples, digest) in json.loads(text).items():
             other, wanted = first.setdefault((name, samples), (rank, digest))
             if digest != wanted:

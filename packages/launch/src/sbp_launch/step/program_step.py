@@ -18,8 +18,8 @@ from sbp_core.output import legible
 from sbp_core.runtime import BatchIs, NotFiniteStepError, Session, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.console import make_console, say
+from sbp_launch.explaining.output import print_plan
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.output import print_plan
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.step.agreement import compare_batches
 from sbp_launch.step.batch_names import check_batch_names
@@ -181,15 +181,14 @@ class ProgramStep:
         training = self._training
         training.session  # noqa: B018 - raises if there is none
         training.check_open()
-        is_first = training.gather is not None and not self._has_compared
+        is_first = not training.team.is_alone and not self._has_compared
         if is_first or self._padding.num_sizes:  # which send something before the step agrees
             training.enter(self._forms.call)
         batch = self._padding(batch, self._engine.batch_is)
         flat = flatten_batch(batch)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         if is_first:
-            assert training.gather is not None, "there are other processes"
-            compare_batches(self._forms.first.parts, flat, training.gather)
+            compare_batches(self._forms.first.parts, flat, training.team.gather)
             self._has_compared = True
         form, values = self._forms.before_step(batch, values)
         check_batch_names(flat, self._batch_names)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from sbp_core.boxing import SurvivingRanks
@@ -29,14 +30,13 @@ from sbp_launch.checkpoint.saving import (
 from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.checkpoint.survivors import claimed_from_the_lost, surviving_pieces
-from sbp_launch.planning.output import write_plan
+from sbp_launch.explaining.output import write_plan
 from sbp_launch.run.environment import versions
-from sbp_launch.step.agreement import Gather
-from sbp_launch.step.joining import DEADLINE_S
 from sbp_launch.step.loading import load_states
 from sbp_launch.step.scalars import restore_groups, saved_groups
 from sbp_launch.step.states import ProgramStates
 from sbp_launch.step.training import Training
+from sbp_launch.team import DEADLINE_S, Team
 from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,12 @@ logger = logging.getLogger(__name__)
 _GROUPS = "param_groups"
 
 
-def processes_of(world: World, gather: Gather | None, elsewhere: str) -> Processes:
+def processes_of(world: World, team: Team, elsewhere: str) -> Processes:
     """Return the processes of a step, as checkpoints know them."""
-    if gather is None:
+    if team.is_alone:
         return Processes(elsewhere=elsewhere)
-
-    def texts(text: str) -> list[str]:
-        return list(gather("a checkpoint", text).values())
-
-    ranks = tuple(range(world.size))
-    return Processes(rank=world.rank, ranks=ranks, gather=texts, elsewhere=elsewhere)
+    gather, ranks = partial(team.gather, what="a checkpoint"), tuple(range(world.size))
+    return Processes(rank=world.rank, ranks=ranks, gather=gather, elsewhere=elsewhere)
 
 
 def as_path(given: object, where: str) -> Path:

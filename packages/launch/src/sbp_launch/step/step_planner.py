@@ -20,6 +20,7 @@ from sbp_core.infer import PinValue
 from sbp_core.memory import KeptPlans
 from sbp_core.planning import Planner
 from sbp_core.strategy import Strategy
+from sbp_core.units import format_count
 from sbp_launch.planning.family import StepFamily
 from sbp_launch.planning.flow import (
     Captured,
@@ -29,7 +30,6 @@ from sbp_launch.planning.flow import (
     compiled,
     regathering,
 )
-from sbp_launch.planning.report import counted
 from sbp_launch.step.engine import Stage, quietly
 from sbp_launch.step.following import Following
 from sbp_launch.step.step_capture import StepCapture
@@ -168,7 +168,7 @@ class StepPlanner:
                 self.check_fits(found)
             except MemoryLimitError as error:
                 problem = error
-                batches = counted(count, "micro-batch", "es")
+                batches = format_count(count, "micro-batch", "es")
                 self.say([f"micro_batches=auto: {batches} would not fit: {error.what}"])
                 continue
             self.say([f"micro_batches=auto: {count}, of {self._each(settings)}"])
@@ -183,7 +183,7 @@ class StepPlanner:
         ) from problem
 
     def _each(self, settings: PlanSettings) -> str:
-        return counted(self.family.batch_size // settings.micro_batches, "sample")
+        return format_count(self.family.batch_size // settings.micro_batches, "sample")
 
     def _planned(self, captured: Captured, settings: PlanSettings, pins: Pins | None) -> Planned:
         choice, kept = self.choice, KeptPlans()

@@ -32,7 +32,6 @@ from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.agreement import (
     THE_BATCH,
     THE_CALL,
-    Gather,
     compare,
     digest_of,
     manifest,
@@ -69,8 +68,6 @@ class Training:
         #: Which states there are, and of which programs.
         self.states = ProgramStates()
         self.backend: BoxingBackend | None = None
-        #: Gathers texts of the ranks of other processes, between steps.
-        self.gather: Gather | None = None
         #: Whether the states are gone, as those that were loaded in their place are damaged.
         self.has_damaged_states = False
         #: Steps before a `load`, and those that were taken since the start, of all programs.
@@ -87,16 +84,12 @@ class Training:
         #: What the loop calls on the optimizers.
         self.optimizer_calls = OptimizerCalls()
         self._connected: ConnectedStates | None = None
-        self._team: Team = Team()
+        #: All processes, once it has begun.
+        self.team = Team()
         self._is_open = False
         #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
         self.interrupts = HeldInterrupts()
         self._process = os.getpid()
-
-    @property
-    def team(self) -> Team:
-        """All processes, once it has begun."""
-        return self._team
 
     @property
     def has_begun(self) -> bool:
@@ -181,13 +174,12 @@ class Training:
         self.states.drop(program)
         self._forget_forms.pop()
 
-    def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
+    def begin(self, session: Session, backend: BoxingBackend, team: Team) -> None:
         """Note the session of the first program."""
-        self._session, self.backend, self.gather = session, backend, gather
+        self._session, self.backend, self.team = session, backend, team
         self._process = os.getpid()  # not earlier: a fork may start what was planned
         self._is_open = self.optimizer_calls.is_open = True
-        self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
-        if gather is not None and self._holds_interrupts:
+        if not team.is_alone and self._holds_interrupts:
             self.interrupts = until_all_agree(tells=0 in session.local_ranks)
             self.interrupts.__enter__()
 
@@ -251,8 +243,8 @@ class Training:
             ConfigError: they do not; raised in all of them.
         """
         self.enter("step.add_step(...)")
-        if self.gather is not None:
-            compare(manifest(planned, registry, {}), self.gather)
+        if not self.team.is_alone:
+            compare(manifest(planned, registry, {}), self.team.gather)
 
     def count_apart(self) -> None:
         """Give each parameter a step counter of its own: all programs forget their forms."""
@@ -330,16 +322,16 @@ class Training:
         if self._is_open:
             check_not_forked(self._process)
         # A step that is over, or has failed, sends nothing any more, and says so itself.
-        if self.gather is None or self.backend is None or not self._is_open:
+        if self.team.is_alone or self.backend is None or not self._is_open:
             return
         if self.backend.failure_reason():
             return
         try:
-            self._compare({THE_CALL: call, **compared}, self.gather)
+            self._compare({THE_CALL: call, **compared})
         except BoxingError as error:
             raise error.replaced(BoxingError, what=f"{call}: {error.what}") from error
 
-    def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
+    def _compare(self, own: Mapping[str, str]) -> None:
         """See that what has to be equal is; one vote of two numbers, where it is.
 
         Raises:
@@ -350,7 +342,7 @@ class Training:
         digest = int.from_bytes(blake2b(repr(compared).encode(), digest_size=7).digest(), "big")
         highest, lowest = self._voted(digest, -digest)
         if highest != -lowest:
-            compare(own, gather)
+            compare(own, self.team.gather)
 
     def agree(
         self,
@@ -376,7 +368,7 @@ class Training:
             ConfigError: they are not; names what differs. Raised in all of them.
             KeyboardInterrupt: one of them holds an interrupt. Raised in all of them.
         """
-        if self.gather is None:
+        if self.team.is_alone:
             if problem is not None:
                 raise problem
             return
@@ -388,7 +380,7 @@ class Training:
         if whole is not None:
             own[THE_BATCH] = quick_digest(whole)
         try:
-            self._compare(own, self.gather)
+            self._compare(own)
         except ConfigError as error:
             raise (problem or error) from None
         if problem is not None:
@@ -397,7 +389,7 @@ class Training:
     def _voted(self, *values: int) -> list[int]:
         """Return the highest of all processes in each place, unless one holds an interrupt."""
         interrupted = int(self.interrupts.error is not None)
-        *found, interrupted = self._team.highest_of([*values, interrupted])
+        *found, interrupted = self.team.highest_of([*values, interrupted])
         if interrupted:
             self.interrupts.raise_held()
             raise KeyboardInterrupt

@@ -40,6 +40,7 @@ from sbp_launch.step.program_step import ProgramStep
 from sbp_launch.step.saved import StepSaves, as_path, load_step, processes_of
 from sbp_launch.step.step_planner import PlanChoice
 from sbp_launch.step.training import Training
+from sbp_launch.team import Team
 from sbp_torch.graph_capture import check_modes
 from sbp_torch.interchange.torch_states import copy_to_model, to_model_state, to_optimizer_state
 
@@ -107,14 +108,15 @@ class TrainingStep(ProgramStep):
         backend = self._engine.make_backend()
         states, training.given = (first, {}) if first is not None else self._first_states()
         session = self._engine.runtime.start(self._planned.plan, states, backend)
+        team = Team.of(backend, [part.rank for part in self._planned.plan.ranks])
         try:
-            gather = join(session, backend, self._planned, self._engine, self._program, states)
+            join(session, team, self._planned, self._engine, self._program, states)
         except BaseException as error:
             session.__exit__(type(error), error, error.__traceback__)
             raise
         self._given_states = None
-        training.begin(session, backend, gather)
-        self.processes = processes_of(self.world, gather, self._engine.elsewhere)
+        training.begin(session, backend, team)
+        self.processes = processes_of(self.world, team, self._engine.elsewhere)
         self._saves = StepSaves(training.states, self._engine.seed, self.processes)
         training.after_step.append(self._saves.after_step)
         try:

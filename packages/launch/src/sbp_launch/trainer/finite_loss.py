@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sbp_core.errors import RunError
-from sbp_launch.planning.report import counted
+from sbp_core.units import format_count
 from sbp_launch.settings.config import RunConfig
 
 #: So many steps that loss scaling skips in a row are no longer its search for a scale.
@@ -82,7 +82,7 @@ class FiniteLoss:
             return ""
         rate = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         budget = self.config.trainer.budget
-        of = f" of {counted(int(budget.amount), 'step')}" if budget.unit == "steps" else ""
+        of = f" of {format_count(int(budget.amount), 'step')}" if budget.unit == "steps" else ""
         where = f"step {step}{of} ({rate})"
         if self.config.trainer.on_nan == "stop":
             error = NotFiniteError(

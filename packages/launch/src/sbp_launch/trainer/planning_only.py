@@ -9,7 +9,7 @@ from rich.console import Console
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.console import make_console
-from sbp_launch.planning.cluster_lines import machine_lines
+from sbp_launch.explaining.cluster_lines import machine_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig

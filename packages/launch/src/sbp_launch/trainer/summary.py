@@ -6,8 +6,8 @@ import math
 from contextlib import suppress
 
 from sbp_core.memory import MemoryReport
+from sbp_core.units import format_count
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.report import counted
 from sbp_launch.run.folder import resume_command
 from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
@@ -43,7 +43,7 @@ def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:
 
 def speed_lines(run: Run, loop: TrainingLoop) -> list[str]:
     """Return what is told of the steps of this process: speed, utilization."""
-    steps = counted(loop.state.step, "step")
+    steps = format_count(loop.state.step, "step")
     lines = [", ".join(filter(None, [steps, loop.speed.summary()]))]
     if loop.speed.typical_s is not None:
         lines.append(loop.work.line(loop.speed.typical_s, run.config.cluster.name))
@@ -55,7 +55,7 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
     if not loop.held_out:
         return []
     loss, state = loop.held_out["held_out_loss"], loop.state
-    batches = counted(run.config.trainer.evaluate.batches, "batch", "es")
+    batches = format_count(run.config.trainer.evaluate.batches, "batch", "es")
     averaged = " of the averaged parameters" if run.config.trainer.update.ema_decay else ""
     lines = [f"held-out loss{averaged}: {loss:.4f} ({batches})"]
     if state.best is not None and state.best_step != loop.evaluated_step:

@@ -19,13 +19,14 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import CheckpointStorage, PluginRegistry, TrainerState
 from sbp_core.runtime import Session, StepResult
+from sbp_core.units import format_count
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
 from sbp_launch.console import make_console
+from sbp_launch.explaining.output import print_plan, write_plan
+from sbp_launch.explaining.report import crowding
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.output import print_plan, write_plan
-from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
 from sbp_launch.run.environment import write_environment
 from sbp_launch.run.folder import LOGS, writing
@@ -271,7 +272,7 @@ def train_states(
         with signals.saving():
             save_states(run, loop)
         measured = MeasuredUsage.of_all(team.gather(meter.measured.to_text()))
-        steps = counted(loop.state.step, "step")
+        steps = format_count(loop.state.step, "step")
         if team.highest(signals.pending_number):
             run.say([f"the states of all {steps} are saved"])
             stop_together(team, signals)

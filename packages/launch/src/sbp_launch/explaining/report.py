@@ -15,8 +15,8 @@ from sbp_core.plan_check import CheckReport
 from sbp_core.sbp import Split
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.strategy import Strategy
-from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.planning.pipeline import pipeline_lines
+from sbp_core.units import format_bytes, format_count, format_seconds
+from sbp_launch.explaining.pipeline_lines import pipeline_lines
 from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.utilization import samples_of_step
 
@@ -39,8 +39,8 @@ def crowding(num_ranks: int, cores: int) -> list[str]:
     if num_ranks <= cores:
         return []
     return [
-        f"warning: {num_ranks} ranks share {counted(cores, 'core')} and take turns: a step takes "
-        f"about {num_ranks / cores:.3g} times as long as with a core for each rank"
+        f"warning: {num_ranks} ranks share {format_count(cores, 'core')} and take turns: a step "
+        f"takes about {num_ranks / cores:.3g} times as long as with a core for each rank"
     ]
 
 
@@ -142,18 +142,14 @@ def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
     batches = graph.num_micro_batches
     times = f" times the {batches} micro-batches" if batches > 1 else ""
     return [
-        f"  {counted(samples, 'sample')} of a micro-batch cannot be shared evenly by the {ranks} "
-        f"ranks of mesh axis {stage.axes[0]!r}; a multiple of {ranks}{times} as batch size can"
+        f"  {format_count(samples, 'sample')} of a micro-batch cannot be shared evenly by the "
+        f"{ranks} ranks of mesh axis {stage.axes[0]!r}; a multiple of {ranks}{times} as batch size "
+        "can"
     ]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
-
-
-def counted(number: int, word: str, plural: str = "s") -> str:
-    """Return a number with its word: `1 step`, `3 steps`."""
-    return f"{number} {word}{plural * (number != 1)}"
 
 
 def period_lines(checked: CheckReport) -> list[str]:
@@ -196,8 +192,8 @@ def summary(
         speed: What that comes to, see `speed_line`; empty if nothing can be said.
     """
     return [
-        f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
-        f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
+        f"planner {strategy.planner}: {format_count(len(plan.ranks), 'rank')}, "
+        f"{format_count(plan.num_micro_batches, 'micro-batch', 'es')}",
         *pipeline_lines(plan, strategy, rows, step_s),
         *arithmetic_lines(graph, strategy),
         *repeated_lines(graph),
@@ -229,7 +225,8 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
         asked = max(num_steps.get(kind, 0), sent[kind])
         is_merged |= asked > sent[kind]
         texts.append(
-            counted(asked, kind.value) + (f" (sent as {sent[kind]})" if asked > sent[kind] else "")
+            format_count(asked, kind.value)
+            + (f" (sent as {sent[kind]})" if asked > sent[kind] else "")
         )
     together = "; small tensors travel together" if is_merged else ""
     count, total = len(plan.ranks), plan.boxing_bytes

@@ -11,8 +11,8 @@ from test_rows import found_plan, wide
 from sbp_core.graph.ir import repetitions
 from sbp_core.memory import predict_memory
 from sbp_core.simulation import simulate
-from sbp_launch.planning.pipeline import pipeline_lines
-from sbp_launch.planning.report import memory_lines
+from sbp_launch.explaining.pipeline_lines import pipeline_lines
+from sbp_launch.explaining.report import memory_lines
 
 
 def lines_of(found):

@@ -21,9 +21,9 @@ from sbp_core.compile import Accumulate, Compute, PhysicalPlan, RankPlan
 from sbp_core.infer import one_forward_one_backward
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
+from sbp_launch.explaining.table import Group, groups_of
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
-from sbp_launch.planning.table import Group, groups_of
 
 _NAMES = {"pipedream": "PipeDream", "2bw": "2BW"}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sbp_core.cluster import Cluster
-from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.planning.report import counted
+from sbp_core.units import format_bytes, format_count, format_seconds
 
 
 def machine_lines(cluster: Cluster) -> list[str]:
@@ -16,7 +15,7 @@ def machine_lines(cluster: Cluster) -> list[str]:
         cluster: With the devices that the plan was made for.
     """
     device = cluster.device
-    devices = counted(cluster.num_devices, f"{device.kind} device")
+    devices = format_count(cluster.num_devices, f"{device.kind} device")
     memory = format_bytes(device.memory_bytes)
     lines = [f"priced for cluster {cluster.name}: {devices} with {memory} each"]
     if device.host_memory_bytes is not None and device.host_link is not None:

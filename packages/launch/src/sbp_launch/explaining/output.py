@@ -12,11 +12,11 @@ from sbp_core import strategy_yaml
 from sbp_core.compile import PLAN
 from sbp_core.memory import MemoryReport
 from sbp_launch.console import say
+from sbp_launch.explaining.report import memory_lines, summary
+from sbp_launch.explaining.savings import saving_lines
+from sbp_launch.explaining.table import legend, plan_table
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.report import memory_lines, summary
 from sbp_launch.planning.rows import plan_text
-from sbp_launch.planning.savings import saving_lines
-from sbp_launch.planning.table import legend, plan_table
 from sbp_launch.planning.utilization import speed_line
 
 

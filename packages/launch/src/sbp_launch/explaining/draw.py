@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sbp_launch.console import make_console
+from sbp_launch.explaining.plan_timeline import coarse, plan_timeline, timeline_facts
+from sbp_launch.explaining.timelines import show, write_drawings
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
-from sbp_launch.timelines import show, write_drawings
 
 #: Lanes in the terminal, and bars in each of them.
 _LANES, _BARS_A_LANE = 16, 120
