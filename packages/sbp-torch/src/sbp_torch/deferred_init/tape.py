@@ -1,4 +1,4 @@
-"""The tape of a constructor: its operators as writes to numbered storages; and replay of the tape.
+"""Record of a model constructor as a tape of operators, and its replay to create the tensors.
 
 `record` writes the tape (`Tape`), `deferred_model` replays it (`TapeReplay`) to create states.
 
@@ -224,7 +224,7 @@ class TapeReplay:
         entries = [self.tape.entries[number] for number in self.tape.needed(wanted, end)]
         events = [entry.event for entry in entries if entry.event is not None]
         if events:
-            # Draw for other tensors first if possible, so that their scratch memory is freed.
+            # Draw for other tensors first: their scratch memory is freed before ours is made.
             consecutive = events[-1] - events[0] < len(events)
             self._advance(events[0] if consecutive else events[-1])
         last = {storage: at for at, entry in enumerate(entries) for storage in entry.touches}

@@ -47,7 +47,7 @@ class Owner(Protocol):
         """
 
 
-#: Attribute of a connected tensor: its owner, its name, and whether no write counts its version up.
+#: Attribute of a connected tensor: owner, name, and whether writes leave its version unchanged.
 OWNER = "_sbp_states"
 
 

@@ -195,7 +195,7 @@ def called_in(value: object) -> Any:
 
 
 def is_generated(function: types.FunctionType) -> bool:
-    """Whether `dataclasses` generated a method: it reads all fields, but the result needs none."""
+    """Whether `dataclasses` generated a method, whose reads of all fields do not count."""
     return function.__code__.co_filename == "<string>" and function.__name__.startswith("__")
 
 

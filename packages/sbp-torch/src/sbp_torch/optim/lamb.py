@@ -1,4 +1,4 @@
-"""LAMB: Adam with a trust ratio, norm of the weights by norm of the step, for each parameter."""
+"""LAMB: Adam with a trust ratio (norm of the weights / norm of the step) for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum, with a rate for each parameter in proportion to its norm."""
+"""LARS: SGD with momentum whose rate for each parameter is scaled by its norm / gradient norm."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Numbering:
             try:
                 seen = self._views(node, first, values[first])
             except (RuntimeError, ValueError, IndexError, TypeError):
-                seen = []  # the view cannot be computed so, such as as_strided out of bounds
+                seen = []  # the view cannot be expressed on the base, as for some as_strided
             kinds = [graph.types[name] for name in node.outputs]
             if [one.shape for one in seen] == [getattr(kind, "shape", ()) for kind in kinds]:
                 return seen

@@ -10,7 +10,8 @@ are equal, so are the two values from then on, and a local change needs only a l
     g = expand(1 / 8)                  g = expand(1 / 8)                     equal: the same call
 
 If the results differ, their inputs may be related (a log-softmax and its logits). Then the part
-grows: first by the operators that make inputs of only one of the two parts, then by all.
+grows: first by the operators that make inputs of only one of the two parts, then by those that
+make all inputs.
 
 Source: sweeping with cut points, from hardware equivalence checking: Kuehlmann, Krohm, "Equivalence
 checking using cuts and heaps", DAC 1997. They prove equality; random numbers in double precision

@@ -82,7 +82,7 @@ class RuntimeCase:
 
     Args:
         mesh_shape, axes: The mesh of ranks 0, 1, 2, ...; positions on the axis `pipe` are stages.
-        pins: Fixed layouts (pins): name or kind of tensor -> SBP; the rest is inferred.
+        pins: Fixed layouts (pins): pattern of names, or kind -> SBP; the rest is inferred.
         num_micro_batches, micro_batch_size: Number and size of the micro-batches of a step.
         in_flight: Micro-batches in flight in each stage; None: according to the schedule.
         pipeline: The schedule of stages, which determines the number of chunks.
