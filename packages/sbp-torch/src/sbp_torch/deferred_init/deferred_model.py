@@ -1,4 +1,7 @@
-"""A model built without memory, and its states made one by one; see the package."""
+"""`deferred`: build a model without memory. `DeferredStates`: create its states one by one.
+
+See the package for an example. `record` records the constructor, `tape` creates the states.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from sbp_torch.graph_capture.update import Update, UpdateOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredModel:
-    """A model without data and the way to make its states.
+    """A model without data, and the record from which its states are created.
 
     Args:
-        model: Its tensors are on the `meta` device; `capture` takes it as it is. To call it, take
-            `whole_model()` instead, and load what was trained into that.
-        seed: Of PyTorch's default generator before the constructor ran.
+        model: The model, with tensors on the `meta` device, as `capture` accepts it. For a model
+            to call, use `whole_model()`, and load the trained states into it.
+        seed: Seed of PyTorch's default generator for the constructor.
         build: The constructor.
-        recorder: What it did.
+        recorder: The record of the constructor's operators.
     """
 
     model: nn.Module
@@ -40,14 +43,14 @@ class DeferredModel:
         optimizer: torch.optim.Optimizer | None = None,
         update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
     ) -> DeferredStates:
-        """Return every state of the captured graph by its input name, made on demand.
+        """Return every state of the captured graph by its input name, created on demand.
 
-        States of the optimizer that hold one number, such as zero, are not made as whole tensors:
-        they are that number, expanded, of which shards are cut at their own size.
+        A state of the optimizer that starts with one number, such as zero, takes no memory for the
+        whole tensor: it is this number, expanded, and only its shards take memory.
 
         Args:
-            optimizer: Over `model.parameters()`.
-            update: As given to `capture`.
+            optimizer: The optimizer of `model.parameters()`.
+            update: The options that `capture` gets.
 
         Raises:
             CaptureError: the states of the optimizer before its first step are unknown.
@@ -75,24 +78,23 @@ class DeferredModel:
         return DeferredStates(tape, windows, real)
 
     def whole_model(self) -> nn.Module:
-        """Return the model as one device has it: built anew under the seed, in one piece."""
+        """Build the model again in one piece, with data, from the same seed."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             return self.build()
 
 
 class DeferredStates(Mapping[str, Tensor]):
-    """States by name, made when they are asked for; none is stored.
+    """A mapping from names to states, which are created at each request and not stored.
 
-    Go through `items()` or `each()`, and let go of a tensor before you take the next: that draws
-    most random numbers once, and needs the memory of one state at a time. `states[name]` makes one
-    state; the first time it also draws the numbers of all that were drawn before. Tensors are not
-    to be changed.
+    Iterate over `items()` or `each()`, and drop a tensor before you take the next: this draws most
+    random numbers once, and needs the memory of one state at a time. `states[name]` creates one
+    state; the first time, it also draws all random numbers before it. Do not change the tensors.
 
     Args:
-        tape: What makes them.
-        windows: The states to be made, by name.
-        real: The states that are there already, by name.
+        tape: The record from which states are created.
+        windows: Name -> window of a state to create.
+        real: Name -> state that exists already.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class DeferredStates(Mapping[str, Tensor]):
     ) -> None:
         self._windows, self._real = windows, real
         self._replay = TapeReplay(tape)
-        # States of one storage are made together; storages in the order of their last draws, since
-        # the generator goes one way: what others draw in between is then known, or thrown away.
+        # States of one storage are created together; storages in the order of their last draws,
+        # because the generator only moves forward. Draws of other states in between are dropped.
         together: dict[int, list[str]] = defaultdict(list)
         for name, window in windows.items():
             together[window.storage].append(name)
@@ -127,14 +129,14 @@ class DeferredStates(Mapping[str, Tensor]):
         return name in self._real or name in self._windows
 
     def items(self) -> ItemsView[str, Tensor]:
-        """Return names and tensors, in the order in which they are best made."""
+        """Return names and tensors, in the order of least cost."""
         return _Items(self)
 
     def each(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield some of the states by name; of the others only the random numbers are drawn.
+        """Yield some of the states by name; for all other states, only random numbers are drawn.
 
         Args:
-            names: Which; those that are no states are left aside.
+            names: Names of states; unknown names are ignored.
         """
         for name, value in self._real.items():
             if name in names:
@@ -144,12 +146,12 @@ class DeferredStates(Mapping[str, Tensor]):
             if not wanted:
                 continue
             made = self._replay.values([self._windows[name] for name in wanted])
-            for name in wanted:  # each is handed over, so that the last frees their storage
+            for name in wanted:  # keep no reference, so that the storage can be freed
                 yield name, made.pop(0)
 
 
 class _Items(ItemsView[str, Tensor]):
-    """Goes through the states in the order in which they are made."""
+    """Iterates over the states in the order in which they are created."""
 
     _mapping: DeferredStates
 
@@ -163,12 +165,13 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
     Args:
         build: Returns the model. Everything that is done to its tensors before training belongs
             into it: `.to(dtype)`, loading a file of weights.
-        seed: The states will be those after `torch.manual_seed(seed)`. The default generator is
-            left as it was.
-        whole: Build it for real, in one piece: for constructors that cannot be deferred.
+        seed: Seed for the states, as in `torch.manual_seed(seed)`. The default generator is
+            unchanged.
+        whole: Whether to build the model with data, in one piece: for constructors that cannot be
+            deferred.
 
     Raises:
-        CaptureError: the constructor does what cannot be deferred; says at which line.
+        CaptureError: the constructor cannot be deferred; the error names the line.
     """
     recorder = ConstructorRecorder(seed)
     if whole:
@@ -178,7 +181,7 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
     else:
         with recorder.running():
             model = build()
-        # Tensors that modules hold in lists and mappings are no states: they get values.
+        # Tensors in lists and mappings of modules are no states: they get values.
         tape = recorder.tape
         states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}
 

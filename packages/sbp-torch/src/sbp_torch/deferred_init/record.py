@@ -1,9 +1,9 @@
-"""Run a constructor without memory, and write down what it does.
+"""Run a constructor of a model without memory, and record its operators on a tape (`tape`).
 
-Its tensors have no data: they are on the `meta` device, but say `cpu` to whoever asks, as modules
-skip their initialisation where they find `meta`. What asks for values (`.item()`, `.tolist()`, an
-`if` on a tensor) gets the real ones: the entries on which they depend are run, and freed again.
-Tensors from outside of PyTorch or of a file keep the memory they have.
+Its tensors have no data: they are on the `meta` device, but report the device `cpu`, because
+modules skip their initialisation on `meta`. A request for values (`.item()`, `.tolist()`, an `if`
+on a tensor) gets the real values: the entries on which they depend are executed, and freed again.
+Tensors from outside of PyTorch, or from a file, keep their memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from sbp_torch.graph_capture.diagnostics import user_line
 
 _aten = torch.ops.aten
 
-#: Make tensors whose values nobody relies on: a storage that nothing has written to is such.
+#: Operators whose results have arbitrary values, like a storage without a write on the tape.
 _EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
-#: In-place operators that leave no old value.
+#: In-place operators that overwrite their first argument completely.
 _FILLS = frozenset(
     (
         *("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
@@ -51,13 +51,13 @@ _FILLS = frozenset(
     )
 )
 
-#: Tags of operators that look at values.
+#: Tags of operators that depend on values.
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-#: Arguments that say nothing to operators without data.
+#: Arguments that operators on `meta` ignore.
 _NOT_ON_META = ("generator", "pin_memory")
 
-#: Filled results of which only the shape comes from the first argument: what fills them.
+#: Operators that take only the shape of their first argument -> operator and arguments to fill it.
 _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
     "zeros_like": (_aten.zero_.default, ()),
     "new_zeros": (_aten.zero_.default, ()),
@@ -69,21 +69,21 @@ _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
 
 
 class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
-    """A tape that grows while a constructor runs."""
+    """Records the operators of a constructor on a tape, and runs them on tensors without data."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.tape = Tape(seed=seed)
         self.replay = TapeReplay(self.tape)
-        #: Real storages on the tape, by key: the tensor without data that stands for each.
+        #: Key of a real storage on the tape -> the storage, and the one without data for it.
         self.stand_ins: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.generator = _GeneratorWatch(self.tape)
-        #: Whether operators are our own now: run as they are.
+        #: Whether operators run normally and are not recorded, because they are our own.
         self.resting = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Write down what is done in the block; the default generator comes back unchanged."""
+        """Record the operators inside the `with` block; restore the default generator after it."""
         before = torch.default_generator.get_state()
         try:
             self.generator.begin()
@@ -93,11 +93,11 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
             torch.default_generator.set_state(before)
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """Run the operators of the block as they are, and write nothing down."""
+        """Run the operators inside the `with` block normally, without recording."""
         return replaced(self, resting=True)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return what a tensor holds now, as a real tensor."""
+        """Return a real tensor with the present values of a tensor."""
         if not tensor.is_meta:
             return tensor
         return self.replay.values([self.tape.window(tensor)])[0]
@@ -105,7 +105,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do without data what an operator does, and write it down."""
+        """Run an operator on tensors without data, and record it."""
         if self.resting:
             return func(*args, **(kwargs or {}))
         with without_torch_functions():
@@ -225,10 +225,10 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         )
 
     def _trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the filling by truncated normal numbers as one entry: it draws until all fit."""
+        """Return a `trunc_normal_` that is recorded as one entry: it draws until all values fit."""
 
         def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            # Its own generator is moved by each of its draws; they are entries like any others.
+            # With a user's generator, each draw moves that generator, and is an ordinary entry.
             plainly = kwargs.get("generator") is not None
             with without_torch_functions(), self.at_rest():
                 if not plainly and tensor.is_meta:
@@ -249,7 +249,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         *,
         random: bool,
     ) -> Any:
-        """Run an operator for real: its result, or what it writes to, cannot wait."""
+        """Run an operator with data now, because its result or its target has to be real."""
         if any(tensor.is_meta for tensor in written) or (
             random and kwargs.get("generator") is None
         ):
@@ -264,7 +264,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         return op(*args, **kwargs)
 
     def _move(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let a generator of the user's own draw now, so that it moves; drop the numbers."""
+        """Draw from a user's generator now, so that it moves; drop the numbers."""
         blind = base_name(op) in _FILLS
 
         real = partial(torch.empty_like, device="cpu") if blind else self.values
@@ -288,7 +288,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         return self.stand_ins[key][1]
 
     def _part(self, written: Sequence[Tensor]) -> None:
-        """Keep the values of constants that the program is about to change."""
+        """Copy the values of constants that the program is about to change."""
         for tensor in written:
             found = self.stand_ins.pop(storage_key(tensor), None)
             if found is not None:
@@ -297,7 +297,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
                 self.tape.constants[self.tape.window(empty).storage] = copied_storage(real)
 
     def _set(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let a tensor look at a storage, such as one that was read from a file."""
+        """Set the storage of a tensor, for example to one that was read from a file."""
         target, storage, *rest = args
         if not target.is_meta or storage.device.type == "meta":
             return op(*args, **kwargs)
@@ -307,11 +307,11 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
 
 
 class _GeneratorWatch:
-    """Notices when the program itself sets PyTorch's default generator.
+    """Detects that the constructor itself sets PyTorch's default generator.
 
-    While a constructor is written down, each draw moves the generator by one number only. So its
-    state says how many draws came before it, and a state that was read and set again, as
-    `torch.random.fork_rng` does, is understood.
+    During recording, each draw moves the generator by one number only. So its state identifies the
+    number of draws before it, and a state that was read and set again, as `torch.random.fork_rng`
+    does, is recognised.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -326,7 +326,7 @@ class _GeneratorWatch:
         self.known[self.current] = 0
 
     def draw(self) -> int:
-        """Return the number of the event that a draw is."""
+        """Record a draw; return the number of its event."""
         state = torch.default_generator.get_state()
         digest = _digest(state)
         if digest != self.current:
@@ -336,7 +336,7 @@ class _GeneratorWatch:
         while True:
             torch.empty((), dtype=torch.int64).random_()
             self.current = _digest(torch.default_generator.get_state())
-            if self.current not in self.known:  # as it may be after the same seed was set twice
+            if self.current not in self.known:  # it may be, if the same seed was set twice
                 break
         self.known[self.current] = number + 1
         return number
@@ -347,7 +347,7 @@ def _digest(state: Tensor) -> bytes:
 
 
 class _Answers(TorchFunctionMode):
-    """Answers questions about tensors without data as if they were real."""
+    """Makes tensors without data answer queries, such as for their device, like real tensors."""
 
     def __init__(self, recording: ConstructorRecorder) -> None:
         super().__init__()
@@ -375,13 +375,13 @@ class _Answers(TorchFunctionMode):
         return func(*args, **given)
 
 
-_tensor: Any = Tensor  # its properties are descriptors, of which the stubs know nothing
+_tensor: Any = Tensor  # its properties are descriptors, which the stubs lack
 _SET_DATA = _tensor.data.__set__
 
-#: Methods that look at values and are no operators.
+#: Methods that read values and are no operators.
 _VALUES = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__format__))
 
-#: What tensors without data say of themselves.
+#: Query -> answer of a tensor without data.
 _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
     _tensor.device.__get__: lambda _: torch.device("cpu"),
     _tensor.is_meta.__get__: lambda _: False,

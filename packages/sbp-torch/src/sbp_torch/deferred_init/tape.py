@@ -1,25 +1,27 @@
-"""What a constructor did, as writes to numbered storages, and how tensors are made of that.
+"""Record of a model constructor as a tape of operators, and its replay to create the tensors.
 
-A tensor is a window on a storage, so views need no entry: whoever uses one names storage, size,
-stride and offset. An entry is an operator that makes storages or writes to them.
+`record` writes the tape (`Tape`), `deferred_model` replays it (`TapeReplay`) to create states.
 
-    w = torch.empty(2, 3)        no entry: nobody relies on its values
+A tensor is a window on a storage: storage, size, stride and offset. So views need no entry. An
+entry is an operator that creates storages or writes to them.
+
+    w = torch.empty(2, 3)        no entry: its values are arbitrary
     w.uniform_(-1, 1)            entry 0  uniform_   covers 0            event 0
     w[0].mul_(2)                 entry 1  mul_       writes 0, reads 0
     b = w.sum(1)                 entry 2  sum        makes 1, reads 0
 
-Events are what happens to PyTorch's default generator, in order: a draw, or a state that the
-constructor set. Position `n` is the moment before event `n`.
+Events are uses of PyTorch's default generator, in order: a draw, or a state that the constructor
+set. Position `n` is the moment before event `n`.
 
-To make tensors, the entries that they depend on are run for real. Every draw starts from the state
-that the generator had at its place in the constructor, so that the numbers are those of one device,
-bit for bit. Where a draw belongs to another tensor, its numbers go to scratch memory that is freed
-at once: how far an operator moves the generator depends on its shape and dtype, and only the
-operator knows. The generator is borrowed for the time of a draw and given back as it was.
+To create tensors, the entries that they depend on are executed. Every draw starts from the state
+that the generator had at this position in the constructor, so the numbers are equal to those of one
+device, bit for bit. If a draw belongs to another tensor, its numbers go to scratch memory, which is
+freed at once; it has to run, because only the operator knows how far it moves the generator. The
+generator is restored after each draw.
 
     events           0 (a)    1 (b)    2 (b)    3 (a)
-    make b           scratch  b        b
-    make a           a                          a        state 0 is known by now
+    create b         scratch  b        b
+    create a         a                          a        state 0 is known by now
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class Window:
     """A tensor as a part of a storage.
 
     Args:
-        storage: Its number on the tape.
-        dtype: Of the elements.
-        size: Of each dim.
-        stride: Of each dim, in elements.
-        offset: Of the first element, in elements.
+        storage: Number of the storage on the tape.
+        dtype: The dtype of the elements.
+        size: Extent of each dim.
+        stride: Stride of each dim, in elements.
+        offset: Offset of the first element, in elements.
     """
 
     storage: int
@@ -56,30 +58,30 @@ class Window:
     offset: int
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor, on a storage that has its values."""
+        """Return the tensor on a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 class OwnGenerator:
-    """Stands in the arguments of an entry for a generator of the user's own."""
+    """Stands for a `torch.Generator` of the user in the arguments of an entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapeEntry:
-    """One operator.
+    """One executed operator.
 
     Args:
         op: An operator, or a function that fills its first argument with random numbers.
-        args: With a `Window` for every tensor.
-        kwargs: Likewise.
+        args: Arguments, with a `Window` for every tensor.
+        kwargs: Keyword arguments, with a `Window` for every tensor.
         made: For every tensor among the results its window, if its storage is new; else None.
-        reads: Storages whose values matter.
-        writes: Storages that are changed or made.
-        covers: Of these, those of which no old value is left.
+        reads: Storages whose values the operator uses.
+        writes: Storages that the operator changes or creates.
+        covers: Storages among `writes` that the operator overwrites completely.
         default: The default dtype at that time.
         event: Number of the draw from the default generator; None if there is none.
-        generator: State of a generator of the user's own, before the op draws from it.
+        generator: State of a user's generator before the operator draws from it.
     """
 
     op: Callable[..., Any]
@@ -101,29 +103,29 @@ class TapeEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """An event: the generator is set back to what it was at a position."""
+    """An event: the generator is set back to its state at a position."""
 
     position: int
 
 
-#: An event: the number of an entry that draws, a state that is set, or a return to an earlier one.
+#: An event: number of an entry that draws, a state that is set, or return to an earlier state.
 Event = int | Tensor | Return
 
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """The entries and events of a constructor, and its storages."""
+    """The entries, events and storages of a constructor."""
 
     seed: int
     entries: list[TapeEntry] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    #: By number: the bytes of each storage.
+    #: Number of a storage -> its size in bytes.
     sizes: list[int] = field(default_factory=list)
-    #: By number: storages that have values from outside of the tape.
+    #: Number of a storage -> storage with values from outside of the tape.
     constants: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    #: By number of a storage: the entries that write to it, in order.
+    #: Number of a storage -> entries that write to it, in order.
     writers: dict[int, list[int]] = field(default_factory=dict)
-    #: Numbers by key; the storages without data live as long, so that no key is given out twice.
+    #: Key -> number, and the storage without data, which is kept alive so that keys stay unique.
     _numbers: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
 
     def append(self, entry: TapeEntry) -> None:
@@ -136,7 +138,7 @@ class Tape:
         self.entries.append(entry)
 
     def window(self, tensor: Tensor) -> Window:
-        """Return a tensor without data as a window; its storage gets a number if it has none."""
+        """Return the window of a tensor without data; a new storage gets a number."""
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key not in self._numbers:
@@ -153,7 +155,7 @@ class Tape:
         )
 
     def is_whole(self, window: Window) -> bool:
-        """Whether a window shows every element of its storage."""
+        """Whether a window covers every element of its storage once."""
         numel = torch.Size(window.size).numel()
         if numel * window.dtype.itemsize != self.sizes[window.storage]:
             return False
@@ -168,18 +170,18 @@ class Tape:
     def needed(self, storages: Collection[int], end: int | None = None) -> list[int]:
         """Return the entries before `end` on which the values of storages depend, in order.
 
-        Goes back from entry to entry with the storages that are live, which means whose values are
-        still to be explained, as a compiler looks for dead code: a write to a live one is needed,
-        what it reads is live before it, and what it covers is not.
+        It is a liveness analysis, as in dead code elimination. It walks backwards over the entries
+        with the set of live storages. An entry that writes to a live storage is needed. Before it,
+        the storages that it reads are live, and those that it covers are not.
         """
         live, found = set(storages), list[int]()
-        # The last write to each live storage, latest first: other entries are not looked at.
+        # The last write to each live storage, latest first; all other entries are skipped.
         waiting = [-number for storage in live for number in self._last_write(storage, end)]
         heapify(waiting)
         while waiting:
             number = -heappop(waiting)
             entry = self.entries[number]
-            if found[-1:] == [number]:  # it writes to two that are live
+            if found[-1:] == [number]:  # it writes to two live storages
                 continue
             found.append(number)
             live = (live - entry.covers) | entry.reads
@@ -200,12 +202,12 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 class TapeReplay:
-    """The default generator along a tape, and the work of making the tape's tensors."""
+    """Executes entries of a tape to create tensors, and records the states of the generator."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        #: The generator's state before each event, up to the first that has not been passed: some
-        #: 5 KB each, so that it never has to start over.
+        #: The generator's state before each event, up to the first event not yet passed: about
+        #: 5 KB each, so that the replay never restarts at the beginning.
         self.states = [torch.Generator().manual_seed(tape.seed).get_state()]
 
     def draws(self, window: Window) -> list[int]:
@@ -214,15 +216,15 @@ class TapeReplay:
         return [entry.event for entry in entries if entry.event is not None]
 
     def values(self, windows: Sequence[Window], end: int | None = None) -> list[Tensor]:
-        """Return tensors as they are before an entry; at the end of the tape if None.
+        """Return tensors with their values before entry `end`; None: at the end of the tape.
 
-        What others are made of is freed as soon as they are.
+        Intermediate values are freed after their last use.
         """
         wanted = {window.storage for window in windows}
         entries = [self.tape.entries[number] for number in self.tape.needed(wanted, end)]
         events = [entry.event for entry in entries if entry.event is not None]
         if events:
-            # Scratch memory for the draws of others is freed before any of ours is made.
+            # Draw for other tensors first: their scratch memory is freed before ours is made.
             consecutive = events[-1] - events[0] < len(events)
             self._advance(events[0] if consecutive else events[-1])
         last = {storage: at for at, entry in enumerate(entries) for storage in entry.touches}
@@ -238,7 +240,7 @@ class TapeReplay:
         return [self._tensor(window, storages) for window in windows]
 
     def _draw(self, entry: TapeEntry, event: int, storages: Storages) -> None:
-        """Run an entry with the generator as it was then."""
+        """Run an entry with the generator's state at its event."""
         self._advance(event)
         with torch.random.fork_rng(devices=()):
             torch.default_generator.set_state(self.states[event])
@@ -247,7 +249,7 @@ class TapeReplay:
                 self.states.append(torch.default_generator.get_state())
 
     def _advance(self, position: int) -> None:
-        """Pass the events before a position; their draws go to scratch memory."""
+        """Run the events before a position; their draws go to scratch memory."""
         while len(self.states) <= position:
             event = self.tape.events[len(self.states) - 1]
             if isinstance(event, Return):
@@ -257,7 +259,7 @@ class TapeReplay:
             else:
                 number, scratch = event, Storages()
                 entry = self.tape.entries[number]
-                if entry.reads:  # how far it moves the generator may depend on their values
+                if entry.reads:  # their values may affect how far it moves the generator
                     given = tree_leaves((entry.args, entry.kwargs))
                     windows = [value for value in given if isinstance(value, Window)]
                     for window, value in zip(windows, self.values(windows, number), strict=True):
@@ -289,7 +291,7 @@ class TapeReplay:
                 continue
             storage, size_bytes = value.untyped_storage(), self.tape.sizes[window.storage]
             alike = (value.stride(), value.storage_offset()) == (window.stride, window.offset)
-            if not alike or storage.nbytes() < size_bytes:  # a copy, as the tape describes it
+            if not alike or storage.nbytes() < size_bytes:  # copy to the layout on the tape
                 storage = new_storage(size_bytes)
                 window.on(storage).copy_(value)
             storages[window.storage] = storage
@@ -299,7 +301,7 @@ class TapeReplay:
         if number not in storages:
             constant = self.tape.constants.get(number)
             if constant is None:
-                # Made by `torch.empty`: whatever values it has, the program does not rely on them.
+                # Created by `torch.empty`: the program does not rely on its values.
                 storages[number] = new_storage(self.tape.sizes[number])
             else:
                 changes = number in self.tape.writers

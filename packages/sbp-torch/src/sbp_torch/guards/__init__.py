@@ -1,7 +1,7 @@
-"""Guards: what a captured step took for granted of its program, followed or refused later.
+"""Guards on a captured step: find changes of the program and its tensors since capture.
 
-`Guard` compares what the program's Python read when it was captured; `ConnectedStates` lets model
-and optimizer read as what was trained, and finds what was written to them.
+`Guard` compares the values that the program's Python code read during capture. `ConnectedStates`
+gives reads of the model and the optimizer the trained values, and finds writes to them.
 """
 
 from __future__ import annotations

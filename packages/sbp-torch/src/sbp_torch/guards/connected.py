@@ -1,6 +1,8 @@
-"""Tensors, and states of optimizers, that are brought up to date before somebody reads them.
+"""Tensors and optimizer states that are brought up to date before each read.
 
-A connected tensor hears of every operator, and the `state` of a connected optimizer of every look.
+`ConnectedStates` connects the user's model and optimizer in this way, because ranks train copies of
+their tensors. `__torch_function__` of a connected tensor sees every operator, and methods of
+`OptimizerStates` see every access to the `state` of an optimizer.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ from sbp_torch._torch_patches import replaced
 
 
 class Owner(Protocol):
-    """What connected tensors are brought up to date by."""
+    """Brings connected tensors up to date: `ConnectedStates` or `OptimizerStates`."""
 
     def asked_for(self, tensor: Any, *, untraced: bool) -> None:
-        """Hear that a tensor is to be read or written.
+        """Prepare for a read or write of a tensor.
 
         Args:
-            tensor: Which.
-            untraced: Whether what is written to it leaves no trace in its version.
+            tensor: The tensor.
+            untraced: Whether writes to the tensor leave its version counter unchanged.
         """
 
     def let_go(self, has_states: bool) -> None:
-        """Let all tensors be ordinary ones, with the values that they have now.
+        """Make all tensors ordinary again, with their present values.
 
         Args:
-            has_states: Whether somebody has other values for them.
+            has_states: Whether the caller has other values for them.
 
         Raises:
             ConfigError: they are still trained.
         """
 
 
-#: Attribute of a connected tensor: whose it is, its name, and whether its writes leave no trace.
+#: Attribute of a connected tensor: owner, name, and whether writes leave its version unchanged.
 OWNER = "_sbp_states"
 
 
@@ -58,7 +60,7 @@ def _setters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__set__ for name in names}
 
 
-#: What tells of a tensor, but not of its values.
+#: Functions that ask for properties of a tensor, but not for its values.
 _ABOUT = {
     *_getters(
         *("_backward_hooks", "_base", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
@@ -85,10 +87,10 @@ _ABOUT = {
 (_GRAD,) = _getters("grad")
 _SETS_DATA = _setters("data")
 
-#: Names of operators that write to tensors whose versions they leave.
+#: Names of operators that write to tensors without an increase of the version counter.
 _WITHOUT_VERSIONS = re.compile(r"batch_norm|instance_norm|moving_avg_obs|^_fused_\w+_$")
 
-#: What writes, or hands out memory to be written, without a trace.
+#: Functions that write to a tensor, or return its memory, and leave its version counter unchanged.
 _UNTRACED = {
     *_getters("data"),
     *_setters("data"),
@@ -98,20 +100,20 @@ _UNTRACED = {
     Tensor.storage,
     Tensor.untyped_storage,
     *(nn.functional.batch_norm, nn.functional.instance_norm),
-    # They move running statistics and weights, and count up no versions.
+    # They update running statistics and weights, but no version counters.
     *(getattr(torch, name) for name in dir(torch) if _WITHOUT_VERSIONS.search(name)),
 }
 
-#: Where PyTorch itself looks for gradients: what it does to parameters without one is nothing, but
-#: for clipping, which the loop then believes in.
+#: Files of PyTorch that read gradients. Their loops skip parameters without a gradient. Only for
+#: clipping is this an error, because the user would believe that gradients were clipped.
 _OF_TORCH, _CLIPPING = "/torch/", "/torch/nn/utils/clip_grad"
 
-#: The code that asks a tensor to be of its own class when it is detached.
+#: The code that requires a detached tensor to have the class of the original tensor.
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class Connected:
-    """A tensor of a model whose state lives on ranks; mixed into the tensor's own class."""
+    """Mixin for a tensor of a model whose state lives on ranks, added to the tensor's own class."""
 
     @classmethod
     def __torch_function__(
@@ -126,7 +128,7 @@ class Connected:
             return _gradient(args[0], sys._getframe(1).f_code.co_filename)
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._read_as_plain(lambda plain: func(plain, *args[1:], **given))
-        if connected and is_tracing():  # the model that is captured has other tensors meanwhile
+        if connected and is_tracing():  # of another model: in capture, a model's own are replaced
             raise trained_elsewhere(name_of(connected[0]))
         for one in connected:
             owner_of(one).asked_for(one, untraced=func in _UNTRACED or vars(one)[OWNER][2])
@@ -135,14 +137,14 @@ class Connected:
             for one in tree_leaves(found):
                 if isinstance(one, Tensor) and not isinstance(one, Connected):
                     _connect_alias(one, connected, untraced=func in _UNTRACED)
-            if func in _SETS_DATA:  # what was given is an alias from now on
+            if func in _SETS_DATA:  # the assigned tensor is an alias from now on
                 _connect_alias(args[1], connected[:1], untraced=True)
         if func == Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
-            found.__class__ = type(args[0])  # as nn.Parameter(tensor) asks for
+            found.__class__ = type(args[0])  # nn.Parameter(tensor) requires it
         return found
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an ordinary tensor: what is made by a connected one's class is not connected."""
+        """Return an ordinary tensor: tensors created through this class are not connected."""
         return cls.__bases__[1](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -158,7 +160,7 @@ class Connected:
 
 
 def owner_of(tensor: Any) -> Any:
-    """Return what a tensor was connected by."""
+    """Return the owner of a connected tensor."""
     return vars(tensor)[OWNER][0]
 
 
@@ -174,19 +176,19 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) -> None:
-    """Let a tensor ask its owner before it is read or written."""
+    """Make a tensor call its owner before each read or write."""
     vars(tensor)[OWNER] = (owner, name, untraced)
     tensor.__class__ = _connected_class(type(tensor))
 
 
 def disconnect(tensor: Any) -> None:
-    """Let a tensor be an ordinary one again."""
+    """Make a tensor ordinary again."""
     if isinstance(tensor, Connected):
         del vars(tensor)[OWNER]
         tensor.__class__ = type(tensor).__bases__[1]
 
 
-#: By the class of a tensor, that of one that is connected.
+#: Class of a tensor -> class of such a tensor when it is connected.
 _CLASSES: dict[type, Any] = {}
 
 
@@ -197,18 +199,18 @@ def _connected_class(cls: type) -> Any:
 
 
 def is_let_go(tensor: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, which it becomes if its training is over."""
+    """Whether a tensor is ordinary; a connected tensor is made ordinary if its training is over."""
     if isinstance(tensor, Connected):
         try:
             owner_of(tensor).let_go(False)
         except ConfigError:
             return False
-        disconnect(tensor)  # an alias of one of those that were let go
+        disconnect(tensor)  # it may be an alias, of which the owner does not know
     return True
 
 
 def trained_elsewhere(name: str, where: str = "") -> RunError:
-    """Return the error for a program that reads a tensor that is no constant and no state of it."""
+    """Return the error for a program that reads a tensor which another step trains."""
     return RunError(
         f"the program reads {name!r}, which another step trains",
         where=where,
@@ -220,7 +222,7 @@ def trained_elsewhere(name: str, where: str = "") -> RunError:
 
 @contextmanager
 def as_before(tensors: Iterable[Any]) -> Iterator[None]:
-    """Let connected tensors be ordinary ones meanwhile."""
+    """Make connected tensors ordinary inside the `with` block."""
     changed: list[Any] = [one for one in tensors if isinstance(one, Connected)]
     held = [vars(one).pop(OWNER) for one in changed]
     for one in changed:
@@ -229,13 +231,13 @@ def as_before(tensors: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for one, entry in zip(changed, held, strict=True):
-            if not isinstance(one, Connected):  # meanwhile
+            if not isinstance(one, Connected):  # else it was connected inside the block
                 vars(one)[OWNER] = entry
                 one.__class__ = _connected_class(type(one))
 
 
 def _connect_alias(tensor: Tensor, connected: Iterable[Any], *, untraced: bool) -> None:
-    """Connect a view of a connected tensor, so that it is read and written as that is."""
+    """Connect a tensor that shares memory with a connected tensor, to the same owner."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return
     for one in connected:
@@ -253,7 +255,7 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
     """Return the gradient of a tensor.
 
     Raises:
-        RunError: it has none, and somebody asks but PyTorch's own loops, which then do nothing.
+        RunError: it has none, and the caller is none of PyTorch's loops that skip such tensors.
     """
     with as_plain_tensors():
         found: Tensor | None = tensor.grad
@@ -272,7 +274,7 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
 
 
 class OptimizerStates(defaultdict[Any, Any]):
-    """The `state` of an optimizer, read from a step when it is asked for."""
+    """The `state` of an optimizer, which reads its values from a step at each access."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, read: Callable[[], None]) -> None:
         super().__init__(dict)
@@ -282,14 +284,14 @@ class OptimizerStates(defaultdict[Any, Any]):
         self._known: dict[tuple[int, Any], tuple[Any, int]] = {}
 
     def connect(self) -> None:
-        """Begin: what the optimizer has is what the step has."""
+        """Begin to connect. The optimizer has the states of the step now."""
         self._before = self.optimizer.state
         dict.update(self, self._before)
         self.optimizer.state = self
         self._note()
 
     def disconnect(self) -> None:
-        """End: the optimizer keeps what it has, in an ordinary mapping."""
+        """Give the optimizer an ordinary mapping with its present states."""
         for tensor in self._tensors():
             disconnect(tensor)
         if self.is_in_place:
@@ -299,7 +301,7 @@ class OptimizerStates(defaultdict[Any, Any]):
 
     @contextmanager
     def disconnected(self) -> Iterator[None]:
-        """Let it be an ordinary mapping of ordinary tensors meanwhile, as they are."""
+        """Act as an ordinary mapping of ordinary tensors inside the `with` block."""
         with replaced(self, _is_apart=True), as_before([*self._tensors()]):
             yield
 
@@ -313,7 +315,7 @@ class OptimizerStates(defaultdict[Any, Any]):
         self._is_touched |= untraced
 
     def let_go(self, has_states: bool) -> None:
-        """See `Owner.let_go`: states go on with their optimizer.
+        """Refuse: states stay connected as long as their optimizer. See `Owner.let_go`.
 
         Raises:
             ConfigError: always.
@@ -321,14 +323,14 @@ class OptimizerStates(defaultdict[Any, Any]):
         raise ConfigError("a state of an optimizer that a parallel step has is no constant")
 
     def ask(self) -> None:
-        """Read the states, if they are asked for by somebody else than what reads them."""
+        """Read the states if they are out of date, except inside `disconnected`."""
         if self.is_behind and not self._is_apart:
             self._read()
 
     def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take states by the number of their parameter, as `state_dict()` has them.
+        """Take states by the number of their parameter, as in `state_dict()`.
 
-        Those that the step does not have, of parameters that are frozen, stay.
+        States that the step lacks, because their parameters are frozen, stay.
         """
         members = [one for group in self.optimizer.param_groups for one in group["params"]]
         for number, held in states.items():
@@ -337,7 +339,7 @@ class OptimizerStates(defaultdict[Any, Any]):
                 before = own.get(key)
                 with torch.no_grad(), as_plain_tensors():
                     if isinstance(before, Tensor) and is_alike(before, value):
-                        before.data.copy_(value)  # in place: somebody may hold what was there
+                        before.data.copy_(value)  # in place: the user may hold this tensor
                     else:
                         own[key] = value
         self.is_behind = False
@@ -360,14 +362,14 @@ class OptimizerStates(defaultdict[Any, Any]):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the optimizer still asks here for its states."""
+        """Whether this mapping is still the `state` of the optimizer."""
         return self.optimizer.state is self
 
     def is_written(self) -> bool:
-        """Whether somebody has changed what was read, or put other states in its place."""
+        """Whether the user has changed the states that were read, or has replaced them."""
         if not self.is_in_place:
             return True
-        if self.is_behind:  # nobody has asked since
+        if self.is_behind:  # nobody has read or written them since the last step
             return False
         with as_plain_tensors():
             now, known = self._entries(), self._known
@@ -379,7 +381,7 @@ class OptimizerStates(defaultdict[Any, Any]):
         )
 
     def taken_over(self) -> None:
-        """Go on with what the optimizer has now."""
+        """Take the optimizer's present states as those of the step."""
         if not self.is_in_place:
             dict.clear(self)
             self.connect()
@@ -392,14 +394,14 @@ class OptimizerStates(defaultdict[Any, Any]):
 
 
 def is_alike(before: Tensor, value: Any) -> bool:
-    """Whether a value is a tensor of the same form as one, on the same device."""
+    """Whether a value is a tensor with the shape, dtype and device of another tensor."""
     if not isinstance(value, Tensor):
         return False
     return (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
 
 
 def version_of(value: Any) -> int:
-    """Return how often a tensor was written; -1 of others, and of those that nobody counts."""
+    """Return the version counter of a tensor; -1 for other values and for inference tensors."""
     if not isinstance(value, Tensor) or value.is_inference():
         return -1
     return value._version

@@ -1,4 +1,8 @@
-"""What functions and classes are made of, and which of them stay as they are."""
+"""Analysis of Python functions and classes for guards: names in bytecode, and what never changes.
+
+`reads` uses it to follow the code of a program. Code and objects of PyTorch, the standard library
+and this project are "fixed": guards assume that they do not change.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Packages whose functions and objects stay as they are, besides those of Python.
+#: Packages whose functions and objects are fixed, in addition to the standard library.
 _FIXED = {"numpy", "sbp_aten", "sbp_core", "sbp_launch", "sbp_torch", "torch"}
 
-#: Where Python's own modules lie.
+#: Folders of the standard library.
 _OF_PYTHON = tuple(
     sysconfig.get_path(name, vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix})
     for name in ("stdlib", "platstdlib")
 )
 
-#: Objects of Python's own that are there to hold settings.
+#: Classes of the standard library whose objects hold settings of users.
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
 
-#: Objects of PyTorch that losses read, and loops change.
+#: Classes of PyTorch whose objects losses read and training loops change.
 _OF_TORCH = (
     torch.amp.GradScaler,
     torch.distributions.Distribution,
@@ -39,31 +43,31 @@ _OF_TORCH = (
     torch.utils.data.Dataset,
 )
 
-#: What reads attributes whose names no code says; `getattr` does, unless it is given a text.
+#: Names that read attributes whose names are not in the code; so does `getattr` without a constant.
 _ANY_NAME = {
     *("vars", "__dict__", "attrgetter", "eval", "exec", "locals", "__getattribute__"),
     *("asdict", "astuple", "fields", "model_dump", "_asdict"),
 }
 
-#: What finds globals by texts.
+#: Functions that find globals by strings.
 _BY_TEXT = {"globals", "eval", "exec", "vars"}
 
-#: Methods that are called by what they are for, without their names.
+#: Methods that are called although no code names them.
 _CALLED = {"__call__", "__getattr__", "__getattribute__", "__getitem__", "forward", "step"}
 
-#: Those of a `torch.autograd.Function`.
+#: Methods of a `torch.autograd.Function` that are called although no code names them.
 _CALLED_IN_BACKWARD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
 
-#: Special methods that are called where an object is made.
+#: Special methods that are called when an object is created.
 MAKES = {"__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__"}
 
-#: Those that copy and end objects; all others are called by operators and statements.
+#: Special methods that copy and end objects; operators and statements call the rest.
 _OF_OBJECTS = {
     *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
     *("__delattr__", "__sizeof__", "__dir__", "__subclasshook__", "__del__"),
 }
 
-#: What shows an object as text, what calls it, and the operators of f-strings that do.
+#: Methods that show an object as text, functions that call them, and bytecode of f-strings.
 SHOWN = {"__format__", "__str__", "__repr__"}
 _SHOWS = {"str", "repr", "format", "print"}
 _FORMATS = {
@@ -72,20 +76,20 @@ _FORMATS = {
     if name in dis.opmap
 }
 
-#: Objects of Python's own that call what they hold, or read attributes.
+#: Callables of the standard library that read attributes or items, or call methods.
 GETTERS = (operator.attrgetter, operator.methodcaller, operator.itemgetter)
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
 
 class Code:
-    """The code of a function, and of those that are written in it.
+    """The code of a function and of the functions nested in it.
 
     Attributes:
-        parts: Each of them.
+        parts: The code objects.
         names: Attributes and globals that they name.
-        texts: Among their constants.
-        shows: Whether they make text of objects.
+        texts: The strings among their constants.
+        shows: Whether they format objects as text.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -98,18 +102,18 @@ class Code:
 
     @property
     def any_name(self) -> bool:
-        """Whether it asks for attributes by names that it makes up."""
+        """Whether the code computes attribute names, as in `getattr(x, name)`."""
         if self.names & _ANY_NAME:
             return True
         return "getattr" in self.names and not all(map(_gets_by_text, self.parts))
 
     def named_by(self, *instructions: str) -> set[str]:
-        """Return the names in some kinds of instructions: `IMPORT_NAME` has modules."""
+        """Return the names in instructions of some kinds, such as modules in `IMPORT_NAME`."""
         every = (one for code in self.parts for one in dis.get_instructions(code))
         return {one.argval for one in every if one.opname in instructions}
 
     def globals(self) -> set[str]:
-        """Return the globals that it names, and those that it may find by texts."""
+        """Return the globals that the code names or may find by strings."""
         found = self.named_by("LOAD_GLOBAL", "LOAD_NAME")
         if self.names & _BY_TEXT:
             found.update(*map(_IDENTIFIER.findall, self.texts))
@@ -117,7 +121,7 @@ class Code:
 
 
 def is_fixed(value: object) -> bool:
-    """Whether a function, class, module or object belongs to what stays as it is."""
+    """Whether a function, class, module or object is fixed: guards need not compare it."""
     if isinstance(value, (*_SETTINGS, *_OF_TORCH)):
         return False
     if isinstance(value, types.ModuleType):
@@ -128,27 +132,27 @@ def is_fixed(value: object) -> bool:
 
 @functools.cache
 def is_fixed_module(name: str) -> bool:
-    """Whether a module of Python stays as it is: one of PyTorch, of Python itself, or of ours."""
+    """Whether a Python module belongs to the standard library or to a package in `_FIXED`."""
     root = name.partition(".")[0]
     if root not in sys.stdlib_module_names or root == "__main__":
         return root in _FIXED
     file = getattr(sys.modules.get(root), "__file__", None)
-    return file is None or file.startswith(_OF_PYTHON)  # else the user's own has that name
+    return file is None or file.startswith(_OF_PYTHON)  # else a user's module has this name
 
 
 @functools.cache
 def is_installed_module(name: str) -> bool:
-    """Whether a module of Python is one that was installed, such as a library of models.
+    """Whether a Python module was installed, such as a library of models.
 
-    Of these, only what code names is followed: their constructors and special methods read
-    thousands of places that no loop changes.
+    Only names that code mentions are followed in such modules: their constructors and special
+    methods read thousands of places that no loop changes.
     """
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
     return any(folder in file for folder in ("site-packages", "dist-packages"))
 
 
 def has_attributes(value: object) -> bool:
-    """Whether what an object holds in attributes may be what somebody set."""
+    """Whether an object may have attributes that a user has set."""
     return (
         (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
         and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
@@ -157,7 +161,7 @@ def has_attributes(value: object) -> bool:
 
 
 def is_called(name: str, cls: type) -> bool:
-    """Whether a method of a class is called though no code names it, in a step or its backward."""
+    """Whether a step or its backward may call a method of a class although no code names it."""
     if name in _CALLED:
         return True
     if name in _CALLED_IN_BACKWARD and issubclass(cls, torch.autograd.Function):
@@ -168,7 +172,7 @@ def is_called(name: str, cls: type) -> bool:
 
 
 def makers(cls: type) -> Iterator[object]:
-    """Yield what is called where an object of a class is made."""
+    """Yield the functions that are called when an object of a class is created."""
     for name in MAKES & vars(cls).keys():
         yield called_in(vars(cls)[name])
     if is_dataclass(cls):
@@ -176,7 +180,7 @@ def makers(cls: type) -> Iterator[object]:
 
 
 def called_in(value: object) -> Any:
-    """Return what is called behind an entry of a class, such as a property; None if nothing is."""
+    """Return the function that an entry of a class, such as a property, calls; None without one."""
     if isinstance(value, property):
         return value.fget
     if isinstance(value, staticmethod | classmethod):
@@ -191,12 +195,12 @@ def called_in(value: object) -> Any:
 
 
 def is_generated(function: types.FunctionType) -> bool:
-    """Whether `dataclasses` made a method: it reads all fields, and none for its own sake."""
+    """Whether `dataclasses` generated a method, whose reads of all fields do not count."""
     return function.__code__.co_filename == "<string>" and function.__name__.startswith("__")
 
 
 def texts(constants: Iterable[object]) -> Iterator[str]:
-    """Yield the texts among constants: keys, and attributes that patterns of `match` name."""
+    """Yield the strings among constants: keys, and attributes in patterns of `match`."""
     for one in constants:
         if isinstance(one, str):
             yield one
@@ -212,7 +216,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _gets_by_text(code: types.CodeType) -> bool:
-    """Whether each `getattr` of a code is told a name that the code has: `getattr(a.b, "c", 1)`."""
+    """Whether each `getattr` of a code object has a constant name, as in `getattr(a.b, "c", 1)`."""
     left = [*dis.get_instructions(code)]
     for at, one in enumerate(left):
         if one.argval != "getattr" or not one.opname.startswith("LOAD"):

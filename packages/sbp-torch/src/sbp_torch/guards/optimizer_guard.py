@@ -1,4 +1,4 @@
-"""What a captured step took for granted of its optimizer: settings and members of its groups."""
+"""Guard on the optimizer of a captured step: find changes of its parameter groups and settings."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from sbp_torch.guards.recorded_values import ANEW, NOTHING, ChangedValue, is_sam
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
-#: Attributes of optimizers that are compared otherwise, or that PyTorch's schedulers change.
+#: Attributes of optimizers that other code compares, or that PyTorch's schedulers change.
 OF_OPTIMIZERS = {"defaults", "param_groups", "state", "step"}
 
 
 class OptimizerGuard:
-    """The groups of an optimizer at one moment, compared with what they are later.
+    """Compares the parameter groups of an optimizer with those at the last `renew`.
 
     Learning rates, and what `UpdateOptions.scheduled` names, are inputs of the step and may change.
 
     Args:
-        model: Names the parameters.
-        optimizer: Over them.
-        update: Says which settings are inputs of the step.
+        model: The model, for the names of the parameters.
+        optimizer: The optimizer of these parameters.
+        update: The options that name the settings which are inputs of the step.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        #: Of each setting that is an input, at least in part: which of its numbers.
+        #: Setting that is an input, at least in part -> positions of its numbers; None: all of it.
         self._inputs: dict[str, set[int | None]] = {}
         for name in ("lr", *update.scheduled):
             key, place = SETTINGS[name]
             self._inputs.setdefault(key, set()).add(place)
 
     def renew(self) -> None:
-        """Take everything to be as it is now."""
+        """Take the present groups as the reference."""
         self._names = {id(one): name for name, one in self._model.named_parameters()}
         self._read: list[set[str]] = []
         self._kept: list[list[dict[str, Any]]] = []
@@ -65,7 +65,7 @@ class OptimizerGuard:
         return (group for one in self._parts for group in one.param_groups)
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether nothing has changed since `renew`."""
         if [[*map(id, group["params"])] for group in self._groups()] != self._members:
             return False
         for one, keys, kept in zip(self._parts, self._keys, self._kept, strict=True):
@@ -77,7 +77,7 @@ class OptimizerGuard:
         return True
 
     def changes(self) -> list[ChangedValue]:
-        """Return what is not as it was and may matter to the step."""
+        """Return the changes since `renew` that may matter to the step."""
         found: list[ChangedValue] = []
         number = 0
         for one, read, kept in zip(self._parts, self._read, self._kept, strict=True):
@@ -128,7 +128,7 @@ class OptimizerGuard:
             before[key] = group[key]  # such as `initial_lr`, which schedulers add
 
     def _taken(self, key: str, value: Any) -> Any:
-        """Return what the step takes for granted of a setting, without what is an input."""
+        """Return the part of a setting that is fixed in the step: all but the inputs."""
         places = self._inputs.get(key)
         if not places or not isinstance(value, tuple | list):
             return value if not places else None

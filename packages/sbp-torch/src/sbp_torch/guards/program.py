@@ -1,9 +1,9 @@
-"""The guard of a captured step: what its program read, compared before each step.
+"""The guard of a captured step: compare the values that its program read, before each step.
 
-Capture runs a program's Python once. What that read is compared by identity and value: attributes
-of modules, modes and hooks, which tensors are trained, what functions find in cells, globals,
-defaults and objects, settings and members of the optimizer's groups. The model's own tensors are
-states of the step and not compared here; see `states`.
+Capture runs a program's Python code once. The guard compares by identity and value what this code
+read: attributes of modules, modes, hooks, which tensors are trained, values in cells, globals,
+defaults and objects, and the parameter groups of the optimizer. The model's own tensors are states
+of the step and are not compared; see `states`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from sbp_torch.guards.recorded_values import (
 from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions
 
-#: Attributes of modules that PyTorch's own call of a module reads.
+#: Attributes of modules that `nn.Module.__call__` reads.
 _OF_CALLS = {"training", *REGISTERS, "forward"}
 
-#: Where optimizers keep the settings that a loss may read.
+#: Attribute of optimizers with the settings that a loss may read.
 _GROUPS = "param_groups"
 
 #: Hooks that change what a step computes.
@@ -80,13 +80,13 @@ _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
 
 
 class Guard:
-    """A program at one moment, to compare with the same program later.
+    """Compares a program with its values at the last `renew`.
 
     Args:
         model: The one-device program.
-        loss: `loss(model, batch)`.
-        optimizer: Over the model's parameters.
-        update: Says which settings of groups are inputs of the step.
+        loss: The function `loss(model, batch)`.
+        optimizer: The optimizer of the model's parameters.
+        update: The options that name the settings of groups which are inputs of the step.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class Guard:
         self.renew()
 
     def renew(self, numbers: Collection[NumberPlace] = ()) -> None:
-        """Take everything to be as it is now.
+        """Take the present program as the reference.
 
         Args:
-            numbers: Where other floats than now are no change.
+            numbers: Places of floats that may change, because they are inputs of the step.
         """
         self._numbers = Numbers(numbers)
         self._reads = Reads()
         self._mappings: list[HeldMapping] = []
-        #: Attributes of objects that are not looked into: nothing read so far names them.
+        #: Attributes of objects that are not followed yet, because no code so far names them.
         self._unread: list[tuple[str, str, Any]] = []
         self._containers: list[HeldContainer] = []
         self._tensors: list[HeldTensor] = []
@@ -126,7 +126,7 @@ class Guard:
                     self._visit(f"a hook on the gradient of {name!r}", hook)
         for label, hooks in _HOOKS_OF_ALL:
             self._containers.append(HeldContainer(label, hooks, dict(hooks)))
-        for part in members(self._optimizer):  # hooks, and attributes of one that PyTorch has not
+        for part in members(self._optimizer):  # hooks, and attributes of users' optimizer classes
             for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 hooks = getattr(part, key, {})  # a wrapper may not call Optimizer.__init__
                 self._containers.append(HeldContainer(f"the optimizer.{key}", hooks, dict(hooks)))
@@ -139,7 +139,7 @@ class Guard:
         self._trained = [one.requires_grad for one in self._states.values()]
         self._hooks, self._around = hooks_of(self._states.values()), surroundings()
         self._set_on_tensors = num_attributes(self._states.values())
-        #: Mappings and lists, each with what is in it whenever that is looked at.
+        #: Mappings and lists, each with a live view of its values.
         self._all: list[tuple[Sized, Collection[Any]]] = [
             (one.live, one.live.values()) for one in self._mappings
         ]
@@ -150,7 +150,7 @@ class Guard:
             if not isinstance(one.value, dict | list | set) or len(one.value) > MOST_ENTRIES:
                 self._others.append(one)
             elif isinstance(one.value, dict):
-                # One of Python's own is asked itself: its view touches more memory in each step.
+                # Take the length of a plain dict itself: its view touches more memory in each step.
                 lying = dict.values(one.value)
                 is_bare = type(one.value) in (dict, OrderedDict)
                 self._all.append((one.value if is_bare else lying, lying))
@@ -168,14 +168,14 @@ class Guard:
         self._groups.renew()
 
     def _note(self) -> None:
-        """Note what is in mappings and lists; most of them are empty, and looked at together."""
+        """Record the values in mappings and lists; most are empty, and are checked together."""
         self._numbers.find_among(self._keys)
         self._empty = [sized for sized, _ in self._all if not len(sized)]
         self._full = [lying for sized, lying in self._all if len(sized)]
         self._lengths = [*map(len, self._full)]
         self._lay = [*chain.from_iterable(self._full)]
 
-    # What there is.
+    # Record the program.
 
     def _follow(self, found: Iterator[tuple[str, object]]) -> None:
         for label, value in found:
@@ -196,7 +196,7 @@ class Guard:
         for key, value in live.items():
             if key in REGISTERS and isinstance(owner, nn.Module):
                 self._containers.append(HeldContainer(f"{label}.{key}", value, dict(value), True))
-                if key != "_modules":  # each comes by itself
+                if key != "_modules":  # each module is visited by itself
                     for name, part in value.items():
                         self._visit(f"{label}.{name}", part)
             elif isinstance(owner, nn.Module) and (key in _OF_CALLS or key in _HOOKS):
@@ -205,7 +205,7 @@ class Guard:
                 self._unread.append((key, f"{label}.{key}", value))
 
     def _look_into_objects(self) -> None:
-        """Look into what objects hold, as far as something that was followed reads it."""
+        """Follow the attributes of objects that any followed code reads."""
         while True:
             self._follow(self._reads.again())
             read = [one for one in self._unread if self._reads.may_read(one[0])]
@@ -216,7 +216,7 @@ class Guard:
                 return
 
     def _visit(self, label: str, value: Any) -> None:
-        """Note what is in a value, each once."""
+        """Record a value and everything that it contains, each object once."""
         left: deque[tuple[str, Any]] = deque([(label, value)])
         while left:
             label, value = left.popleft()
@@ -243,7 +243,7 @@ class Guard:
                 continue
             content = held_in(value)
             if content is not None:
-                if not isinstance(value, tuple | frozenset):  # which stay as they are
+                if not isinstance(value, tuple | frozenset):  # these cannot change
                     self._containers.append(HeldContainer(label, value, content))
                 if isinstance(content, dict | list):
                     entries = content.items() if isinstance(content, dict) else enumerate(content)
@@ -260,7 +260,7 @@ class Guard:
                 self._attributes(label, value)
 
     def restore(self) -> None:
-        """Set back what is in cells, globals, objects and containers; not in modules."""
+        """Restore the recorded values of cells, globals, objects and containers, not of modules."""
         for place in self._reads.places:
             if not is_same(place.value, place.now()):
                 place.number.write(place.value)
@@ -271,10 +271,10 @@ class Guard:
             if isinstance(kept.value, dict | list | set) and len(kept.value) <= MOST_ENTRIES:
                 refill(kept.value, kept.content)
 
-    # What has become of it.
+    # Compare the program.
 
     def holds(self) -> bool:
-        """Whether everything is as it was, as far as that is quickly seen."""
+        """Whether a fast check finds no change since `renew`."""
         try:
             with as_plain_tensors():
                 return (
@@ -295,15 +295,14 @@ class Guard:
                     and all(is_same(one.content, held_in(one.value)) for one in self._others)
                     and self._groups.holds()
                 )
-        except Exception:  # places are empty
+        except Exception:  # a place is empty
             return False
 
     def changes(self, *, training: bool = True) -> list[ChangedValue]:
-        """Return what is not as it was and may matter to the step.
+        """Return the changes since `renew` that may matter to the step.
 
         Args:
-            training: Whether a training step is to be taken: else modes and the optimizer do not
-                count.
+            training: Whether a training step follows; else modes and the optimizer do not count.
         """
         if self.holds():
             return []
@@ -313,7 +312,7 @@ class Guard:
             if not is_same(place.value, after) and not self._numbers.may_be(number.at, after):
                 told = (number.label, number.label, place.value, after, place.where, number)
                 found.append(self._changed(*told))
-        for items, names in self._missing:  # globals that were looked for, and are there now
+        for items, names in self._missing:  # globals that did not exist, and exist now
             for name in names.keys() & items.keys():
                 found.append(self._changed(name, name, NOTHING, items[name], names[name]))
         for other in self._others_of:
@@ -348,7 +347,7 @@ class Guard:
                     found.append(ChangedValue(what=what))
         if training:
             found += self._groups.changes()
-        if not found and training:  # all was looked at; so that it is not looked at again
+        if not found and training:  # only harmless changes: record them for the fast check
             self._note()
         return found
 
@@ -431,7 +430,7 @@ class Guard:
         where: str = "",
         place: NumberPlace | None = None,
         *,
-        of_torch: bool = False,  # whose layers take numbers, and no tensors
+        of_torch: bool = False,  # PyTorch's layers accept numbers, but no tensors
     ) -> ChangedValue:
         name = key.rpartition(".")[2]
         todo = ANEW
@@ -455,7 +454,7 @@ class Guard:
 
 
 def _is_of_optimizer(owner: object, key: str) -> bool:
-    """Whether an attribute is one that the optimizer's own guard, or nobody, has to compare."""
+    """Whether an attribute belongs to an optimizer and `Guard` does not have to compare it."""
     return isinstance(owner, torch.optim.Optimizer) and (
         key in OF_OPTIMIZERS or key.startswith("_")
     )

@@ -1,8 +1,11 @@
-"""What functions read besides their arguments: names, cells, globals, and what these lead to.
+"""Find the Python values that a function may read in addition to its arguments, for guards.
 
-PyTorch's and Python's own functions are taken to be what they are: only the names of attributes in
-them count, as `self.eps` in a layer of `torch.nn`. Functions of everybody else are followed into
-the functions that they call.
+A captured step depends on globals, closure cells, defaults and attributes that loss, modules and
+optimizer have read. `Reads` analyses the bytecode of functions and of the functions that they call,
+and collects these places. `Guard` compares their values before later steps.
+
+Code of PyTorch and of the standard library is assumed not to change. Only the attribute names in it
+count, such as `self.eps` in a layer of `torch.nn`.
 """
 
 from __future__ import annotations
@@ -38,22 +41,22 @@ from sbp_torch.guards.functions import (
 )
 from sbp_torch.guards.recorded_values import NOTHING
 
-#: Where functions keep defaults.
+#: Attributes in which functions keep defaults.
 _DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}
 
-#: Functions that are followed; a program that calls more of its own is followed so far.
+#: Largest number of functions to follow; the rest of a larger program is not followed.
 _MOST_FUNCTIONS = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a function finds a value.
+    """A place in which a function finds a value.
 
     Args:
-        number: The place: its label is as the function writes it, `beta` or `config.beta`; to read
-            it raises an error if there is nothing. It is the same of one place that several read.
+        number: Reads and writes the place. Its label is the expression in the function, `beta` or
+            `config.beta`. Reading raises an error if there is no value.
         where: The function's file and line.
-        value: What was there.
+        value: The value at the time of the analysis.
     """
 
     number: NumberPlace
@@ -61,7 +64,7 @@ class Place:
     value: Any
 
     def now(self) -> Any:
-        """Return what is there now; `NOTHING` if nothing is."""
+        """Return the present value; `NOTHING` if there is none."""
         try:
             return self.number.read()
         except (KeyError, ValueError):
@@ -69,14 +72,15 @@ class Place:
 
 
 class Reads:
-    """What some functions may read.
+    """The values that some functions may read.
 
     Attributes:
         names: Attributes and keys that their code names.
-        missing: Globals that it names and that are not there.
-        remembered: Those that a function names which is not called again for the same arguments.
-        any_name: Whether some of it asks for attributes by names that it makes up.
-        places: Cells, globals, attributes of modules of Python and of classes.
+        missing: Globals that their code names and that do not exist.
+        remembered: Names in functions with `functools.lru_cache`, which do not run again for equal
+            arguments.
+        any_name: Whether some code computes attribute names, as in `getattr(x, name)`.
+        places: Cells, globals, and attributes of Python modules and of classes.
     """
 
     def __init__(self) -> None:
@@ -88,21 +92,21 @@ class Reads:
         self._seen: dict[int, object] = {}  # itself by its id, so that the id stays its own
         self._functions = 0
         self._made: set[type] = set()
-        #: Globals that are named and not there: by the id of the globals these, and who names each.
+        #: By the id of a globals dict: the dict, and missing name -> file and line that names it.
         self.missing: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
-        #: Classes whose attributes may be what somebody set.
+        #: Classes whose attributes a user may have set.
         self.classes: list[type] = []
         self._modules: list[tuple[str, types.ModuleType]] = []
-        #: Of classes: name, label, value, and whether the class is fixed.
+        #: Entries of classes not yet named by code: name, label, value, and is the class fixed.
         self._kept: list[tuple[str, str, object, bool]] = []
         self._met: set[tuple[int, str]] = set()
 
     def may_read(self, name: str) -> bool:
-        """Whether the code may ask for an attribute."""
+        """Whether the code may read an attribute."""
         return self.any_name or name in self.names
 
     def line_of(self, name: str) -> str:
-        """Return where the users' code first names something, as `file:line`; or ""."""
+        """Return the place where the user's code first uses a name, as `file:line`; or ""."""
         for code in self._codes:
             for instruction in dis.get_instructions(code):
                 if instruction.argval == name and instruction.positions is not None:
@@ -110,11 +114,11 @@ class Reads:
         return ""
 
     def add(self, called: object, label: str = "loss") -> Iterator[tuple[str, object]]:
-        """Follow what is called; yield the objects that it leads to, with what they are called.
+        """Follow a callable. Yield the objects that it reads, with labels; the caller visits them.
 
         Args:
             called: A function, a method, a partial, a class, or an object with `__call__`.
-            label: What messages call it.
+            label: Name of the callable in messages.
         """
         if isinstance(called, functools.partial):
             yield from self.add(called.func, label)
@@ -122,7 +126,7 @@ class Reads:
                 yield f"{label}.args[{number}]", value
             yield f"{label}.keywords", called.keywords
         elif isinstance(called, GETTERS):
-            # Such as attrgetter("layer.beta") and methodcaller("get", holder).
+            # For example attrgetter("layer.beta") or methodcaller("get", holder).
             parts = called.__reduce__()[1]
             self.names.update(part for text in texts([parts]) for part in text.split("."))
             yield label, parts
@@ -142,13 +146,13 @@ class Reads:
             yield label, called
 
     def add_class(self, cls: type, *, makes: bool = False) -> Iterator[tuple[str, object]]:
-        """Follow what is called without a name, and keep the other methods until code names them.
+        """Follow methods that run without being named. Other methods wait until code names them.
 
-        A class has many methods, to save and to load and to generate, that no step calls.
+        Many methods of a class, such as those that save, load or generate, run in no step.
 
         Args:
-            cls: Of an object, or itself read by the code.
-            makes: Whether the code may make objects of it.
+            cls: The class of an object, or a class that the code reads.
+            makes: Whether the code may create objects of the class.
         """
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer):
@@ -164,7 +168,7 @@ class Reads:
                 label = f"{base.__name__}.{name}"
                 if is_called(name, base):
                     yield from self._called(called_in(value), label)
-                elif name not in MAKES:  # which `makers` yields
+                elif name not in MAKES:  # `makers` yields these
                     self._kept.append((name, label, value, is_fixed(base)))
             if not is_fixed(base):
                 self.classes.append(base)
@@ -176,12 +180,12 @@ class Reads:
             yield from self.add(called, label)
 
     def add_module(self, module: types.ModuleType, label: str) -> None:
-        """Follow the entries of a module of Python that code names."""
+        """Follow the entries of a Python module that code names."""
         if not is_fixed(module) and self._is_new(module):
             self._modules.append((label, module))
 
     def add_slots(self, value: object, label: str) -> Iterator[tuple[str, object]]:
-        """Yield what an object holds in slots, as far as the code so far names them."""
+        """Yield the values in the `__slots__` of an object."""
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
@@ -189,7 +193,7 @@ class Reads:
                     yield from self._attribute(f"{label}.{name}", value, name, "")
 
     def again(self) -> Iterator[tuple[str, object]]:
-        """Yield what classes, and modules of Python, hold under names that were met since."""
+        """Yield entries of classes and modules whose names were found since the last call."""
         kept, self._kept = self._kept, []
         for name, label, value, fixed in kept:
             called = called_in(value)
@@ -208,7 +212,7 @@ class Reads:
         return any(name in self.names for name, *_ in self._kept) or any(self._unmet())
 
     def _unmet(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield the entries of modules of Python that code names, and that were not yielded yet."""
+        """Yield the entries of Python modules that code names and that were not yielded yet."""
         for label, module in list(self._modules):
             for name in sorted(self.names & vars(module).keys()):
                 if (id(vars(module)), name) not in self._met:
@@ -261,7 +265,7 @@ class Reads:
         def read() -> Any:
             try:
                 return cell.cell_contents
-            except ValueError:  # of a name that nothing was assigned to so far
+            except ValueError:  # nothing was assigned to the name so far
                 return NOTHING
 
         def write(value: Any) -> None:
@@ -309,7 +313,7 @@ class Reads:
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[str]:
-    """Return the modules in eval mode whose code asks for their mode, such as dropout."""
+    """Return the modules in eval mode whose code reads `training`, such as dropout."""
     found = []
     for path, module in model.named_modules():
         reads = Reads()

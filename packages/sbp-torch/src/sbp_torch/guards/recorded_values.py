@@ -1,4 +1,7 @@
-"""What a guard keeps of what it compares, when a value is what it was, and how changes are told."""
+"""Values recorded by a guard: copies to compare later, equality, and the description of changes.
+
+`Guard` (in `program`) records the values that a program has read, and compares them before a step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from sbp_torch.guards.connected import OWNER, Connected, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-#: Of containers of more entries, both ends are compared.
+#: Containers with more entries are compared at both ends only.
 MOST_ENTRIES = 10_000
 
 #: Entries at each end.
@@ -41,14 +44,14 @@ ANEW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedValue:
-    """What is not as it was when the step was captured.
+    """A change of the program since the step was captured.
 
     Args:
-        what: A sentence.
-        where: The user's line that reads it, as `file:line`; or "".
-        todo: The way out.
-        is_structure: Whether modules, parameters or buffers are others.
-        number: Where it is, if it is a float and was another one.
+        what: A sentence that describes the change.
+        where: The user's line that reads the value, as `file:line`; or "".
+        todo: Advice to the user.
+        is_structure: Whether modules, parameters or buffers were replaced, added or removed.
+        number: The place of the value, if it was and is a float.
     """
 
     what: str
@@ -60,27 +63,27 @@ class ChangedValue:
 
 _C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 
-#: What objects hold that are no containers.
+#: Classes that are no containers, and functions that return the content of their objects.
 _HOLDS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (random.Random, lambda one: [one.getstate()]),
     (torch.Generator, lambda one: one.get_state().numpy().tobytes()),
-    # What it remembers may be forgotten.
+    # The cached results may be dropped.
     (functools._lru_cache_wrapper, lambda one: [*one.cache_info()[1::2]]),
     (ContextVar, lambda one: [one.get(None)]),
-    (threading.local, lambda one: dict(vars(one))),  # as this thread sees it, which captures
+    (threading.local, lambda one: dict(vars(one))),  # in this thread, which captures
     ((*_C_DATA, bytearray, memoryview), bytes),
     (threading.Event, lambda one: [one.is_set()]),
     (SynchronizedBase, lambda one: bytes(one.get_obj())),
 )
 
-#: Stands for what is not there.
+#: Stands for a missing value.
 NOTHING: Any = MissingAttribute("not there")
 
 
 def held_in(value: Any) -> Any:
-    """Return a copy of what a container holds, of a very long one both ends; None if it is none.
+    """Return a copy of the content of a container, or of both ends of a very long one; else None.
 
-    A generator of random numbers holds its state, and so does an iterator, as far as it tells.
+    The content of a random generator is its state, and of an iterator its position, if known.
     """
     if isinstance(value, Iterator):
         return _place_of(value)
@@ -106,14 +109,14 @@ def held_in(value: Any) -> Any:
 
 
 def _place_of(iterator: Iterator[Any]) -> list[object] | None:
-    """Return how far an iterator is; None if nobody knows."""
+    """Return the position of an iterator; None if it is unknown."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return [None if frame is None else (frame.f_lasti, repr(frame.f_locals))]
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 says that 3.14 will not tell
+        warnings.simplefilter("ignore")  # Python 3.12 warns that 3.14 will not support this
         try:
             return [repr(iterator.__reduce__()[1:])]
         except TypeError:
@@ -121,7 +124,7 @@ def _place_of(iterator: Iterator[Any]) -> list[object] | None:
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Whether a value is what it was: itself, or an equal number, string, or container of such."""
+    """Whether a value is unchanged: the same object, or an equal number, string or container."""
     if before is after:
         return True
     if isinstance(before, Tensor | nn.Module) or type(before) is not type(after):
@@ -139,7 +142,7 @@ def is_same(before: Any, after: Any) -> bool:
 
 
 def short(value: object) -> str:
-    """Return what messages show of a value."""
+    """Return a short description of a value for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
@@ -148,7 +151,7 @@ def short(value: object) -> str:
 
 
 def mode_change(label: str, is_training: bool) -> ChangedValue:
-    """Return that a module is in another mode than when the step was captured."""
+    """Return the description of a module whose mode has changed since the step was captured."""
     mode = {True: "train", False: "eval"}
     return ChangedValue(
         what=f"{label} is in {mode[is_training]} mode, and was in {mode[not is_training]} mode "
@@ -159,7 +162,7 @@ def mode_change(label: str, is_training: bool) -> ChangedValue:
 
 
 def registered_change(label: str, kind: str, before: object, after: object) -> ChangedValue:
-    """Return that a module has another parameter, buffer or part: `kind` says which."""
+    """Return the description of a replaced, new or removed parameter, buffer or part (`kind`)."""
     what = f"{label} is another {kind} than when the step was captured"
     if before is NOTHING:
         what = f"{label} is a new {kind}"
@@ -169,17 +172,17 @@ def registered_change(label: str, kind: str, before: object, after: object) -> C
     return ChangedValue(what=what, is_structure=not (kind == "buffer" and both_tensors))
 
 
-#: What `surroundings` returns.
+#: Name of the result of `surroundings` in messages.
 SURROUNDINGS = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
 
-#: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
-#: Larger ones are no constants of a graph.
+#: Tensors with at most this many elements are compared by value, too, because the version counter
+#: misses writes through `.data`. Larger tensors are no constants of a graph.
 _MOST_ELEMENTS = MAX_CONSTANT
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMapping:
-    """Attributes of a module or object: what is there now, and what was."""
+    """Attributes of a module or object: the present mapping, and a copy of the former one."""
 
     label: str
     owner: object
@@ -189,13 +192,13 @@ class HeldMapping:
 
     @property
     def id(self) -> int:
-        """In places of numbers: of classes, `live` is another object each time."""
+        """The id of this mapping in places of numbers; `vars(cls)` is a new object each time."""
         return id(self.owner if isinstance(self.owner, type) else self.live)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldContainer:
-    """A container: what it is called, itself, and what lay in it."""
+    """A container, its label in messages, and a copy of its former content."""
 
     label: str
     value: Any
@@ -204,7 +207,7 @@ class HeldContainer:
 
 
 class HeldTensor:
-    """A tensor that is no state: how often it was written, and its values if it is small."""
+    """A tensor that is no state: its version counter, and a copy of its values if it is small."""
 
     __slots__ = ("copy", "label", "tensor", "version")
 
@@ -214,7 +217,7 @@ class HeldTensor:
         self.copy = tensor.detach().clone() if small else None
 
     def is_same(self) -> bool:
-        """Whether nobody has written to it, as far as that is known, and no step trains it."""
+        """Whether no write to the tensor is known, and no step trains it."""
         if isinstance(self.tensor, Connected) or version_of(self.tensor) != self.version:
             return False
         if self.copy is None or torch.equal(self.copy, self.tensor):
@@ -223,12 +226,12 @@ class HeldTensor:
 
 
 def is_identical(live: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
-    """Whether the same objects are in two mappings, in the same order."""
+    """Whether two mappings have the same objects as values, in the same order."""
     return len(live) == len(kept) and all(map(operator.is_, live.values(), kept.values()))
 
 
 def surroundings() -> tuple[object, ...]:
-    """Return what surrounds each operator, whatever the program is."""
+    """Return the global modes that affect operators: the default dtype and the autocast dtypes."""
     casts = (
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in ("cpu", "cuda")
@@ -246,7 +249,7 @@ def hooks_of(tensors: Iterable[Tensor]) -> list[list[object] | None]:
 
 
 def num_attributes(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how many attributes somebody has set on each tensor."""
+    """Return the number of Python attributes that users have set on each tensor."""
     return [len(held) - (OWNER in held) for held in map(vars, tensors)]
 
 
@@ -254,12 +257,12 @@ def place_of(label: str, owner: object, items: Any, key: Hashable) -> NumberPlac
     """Return the place of a number in a mapping or list.
 
     Args:
-        label: As messages call it.
-        owner: Whose attributes the items are; or the items themselves.
-        items: What holds it.
-        key: Where.
+        label: Name of the place in messages.
+        owner: The object whose attributes the items are; or the items themselves.
+        items: The mapping or list.
+        key: The key or index of the number.
     """
-    is_class = isinstance(owner, type)  # whose attributes only `setattr` writes
+    is_class = isinstance(owner, type)  # only `setattr` can write attributes of a class
     return NumberPlace(
         label=label,
         at=(id(owner if is_class else items), key),
@@ -271,40 +274,37 @@ def place_of(label: str, owner: object, items: Any, key: Hashable) -> NumberPlac
 
 
 def is_float(value: object) -> bool:
-    """Whether a value can be an input: no bool, and no int, which may be a size.
-
-    The 64-bit floats of NumPy are floats, too.
-    """
+    """Whether a value can become an input: a float, also `numpy.float64`; an int may be a size."""
     return isinstance(value, float)
 
 
 class Numbers:
-    """Says which numbers a guard does not compare."""
+    """The numbers that a guard does not compare, because they are inputs of the step."""
 
     def __init__(self, places: Collection[NumberPlace]) -> None:
         self._by_place = {place.at: place for place in places}
-        #: Among what is in mappings and lists: where such a number is.
+        #: Positions of these numbers among the values of all mappings and lists.
         self._among: list[tuple[int, NumberPlace]] = []
 
     def __contains__(self, at: tuple[int, Hashable]) -> bool:
         return at in self._by_place
 
     def may_be(self, at: tuple[int, Hashable], value: object) -> bool:
-        """Whether a value may be in a place: another number, where numbers are not compared."""
+        """Whether a value is allowed in a place: any float, where numbers are not compared."""
         return at in self._by_place and is_float(value)
 
     def find_among(self, held: Iterable[tuple[int, Collection[Hashable]]]) -> None:
-        """Note where numbers are among what is in mappings and lists.
+        """Note the positions of these numbers among the values of mappings and lists.
 
         Args:
-            held: Of each: its id in places, and its keys.
+            held: For each mapping or list, its id in places and its keys.
         """
         every = ((number, key) for number, keys in held if self._by_place for key in keys)
         places = ((at, self._by_place.get(place)) for at, place in enumerate(every))
         self._among = [(at, place) for at, place in places if place is not None]
 
     def follow_in(self, lay: list[Any]) -> bool:
-        """Put the floats of now into what lay in mappings and lists; whether all are floats.
+        """Write the present numbers into a list of former values; return whether all are floats.
 
         Raises:
             LookupError: a place is empty.
@@ -315,7 +315,7 @@ class Numbers:
 
 
 def changed_floats(before: Sequence[object], after: Sequence[object]) -> list[int]:
-    """Return which entries of a list have changed; none if it is not only from floats to floats."""
+    """Return the indices of changed entries of a list; none if a changed entry is no float."""
     if len(before) != len(after):
         return []
     pairs = [*zip(before, after, strict=True)]

@@ -1,15 +1,15 @@
-"""The tensors of a model and the states of its optimizer, while ranks train them elsewhere.
+"""Keep the user's model and optimizer in sync with the states that the ranks train.
 
-The states of a step live on its ranks. The model that it was captured from is connected to them: a
-tensor of it that is read has the value of its state after the last step, and what is written to
-one is taken over before the next step. So `AveragedModel.update_parameters(model)`,
+The states of a step live on its ranks. The model from which the step was captured is connected to
+them: a read of its tensors returns the values after the last step, and a write to a tensor changes
+the state before the next step. So `AveragedModel.update_parameters(model)`,
 `model.load_state_dict(best)`, `torch.save(model.state_dict(), path)` and `optimizer.state_dict()`
-mean what they mean in a loop on one device.
+work as in a loop on one device.
 
-    step(batch)                      the states change on the ranks; the model is behind
+    step(batch)                      the states change on the ranks; the model is out of date
     model.head.weight.norm()         __torch_function__ -> all tensors of the model are read
-    model.head.weight.zero_()        its version is counted up
-    step(batch)                      what was written is taken over, then the step is taken
+    model.head.weight.zero_()        its version counter increases
+    step(batch)                      the written values become states, then the step is taken
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sbp_torch.update_options import UpdateOptions
 
 logger = logging.getLogger(__name__)
 
-#: Reads states by name, whole, each as it is after the last step.
+#: Names of states -> whole tensors, with their values after the last step.
 ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
 
 
@@ -51,14 +51,14 @@ class ConnectedStates:
     """Connects the tensors of a model and the states of its optimizer to the states of a step.
 
     Args:
-        model: The one-device program. Tensors of classes that have a `__torch_function__` of their
-            own, and those without values, are left alone.
-        read: Reads states of the step.
+        model: The one-device program. Meta tensors, and tensors of classes with a
+            `__torch_function__` of their own, are not connected.
+        read: Function that reads states of the step.
     """
 
     def __init__(self, model: nn.Module, read: ReadStates) -> None:
         self._model, self._read = model, read
-        #: What trains it: optimizers, with what else happens in a step of each.
+        #: The optimizers that train the model, with the options of their updates.
         self._programs: list[tuple[torch.optim.Optimizer, UpdateOptions]] = []
         every = {name: one for name, one in model_tensors(model).items() if not one.is_meta}
         self._tensors = {name: one for name, one in every.items() if is_ordinary(one)}
@@ -69,10 +69,10 @@ class ConnectedStates:
                 "as what is trained: step.state_dict() has it, and step.copy_to(model) writes it",
                 name,
             )
-        #: Of tensors whose memory was handed out: what it held then.
+        #: Tensors whose memory the user may write unseen -> copies of the values at that time.
         self._handed_out: dict[str, Tensor] = {}
         self._is_behind = False
-        #: dtypes of the states of the step that are those of optimizers.
+        #: Names of the step's optimizer states -> their dtypes.
         self._dtypes: dict[str, torch.dtype] = {}
         self._states: list[OptimizerStates] = []
         self._is_connected = False
@@ -80,9 +80,9 @@ class ConnectedStates:
     def add(
         self, optimizer: torch.optim.Optimizer, update: UpdateOptions, names: Collection[str]
     ) -> None:
-        """Know the states of an optimizer, which the step has; if it is known, new ones of it.
+        """Add an optimizer whose states the step has, or new states of a known optimizer.
 
-        What was written to it before has been taken over.
+        Call it only after earlier writes to the optimizer have reached the step.
         """
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
@@ -102,16 +102,16 @@ class ConnectedStates:
             states.is_behind |= states.optimizer in members(optimizer)
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
-        """Begin: tensors and states are as those of the step.
+        """Begin to connect. Tensors and states have the values of the step now.
 
         Args:
-            let_go: Called if somebody else wants the model; disconnects it, or raises. Is told
-                whether they have states of their own.
+            let_go: Called if another user needs the model. It disconnects the model, or raises.
+                Its argument is whether that user has states of their own.
         """
         self.let_go, self._is_connected = let_go, True
-        # Tensors that modules hold unregistered are taken out of the memory of others. Such as the
-        # `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each is to have
-        # its own value, and would write over that of the other.
+        # An unregistered tensor that shares memory with a registered one gets its own memory. The
+        # `weight` of the older `spectral_norm` begins as `weight_orig.data`: both have separate
+        # values, and would overwrite each other.
         model = self._model
         registered = {id(one) for one in (*model.parameters(), *model.buffers())}
         taken = {storage_key(one) for one in self._tensors.values() if id(one) in registered}
@@ -130,7 +130,7 @@ class ConnectedStates:
             one.is_behind = True
 
     def asked_for(self, tensor: Any, *, untraced: bool) -> None:
-        """Bring the model up to date, as one of its tensors is asked for.
+        """Bring the model up to date before one of its tensors is used.
 
         Raises:
             RunError: the states are spread over ranks of other processes, or lost.
@@ -142,13 +142,13 @@ class ConnectedStates:
                 self._handed_out[name] = self._tensors[name].detach().clone()
 
     def read_model(self) -> None:
-        """Give the model's tensors the values of their states; nothing if they have them."""
+        """Give the model's tensors the values of their states, unless they are up to date."""
         if not self._is_behind:
             return
         self.take_values(self._read(tuple(self._tensors)))
 
     def take_values(self, states: Mapping[str, Tensor]) -> None:
-        """Give the model's tensors values that are those of its states."""
+        """Copy the values of the states into the model's tensors."""
         with torch.no_grad(), as_plain_tensors():
             for name, tensor in self._tensors.items():
                 tensor.data.copy_(states[name])
@@ -165,14 +165,14 @@ class ConnectedStates:
             self._versions = {name: one._version for name, one in self._tensors.items()}
 
     def reconnect(self) -> None:
-        """Connect tensors that were put in the places of others: they count as written."""
+        """Connect tensors that have replaced connected tensors; they count as written."""
         for name, tensor in model_tensors(self._model).items():
             if name in self._tensors and tensor is not self._tensors[name]:
                 if isinstance(self._tensors[name], Connected):
                     self.read_model()
                     disconnect(self._tensors[name])
                 self._tensors[name], self._versions[name] = tensor, -1
-                self.read_model()  # the others, as what follows takes the model to be up to date
+                self.read_model()  # the other tensors: the next lines need an up-to-date model
                 if not isinstance(tensor, Connected):
                     connect(tensor, self, name)
 
@@ -180,8 +180,8 @@ class ConnectedStates:
         """Return what was written since the last step, by the names of the states.
 
         Raises:
-            RunError: something was written through an alias from before the step, which does not
-                know that its values are behind; or a state of the optimizer is gone.
+            RunError: a tensor was written through an alias from before the step, which may have
+                had outdated values; or a state of the optimizer is missing.
         """
         with as_plain_tensors():
             found = {
@@ -221,21 +221,21 @@ class ConnectedStates:
     def _initial_states(
         self, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> dict[str, Tensor]:
-        """Return the states that an optimizer has now, or as they begin; also of what is frozen."""
+        """Return the present or initial states of an optimizer, also for frozen parameters."""
         with self.disconnected(), as_plain_tensors(), trainable([*self._model.parameters()]):
             return initial_states(self._model, optimizer, update, copy=False)
 
     def take_optimizer(
         self, states: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Give an optimizer states that are those of the step."""
+        """Give an optimizer the states of the step."""
         with self.disconnected():
             for one in self._states:
                 if one.optimizer in members(optimizer):
                     one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
 
     def taken_over(self) -> None:
-        """Note that what was written is in the states, or was overwritten there."""
+        """Note that the writes have reached the states, or were overwritten there."""
         self._note_versions()
         for one in self._states:
             if one.is_written():
@@ -243,7 +243,7 @@ class ConnectedStates:
 
     @contextmanager
     def disconnected(self) -> Iterator[None]:
-        """Let the model's tensors be ordinary ones meanwhile, with the values that they have."""
+        """Make the model's tensors ordinary inside the `with` block, with their present values."""
         with ExitStack() as stack:
             stack.enter_context(as_before(self._tensors.values()))
             for one in self._states:
@@ -251,20 +251,20 @@ class ConnectedStates:
             yield
 
     def disconnect(self) -> None:
-        """End: the model's tensors are ordinary ones again, with the values that they have."""
+        """Make the model's tensors ordinary again, with their present values."""
         for tensor in self._tensors.values():
             disconnect(tensor)
         for one in self._states:
             one.disconnect()
 
     def read_all(self) -> None:
-        """Give model and optimizer what they have in the step."""
+        """Give model and optimizer the values that they have in the step."""
         self.read_model()
         if self._tensors:
             self.read_optimizer()
 
     def read_optimizer(self) -> None:
-        """Give optimizers the states that they have in the step, if nobody has since set them.
+        """Give optimizers their states in the step, unless the user has replaced the states.
 
         Raises:
             RunError: the states are spread over ranks of other processes, or lost.
@@ -284,7 +284,7 @@ class ConnectedStates:
 
 
 def connected_elsewhere(model: nn.Module) -> ConnectedStates | None:
-    """Return what the tensors of a model are connected to; None if they are ordinary ones."""
+    """Return the `ConnectedStates` of a model; None if its tensors are ordinary."""
     for tensor in model_tensors(model).values():
         if isinstance(tensor, Connected):
             found: ConnectedStates = owner_of(tensor)

@@ -1,5 +1,5 @@
-"""What PyTorch's own programs read and write: distributed tensors, and states by their names.
+"""Convert states from and to formats of PyTorch: `DTensor`, and `state_dict()`.
 
 `dtensor` converts placements and states to `DTensor`s and back; `torch_states` writes and reads the
-`state_dict()`s of models and optimizers. Strategies as YAML are `sbp_core.strategy_yaml`.
+`state_dict()`s of models and optimizers. For strategies as YAML, see `sbp_core.strategy_yaml`.
 """

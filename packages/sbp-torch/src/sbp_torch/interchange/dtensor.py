@@ -1,4 +1,4 @@
-"""PyTorch's distributed tensors: placements in both directions, and states as `DTensor`s.
+"""Convert layouts (nd-SBP) and states to PyTorch's `DTensor` placements and `DTensor`s, and back.
 
 | ours     | DTensor             |                                                            |
 |----------|---------------------|------------------------------------------------------------|
@@ -6,12 +6,13 @@
 | `B`      | `Replicate()`       |                                                            |
 | `P`      | `Partial("sum")`    | `P("max")`, `P("min")` likewise                            |
 
-DTensor cuts an uneven extent otherwise: all parts but the last ones have ceil(n/p) elements, where
-ours differ by at most one (10 over 4 ranks: 3, 3, 3, 1 and 3, 3, 2, 2). So states are handed over
-whole, and cut anew. What has no counterpart is refused: `Partial("avg")`, `Partial("product")`,
-strided shards, and the masked and normed partials of single operators.
+DTensor cuts an uneven extent differently: its parts have ceil(n/p) elements, except the last ones;
+our parts differ by at most one element (10 over 4 ranks: 3, 3, 3, 1 and 3, 3, 2, 2). So states are
+converted as whole tensors, and cut again. Placements without a counterpart raise an error:
+`Partial("avg")`, `Partial("product")`, strided shards, and masked and normed partials of single
+operators.
 
-Nothing here communicates but `whole_states`.
+Only `whole_states` communicates.
 
 >>> from sbp_core.sbp import B, NdSbp, P, S
 >>> to_placements(NdSbp(S(1), B, P("max")))
@@ -58,11 +59,11 @@ def from_placements(placements: Sequence[TorchPlacement]) -> NdSbp:
     """Return the nd-SBP of DTensor's placements.
 
     Raises:
-        SbpValueError: one has no counterpart.
+        SbpValueError: a placement has no counterpart.
     """
     found: list[Sbp] = []
     for axis, entry in enumerate(placements):
-        # Exact types: what is derived from them, such as strided shards, means something else.
+        # Exact types: subclasses, such as strided shards, mean something else.
         if type(entry) is Replicate:
             found.append(B)
         elif type(entry) is Shard and entry.dim >= 0:
@@ -83,13 +84,14 @@ def torch_part(
 ) -> Tensor:
     """Return the part of a whole tensor that DTensor holds at a mesh coordinate: a view.
 
-    Of a partial value, the first rank of the axis holds it, and the others what adds nothing.
+    For a partial sum, the first rank of the axis holds the values and the other ranks hold zeros.
+    For a partial maximum or minimum, every rank holds the values.
 
     Args:
-        whole: Of any shape and dtype.
-        sbp: How it is cut; one entry for each mesh axis.
-        mesh_shape: Ranks along each axis.
-        coordinate: Which rank.
+        whole: A tensor of any shape and dtype.
+        sbp: The layout of the tensor; one entry for each mesh axis.
+        mesh_shape: Number of ranks along each axis.
+        coordinate: Position of the rank in the mesh.
 
     Raises:
         SbpValueError: `sbp` does not fit the tensor or the mesh.
@@ -107,12 +109,12 @@ def torch_part(
 
 
 def to_dtensor(whole: Tensor, sbp: NdSbp, mesh: DeviceMesh) -> DTensor:
-    """Return a whole tensor as this rank's `DTensor`, which is a copy of its part.
+    """Return a `DTensor` of a whole tensor; it has a copy of this rank's part.
 
     Args:
-        whole: The same on every rank, or at least this rank's part of it.
-        sbp: How it is to be cut.
-        mesh: That this rank is in.
+        whole: The whole tensor; only this rank's part of it has to be correct.
+        sbp: The layout of the `DTensor`.
+        mesh: The device mesh, which contains this rank.
 
     Raises:
         SbpValueError: `sbp` does not fit the tensor or the mesh, or this rank is not in the mesh.
@@ -141,12 +143,12 @@ def to_dtensors(
 
     Args:
         states: Whole tensors, such as `Session.state_dict()`.
-        sbps: How each is to be cut, such as `entry.sbp` of a strategy's storage; states that it
-            does not name are replicated.
-        mesh: That this rank is in.
+        sbps: Layout of each state, such as `entry.sbp` of a strategy's storage; states without an
+            entry are replicated.
+        mesh: The device mesh, which contains this rank.
 
     Raises:
-        SbpLookupError: `sbps` names a state that is not there.
+        SbpLookupError: `sbps` names a state that `states` lacks.
         SbpValueError: see `to_dtensor`.
     """
     for name in sbps:
@@ -162,10 +164,10 @@ def whole_states(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return states as whole tensors, for `Session.load_state_dict`; ranks gather in one order.
 
     Args:
-        states: `DTensor`s, or tensors that are whole; the same names on every rank.
+        states: `DTensor`s or whole tensors; the same names in the same order on every rank.
 
     Raises:
-        SbpTypeError: one is no tensor.
+        SbpTypeError: a state is no tensor.
     """
     found = {}
     for name, value in states.items():
@@ -187,7 +189,7 @@ def check_mesh(mesh: DeviceMesh, placement: Placement) -> None:
     """Check that a device mesh has the ranks of a placement, in the same order.
 
     Raises:
-        SbpValueError: it has not.
+        SbpValueError: the ranks or their order differ.
     """
     if mesh.mesh.tolist() != placement.ranks:
         raise SbpValueError(

@@ -1,13 +1,14 @@
-"""`state_dict()`s as PyTorch's own models and optimizers write and read them.
+"""Convert states of a session to the `state_dict()`s of PyTorch models and optimizers, and back.
 
-A session names states as the graph does: each parameter and buffer once, optimizer states as
+A session uses the names of the graph: each parameter and buffer once, optimizer states as
 `<parameter>.<key>`. A model's `state_dict()` has tied parameters under each of their names and
-leaves non-persistent buffers out; an optimizer's numbers its parameters. So a user leaves with
+lacks non-persistent buffers; an optimizer's `state_dict()` numbers its parameters. So states are
+converted for PyTorch by
 
     model.load_state_dict(to_model_state(session.state_dict(), model))
     optimizer.load_state_dict(to_optimizer_state(session.state_dict(), model, optimizer))
 
-and comes back with `from_model_state` and `from_optimizer_state`.
+and back by `from_model_state` and `from_optimizer_state`.
 
 >>> model = nn.Linear(2, 1)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -48,21 +49,21 @@ __all__ = [
     "to_optimizer_state",
 ]
 
-#: How the name of what a module keeps besides its tensors ends.
+#: End of the name under which `state_dict()` has the extra state of a module.
 _EXTRA_STATE = "_extra_state"
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
-    """Return what `model.load_state_dict` takes.
+    """Return a mapping for `model.load_state_dict`.
 
     Args:
-        states: Whole tensors by the graph's names, such as `Session.state_dict()`; those of
-            optimizers are left out.
+        states: Whole tensors by the graph's names, such as `Session.state_dict()`; optimizer states
+            are left out.
         model: The one-device program; its parameters and buffers are not changed.
 
     Returns:
-        Tensors under each name of `model.state_dict()`, tied ones being one tensor, and whatever
-        its hooks make of them; what modules keep as extra state is the model's own.
+        Tensors under each name of `model.state_dict()`, after its hooks. Tied parameters share one
+        tensor. Extra states of modules are the model's present ones.
 
     Raises:
         SbpLookupError: a state of the model is missing.
@@ -74,7 +75,7 @@ def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         for name, tensor in tensors.items()
         if name in states
     }
-    # Not by their names: hooks of modules give tensors others, or make further ones of them.
+    # Hooks of modules may rename tensors, or compute new ones, so names alone are not enough.
     found: dict[str, Any] = functional_call(_StateDict(model), given, ())
     for value in found.values():
         if id(value) in own:
@@ -87,11 +88,11 @@ def copy_to_model(states: Mapping[str, Tensor], model: nn.Module) -> None:
 
     Args:
         states: Whole tensors by the graph's names.
-        model: Of the same form, with values.
+        model: A model with the same names and shapes, and with values.
 
     Raises:
         SbpLookupError: a state of the model is missing.
-        SbpValueError: one has another shape, or the model has no values.
+        SbpValueError: a tensor has another shape, or the model has no values.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
@@ -109,25 +110,25 @@ def copy_to_model(states: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 class _StateDict(nn.Module):
-    """Has the `state_dict()` of a model as its forward."""
+    """A module whose `forward` returns the `state_dict()` of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self) -> dict[str, Any]:
-        """Return the model's own."""
+        """Return the model's `state_dict()`."""
         found: dict[str, Any] = self.model.state_dict(keep_vars=True)
         return found
 
 
 def from_model_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Return states by the graph's names, of what `model.state_dict()` returned.
+    """Return the states in a `model.state_dict()` under the graph's names.
 
     Args:
-        state: Under the model's own names.
-        model: Gives what a `state_dict()` leaves out: buffers that are not persistent, and tensors
-            that modules hold unregistered.
+        state: The `state_dict()`.
+        model: The model. It provides states that a `state_dict()` lacks: non-persistent buffers,
+            and tensors that modules hold unregistered.
 
     Raises:
         SbpLookupError: a name is unknown, or missing.
@@ -158,17 +159,18 @@ def from_model_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Te
 def to_optimizer_state(
     states: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return what `optimizer.load_state_dict` takes.
+    """Return a mapping for `optimizer.load_state_dict`.
 
     Args:
         states: Whole tensors by the graph's names, such as `Session.state_dict()`.
-        model: Names the parameters.
-        optimizer: Over the model's parameters; gives settings, and states that are no tensors.
+        model: The model, for the names of the parameters.
+        optimizer: An optimizer of the model's parameters. It provides the settings, and states that
+            are no tensors.
 
     Returns:
-        `{"state": {number: {key: value}}, "param_groups": [...]}`, with copies of the tensors; of
-        `optim.CombinedOptimizer` `{"optimizers": [...]}`, each so. A moving average of a parameter
-        (`ema`), which no optimizer keeps, is left out.
+        `{"state": {number: {key: value}}, "param_groups": [...]}`, with copies of the tensors. For
+        `optim.CombinedOptimizer`: `{"optimizers": [...]}`, with such a mapping for each. A moving
+        average of a parameter (`ema`), which no optimizer keeps, is left out.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return {
@@ -190,7 +192,7 @@ def to_optimizer_state(
             plain = {key: value for key, value in held.items() if not isinstance(value, Tensor)}
             own[number] = plain
             for key, value in given.items():
-                # Where it was, or with its parameter; counters on the host.
+                # On the device of the old state, else of its parameter; counters on the host.
                 device = torch.device("cpu") if key == "step" else parameter.device
                 if isinstance(held.get(key), Tensor):
                     device = held[key].device
@@ -201,16 +203,16 @@ def to_optimizer_state(
 def from_optimizer_state(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Return optimizer states by the graph's names, of what `optimizer.state_dict()` returned.
+    """Return the states in an `optimizer.state_dict()` under the graph's names.
 
     Args:
         state: `{"state": ..., "param_groups": ...}`; `{"optimizers": [...]}` of
-        `optim.CombinedOptimizer`.
-        model: Names the parameters.
-        optimizer: Over the same parameters, in the same order and groups.
+            `optim.CombinedOptimizer`.
+        model: The model, for the names of the parameters.
+        optimizer: An optimizer of the same parameters, in the same order and groups.
 
     Raises:
-        SbpValueError: the groups are others, or a tensor is of a parameter of another shape.
+        SbpValueError: the groups differ, or a tensor does not fit the shape of its parameter.
     """
     if isinstance(optimizer, CombinedOptimizer):
         several = state.get("optimizers", [state])
@@ -237,7 +239,7 @@ def from_optimizer_state(
             full = f"{name}.{key}"
             if not isinstance(value, Tensor):
                 continue
-            # Factored states have fewer dims than their parameter, and no dim that it has not.
+            # Factored states have fewer dims than their parameter, or dims of extent 1.
             if value.dim() == parameter.dim() > 0 and any(
                 n not in (1, extent) for n, extent in zip(value.shape, parameter.shape, strict=True)
             ):
@@ -250,9 +252,9 @@ def from_optimizer_state(
 
 
 def graph_names(model: nn.Module) -> dict[str, str]:
-    """Return the graph's name of each parameter, buffer and constant, by each name that it has.
+    """Return each name of a parameter, buffer or constant -> its name in the graph.
 
-    These are its path in the model, those of what it is tied to, and that in `model.state_dict()`.
+    Names are its path in the model, paths of tied parameters, and its name in `state_dict()`.
 
     Raises:
         SbpValueError: see `stored_names`.
@@ -276,13 +278,13 @@ def graph_names(model: nn.Module) -> dict[str, str]:
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
-    """Return the graph's name of each tensor of `model.state_dict()`, by its name there.
+    """Return each name of a tensor in `model.state_dict()` -> its name in the graph.
 
-    Tensors are known by identity, because wrappers such as `checkpoint_wrapper`, and hooks, give
-    them other names. What modules keep as extra state is left out.
+    Tensors are compared by identity, because wrappers such as `checkpoint_wrapper`, and hooks,
+    rename them. Extra states of modules are left out.
 
     Raises:
-        SbpValueError: a hook makes a tensor that is none of the model's.
+        SbpValueError: a hook makes a tensor that is no tensor of the model.
     """
     known = {id(tensor): name for name, tensor in model_tensors(model).items()}
     stored = {
@@ -306,7 +308,7 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
     """Return the parameters of an optimizer in its order, with their names.
 
     Raises:
-        SbpLookupError: one is not the model's.
+        SbpLookupError: a parameter does not belong to the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]

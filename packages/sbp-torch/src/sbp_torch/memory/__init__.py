@@ -1,4 +1,4 @@
-"""How PyTorch lays out results in memory (`layout`); what a session holds (`meter`)."""
+"""Memory of tensors: layouts of operator results (`layout`), and measured bytes (`meter`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How the tensors that instructions make are laid out in memory: storages, strides, bytes.
+"""`Layouts`: find the memory layout of operator results: storages, strides, bytes.
 
-An instruction is called once on fake tensors (without data) for each way its arguments can lie;
-repeated layers, the ranks of a mesh and similar plans, whose calls are alike, share the answer. So
-the exact layout of a step of 10,000 nodes on four ranks costs as much as that of one layer.
+An instruction is called once on fake tensors (without data) for each layout of its arguments.
+Repeated layers, the ranks of a mesh and similar plans make equal calls and share the result. So the
+exact layout of a step of 10,000 nodes on four ranks costs as much as the layout of one layer. The
+core predicts memory with it, through `tensor_library`.
 
     mm(%x, %w)    x: float32[8, 4] in storage 0, w: float32[4, 6] in storage 1
                   -> float32[8, 6], strides (6, 1), in a new storage of 192 bytes
@@ -32,10 +33,10 @@ from sbp_torch.boxing.execute import local_step, torch_dtype
 from sbp_torch.ops.operators import asked_for, bind, frozen, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe
 
-#: Stands in for a host number whose operator cannot take the other stand-ins.
+#: Stands for the result of a host operator that cannot take the stand-ins of its arguments.
 _ANY_NUMBER = 0.5
 
-#: Their fake kernels divide by the number of elements.
+#: Operators whose fake kernels divide by the number of elements.
 _MEAN_LOSSES = {
     "aten.huber_loss_backward.default",
     "aten.mse_loss_backward.default",
@@ -44,7 +45,7 @@ _MEAN_LOSSES = {
 
 
 class Layouts:
-    """How the results of calls are laid out in memory, by the layouts of their arguments."""
+    """Memory layouts of the results of calls, cached by the layouts of their arguments."""
 
     def __init__(self) -> None:
         self._mode = fake_mode()
@@ -52,7 +53,7 @@ class Layouts:
 
     @property
     def num_calls(self) -> int:
-        """How many calls were really made: those of distinct operators and layouts."""
+        """Number of executed calls: distinct operators and layouts of arguments."""
         return len(self._known)
 
     def call(
@@ -62,13 +63,13 @@ class Layouts:
         read: Callable[[str], StorageView | Number],
         steps: Sequence[BoxingStep] = (),
     ) -> tuple[ResultLayout | Number, ...]:
-        """Return how each output of an instruction lies, in order.
+        """Return the layout of each output of an instruction, in order.
 
         Args:
             entry: The instruction.
-            rank: Who executes it.
-            read: How the value of a key lies; host numbers are returned as they are.
-            steps: The boxing steps of the plan, which `sbp.local_box` names by index.
+            rank: The rank that executes it.
+            read: Returns the layout of the value of a key; for a host number, the number.
+            steps: The boxing steps of the plan, to which `sbp.local_box` refers by index.
 
         Raises:
             PlanError: the operator cannot be called on fake tensors.
@@ -78,7 +79,7 @@ class Layouts:
         if entry.op.startswith("host."):
             return (_host_number(entry, given),)
         origins: dict[int, _Origin] = {}
-        if "as_strided" not in entry.op:  # which counts from the start of the storage
+        if "as_strided" not in entry.op:  # its offset counts from the start of the storage
             given, origins = _moved_to_start(given)
         sizes = {
             value.storage: value.storage_bytes
@@ -87,7 +88,7 @@ class Layouts:
         }
         storages = {storage: index for index, storage in enumerate(sizes)}
 
-        def lies(name: str) -> Hashable:  # how it lies, not what it is called
+        def lies(name: str) -> Hashable:  # the layout of a value, without its name
             value = given[name]
             if isinstance(value, StorageView):
                 return value.layout, storages[value.storage]
@@ -98,8 +99,8 @@ class Layouts:
             what: object = (rank, steps[index], frozen(source, lies))
         else:
             what = frozen((entry.args, tuple(entry.kwargs.items())), lies)
-        # All that a layout may depend on, and nothing that names the call: arguments by how they
-        # lie, and by which of them share a storage.
+        # The key has everything that the layout depends on, but no names: the layouts of arguments,
+        # and which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))
         known = self._known.get(key)
         if known is None:
@@ -113,7 +114,7 @@ class Layouts:
         given: dict[str, StorageView | Number],
         steps: Sequence[BoxingStep],
     ) -> tuple[ResultLayout | Number, ...]:
-        """Call the operator on fake tensors that lie as the arguments do."""
+        """Call the operator on fake tensors with the layouts of the arguments."""
         with torch.no_grad(), unlogged_failures():
             try:
                 # The fake kernel would divide by the number of elements, which may be 0. The real
@@ -137,16 +138,16 @@ class Layouts:
                 ) from error
 
 
-#: Where in a storage the arguments of a call begin, and how large it is; in bytes.
+#: Offset in a storage at which the arguments of a call begin, and size of the storage; in bytes.
 _Origin = tuple[int, int]
 
 _Given = dict[str, StorageView | Number]
 
 
 def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
-    """Return arguments in storages that hold nothing else, and where they really begin.
+    """Return arguments in storages that contain nothing else, and their original offsets.
 
-    So calls are alike wherever in a packed buffer their arguments lie:
+    So calls are equal wherever in a packed buffer their arguments are:
 
         storage     ..........[--- x ---]......      offset 10, 27 elements
         moved                 [--- x ---]            offset 0, 11 elements
@@ -168,7 +169,7 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
             last = sum((extent - 1) * stride for extent, stride in steps)
             ends.append(lies.offset if 0 in lies.shape else lies.offset + last + 1)
         span_bytes = (max(ends) - begin) * size
-        # Else the arguments fill their storage already, as most do, and nothing moves.
+        # Otherwise the arguments fill their storage already, as usual, and nothing moves.
         if begin or span_bytes != first.storage_bytes:
             spans[storage] = begin, span_bytes
             origins[storage] = begin * size, first.storage_bytes
@@ -187,7 +188,7 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
 def _moved_back(
     known: tuple[ResultLayout | Number, ...], given: _Given, origins: Mapping[int, _Origin]
 ) -> tuple[ResultLayout | Number, ...]:
-    """Return results, of which those that look at moved arguments lie where these really do."""
+    """Return results in which views of moved arguments have their original offsets."""
     values = tuple(given.values())
     found: list[ResultLayout | Number] = []
     for made in known:
@@ -222,16 +223,16 @@ def _run(
         made = asked_for(operator, args, kwargs, made)
     results = results_of(made)
     if "backward" in entry.op or "attention" in entry.op:
-        # Their kernels with data take it for granted that shapes fit, which fake ones do not look
-        # at; of others some read or write beyond memory.
+        # Their real kernels do not check shapes, and may access memory out of bounds; fake kernels
+        # do not check them either.
         check_shapes(describe(entry.op, args, kwargs, results)[0])
     return results
 
 
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
-    """Make tensors, those of one storage sharing one."""
-    # Whether a result looks at an argument is told by its storage, so arguments in one storage must
-    # be views of one tensor; in any dtype, such as a complex tensor and its real view.
+    """Create tensors; those of one storage share memory."""
+    # The storage of a result shows whether it is a view of an argument. So arguments in one storage
+    # are views of one tensor, in any dtype, such as a complex tensor and its real view.
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():
@@ -254,13 +255,13 @@ def _described(
     given: dict[str, StorageView | Number],
     arguments: dict[str, Tensor | Number],
 ) -> tuple[ResultLayout | Number, ...]:
-    """Say of each result whether it is a number, or in which storage it lies and how."""
+    """Return the layout and storage of each result; the number itself for a number."""
     storages: dict[int, str] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            # The first argument in a storage stands for it.
+            # The first argument in a storage stands for the storage.
             storages.setdefault(storage_key(value), name)
-    # By position, not by name: the answer is kept for other calls.
+    # By position, not by name, because other calls use the cached result.
     positions = {name: index for index, name in enumerate(given)}
     fresh: dict[int, int] = {}
     found: list[ResultLayout | Number] = []
@@ -288,7 +289,7 @@ def _described(
 
 
 def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> Number:
-    """Compute a host number; any will do, because no layout depends on it.
+    """Compute a host number, or a stand-in, because no layout depends on its value.
 
     Raises:
         PlanError: the operator takes no such arguments.
@@ -298,7 +299,7 @@ def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> 
     args = map_refs(entry.args, lambda ref: given[ref.name])
     reads = entry.op == "host.item" and len(args) == 1 and isinstance(args[0], StorageView)
     try:
-        if reads:  # a number such as the one element of a tensor
+        if reads:  # the number in a tensor of one element
             lies = args[0].layout
             if prod(lies.shape) != 1:
                 raise TypeError(f"a tensor of shape {lies.shape} is no number")

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors alive on each rank while a session runs.
+"""`MemoryMeter`: count the bytes of live tensors of each rank while a session runs.
 
     meter = MemoryMeter(plan)
     with runtime.start(plan, states, meter.backend(LocalBackend())) as session:
@@ -6,13 +6,13 @@
             session.step(batch, scalars)
     meter.peak(rank)
 
-A rank holds a storage as long as a tensor lives that was made, or handed out, in its work; so the
-ranks of one process are told apart. Storages that another rank made count with the bytes that the
-tensor shows: in processes of their own they would be copies. Batches count as the plan's slots say.
-Scratch memory inside operators is not seen, because no tensor of it comes out. States that are in
-the memory of the host are not counted.
+A storage counts for a rank as long as a tensor lives that the work of the rank made or received. So
+ranks of one process are counted separately. If another rank made the storage, only the bytes of the
+tensor count, because with one process per rank it would be a copy. Batches count by the plan's
+slots. Scratch memory inside operators is invisible, because operators return no tensor of it.
+States in host memory are not counted.
 
-Watching makes every operator call some 50 µs slower.
+The meter makes every operator call about 50 µs slower. `sbp_launch` uses it for traces and reports.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from sbp_torch.ops.operator_calls import OperatorCalls
 
 
 class MemoryMeter:
-    """The tensors of every rank that are alive, and how many bytes were so at once.
+    """The live tensors of every rank, and the peak of their bytes.
 
     Args:
-        plan: That the session runs.
-        ranks: That live in this process; all, if None.
+        plan: The plan that the session runs.
+        ranks: The ranks of this process; None for all ranks.
     """
 
     def __init__(self, plan: PhysicalPlan, ranks: Collection[int] | None = None) -> None:
@@ -72,11 +72,11 @@ class MemoryMeter:
         }
 
     def peak(self, rank: int) -> int:
-        """Return the most bytes alive on a rank at once, its batch included."""
+        """Return the peak of the live bytes of a rank, including its batch."""
         return self._ranks[rank].peak + self._batch[rank]
 
     def alive(self, rank: int) -> int:
-        """Return the bytes alive on a rank between steps."""
+        """Return the live bytes of a rank between steps."""
         return self._ranks[rank].alive
 
     def restart(self) -> None:
@@ -86,12 +86,12 @@ class MemoryMeter:
                 held.peak = held.alive
 
     def backend(self, inner: BoxingBackend) -> BoxingBackend:
-        """Return a backend that hands every rank tensors of its own, which can be told apart."""
+        """Return a backend that gives every rank separate tensors, so that they can be counted."""
         return _Metered(inner, self)
 
     @contextmanager
     def watching(self, session: Session) -> Iterator[MemoryMeter]:
-        """Count what a session holds, from now on, until the block is left."""
+        """Count the tensors of a session inside the `with` block."""
         self.note_states(session)
         session.watch = lambda rank: OperatorCalls(partial(self._note_call, rank))
         try:
@@ -111,7 +111,7 @@ class MemoryMeter:
     def _note_call(
         self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        # Parts are handed out by `detach`, which graphs do without.
+        # Runtimes give a rank its part by `detach`, which graphs do not contain.
         handed = op is torch.ops.aten.detach.default
         for value in () if handed else inputs:
             if isinstance(value, Tensor):
@@ -122,7 +122,7 @@ class MemoryMeter:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Count nothing of what this thread makes in the block."""
+        """Count no tensors that this thread makes inside the `with` block."""
         self._quiet.on = True
         try:
             yield
@@ -130,7 +130,13 @@ class MemoryMeter:
             self._quiet.on = False
 
     def note(self, rank: int, tensor: Tensor, *, handed: bool = False) -> None:
-        """Count a tensor that a rank holds, until it is gone."""
+        """Count a tensor of a rank until it is freed.
+
+        Args:
+            rank: The rank that holds the tensor.
+            tensor: The tensor.
+            handed: Whether the rank received it: then only its own bytes count, not its storage's.
+        """
         if getattr(self._quiet, "on", False):
             return
         held, number, storage = self._ranks[rank], id(tensor), storage_key(tensor)
@@ -145,7 +151,7 @@ class MemoryMeter:
                 with self._lock:
                     held.tensors.pop(number, None)
                     held.holders[storage] -= 1
-                    if not held.holders[storage]:  # that was the last
+                    if not held.holders[storage]:  # the last tensor of the storage
                         del held.holders[storage]
                         held.alive -= held.sizes.pop(storage)
                         if self._owners.get(storage) == rank:
@@ -159,7 +165,7 @@ class MemoryMeter:
             held.holders[storage] += 1
 
     def came_from_outside(self, rank: int, tensor: Tensor) -> None:
-        """Note an argument that nobody counted: a part of the batch, which counts by the plan."""
+        """Note an uncounted argument, such as a part of the batch, which counts by the plan."""
         if getattr(self._quiet, "on", False):
             return
         held, storage = self._ranks[rank], storage_key(tensor)
@@ -170,7 +176,7 @@ class MemoryMeter:
 
 
 class _Holdings:
-    """What one rank holds: tensors by number, holders and bytes by storage."""
+    """Tensors of one rank: by id; and number of tensors and bytes by storage."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, weakref.ref[Tensor]] = {}
@@ -181,7 +187,7 @@ class _Holdings:
 
 
 class _Metered(BoxingBackend):
-    """A backend whose results are tensors of their own, one for each rank."""
+    """A backend whose results are separate tensors, one for each rank."""
 
     def __init__(self, inner: BoxingBackend, meter: MemoryMeter) -> None:
         self.inner, self.meter = inner, meter
@@ -210,9 +216,10 @@ class _Metered(BoxingBackend):
 
 
 class _MeteredCommunicator(Communicator):
-    """A communicator that hands out tensors of its own.
+    """A communicator that returns separate tensors.
 
-    What threads of one process make for each other on the way is no rank's: it is not counted.
+    Temporary tensors that threads of one process make for each other belong to no rank, and are not
+    counted.
     """
 
     def __init__(self, inner: Communicator, backend: _Metered) -> None:
@@ -220,7 +227,7 @@ class _MeteredCommunicator(Communicator):
         self.device = inner.device
 
     @property
-    def sent_bytes(self) -> int:  # type: ignore[override] # read only, as it is the inner one's
+    def sent_bytes(self) -> int:  # type: ignore[override] # read only: from the inner one
         """Bytes that the inner communicator has sent."""
         return self.inner.sent_bytes
 

@@ -1,7 +1,8 @@
-"""Optimizers that `torch.optim` does not have, and several as one.
+"""Optimizers that `torch.optim` lacks: LAMB, LARS, Lion, and a combination of several optimizers.
 
-All are ordinary `torch.optim.Optimizer`s, which also train eagerly. Their norms are roots of sums,
-so that parts of a parameter need one number from one another, not their elements.
+All are ordinary `torch.optim.Optimizer`s, which also work in eager PyTorch. Norms are roots of
+sums, so the shards of a parameter exchange one number, not their elements. `TorchSchedule` converts
+PyTorch's learning rate schedulers.
 """
 
 from sbp_torch._torch_optim_compat import note_step, tell_steps

@@ -1,4 +1,4 @@
-"""Several optimizers as one, such as Muon for matrices and AdamW for the rest."""
+"""Combine several optimizers into one, such as Muon for matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sbp_core.errors import SbpValueError
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Step several optimizers at once; they share nothing.
+    """An optimizer that steps several independent optimizers.
 
     Args:
-        optimizers: Over different parameters, at least one. Their groups, in order, are the groups
-            of this one; what is set there holds for them, too.
+        optimizers: At least one optimizer; their parameters differ. The groups of this optimizer
+            are their groups, in order: the same objects, so settings apply to both.
 
     Raises:
-        SbpValueError: there are none, or two hold the same parameter.
+        SbpValueError: there are none, or two have the same parameter.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -32,10 +32,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override] # torch overloads it
-        """Take one step with each of them.
+        """Take one step with each optimizer.
 
         Args:
-            closure: Computes the loss again, once for all.
+            closure: Computes the loss again; it is called once for all optimizers.
         """
         loss = None
         if closure is not None:
@@ -49,7 +49,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters."""
+        """Reset the gradients of all parameters."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
@@ -61,7 +61,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` returned.
 
         Raises:
-            SbpValueError: it is of another number of optimizers.
+            SbpValueError: it has another number of optimizers.
         """
         given = state_dict["optimizers"]
         if len(given) != len(self.optimizers):
@@ -74,7 +74,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that an optimizer consists of: mostly itself."""
+    """Return the optimizers that an optimizer combines; usually only itself."""
     if isinstance(optimizer, CombinedOptimizer):
         return tuple(part for one in optimizer.optimizers for part in members(one))
     return (optimizer,)

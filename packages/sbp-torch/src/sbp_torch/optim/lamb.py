@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step, layer by layer, goes with the norm of the weights."""
+"""LAMB: Adam with a trust ratio (norm of the weights / norm of the step) for each parameter."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from sbp_torch.optim.settings import AT_LEAST_ZERO, FRACTION, check_setting, nor
 
 
 class Lamb(torch.optim.Optimizer):
-    """Scale Adam's step of each parameter to the parameter's norm.
+    """LAMB optimizer: scales Adam's step of each parameter to the parameter's norm.
 
     r = m/(1 - b1^t) / (sqrt(v/(1 - b2^t)) + eps) + weight_decay·p
     p = p - lr·(|p| / |r|)·r, the factor 1 if a norm is zero
 
     Args:
-        params: Parameters or groups. Groups of norms and biases mostly say `adapt=False`.
+        params: Parameters or groups. Groups of norm weights and biases usually set `adapt=False`.
         lr: Learning rate, >= 0.
         betas: b1 and b2, decays of the mean m and the mean square v, each in [0, 1).
-        eps: >= 0.
-        weight_decay: >= 0.
-        adapt: Whether the factor |p| / |r| is there; else it is 1, which is AdamW.
-        capturable: Compute with the number of steps as a tensor, never on the host.
+        eps: Term added to the divisor, >= 0.
+        weight_decay: Decoupled weight decay, >= 0.
+        adapt: Whether to multiply by |p| / |r|; without this factor, it is AdamW.
+        capturable: Whether to keep and use the number of steps as a tensor on the device.
 
     Raises:
         SbpValueError: a setting is out of range.
 
     Source: You et al. 2020, Large Batch Optimization for Deep Learning, algorithm 2, with the
-    identity as function of the norm.
+    identity as its function phi of the norm.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""LARS: momentum whose rate, layer by layer, goes with the norm of the weights."""
+"""LARS: SGD with momentum whose rate for each parameter is scaled by its norm / gradient norm."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sbp_torch.optim.settings import AT_LEAST_ZERO, FRACTION, check_setting, nor
 
 
 class Lars(torch.optim.Optimizer):
-    """Scale the gradient of each parameter to the parameter's norm, then move with momentum.
+    """LARS optimizer: scales each gradient to its parameter's norm, then updates with momentum.
 
     t = trust·|p| / (|g| + weight_decay·|p| + eps), 1 if a norm is zero
     v = momentum·v + lr·t·(g + weight_decay·p);  p = p - v
 
     Args:
-        params: Parameters or groups. Groups of norms and biases mostly say `adapt=False`.
+        params: Parameters or groups. Groups of norm weights and biases usually set `adapt=False`.
         lr: Learning rate, >= 0.
-        momentum: In [0, 1).
-        weight_decay: >= 0.
+        momentum: Decay of the velocity v, in [0, 1).
+        weight_decay: Weight decay, >= 0.
         trust: Trust coefficient, >= 0.
-        eps: Added to the divisor, >= 0.
-        adapt: Whether there is a factor t; else it is 1.
+        eps: Term added to the divisor, >= 0.
+        adapt: Whether to multiply by t; else the factor is 1.
 
     Raises:
         SbpValueError: a setting is out of range.

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum."""
+"""Lion: an optimizer whose step is the learning rate times the sign of a momentum."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sbp_torch.optim.settings import AT_LEAST_ZERO, FRACTION, check_setting
 
 
 class Lion(torch.optim.Optimizer):
-    """Move every element by the learning rate, in the direction of a momentum's sign.
+    """Lion optimizer: moves every element by the learning rate, by the sign of a momentum.
 
     c = b1·m + (1 - b1)·g;  p = p - lr·(sign(c) + weight_decay·p);  m = b2·m + (1 - b2)·g
 
     Args:
         params: Parameters or groups.
-        lr: Learning rate, >= 0; a third to a tenth of what AdamW takes.
+        lr: Learning rate, >= 0; a third to a tenth of the learning rate for AdamW.
         betas: b1 and b2, each in [0, 1).
         weight_decay: Decoupled weight decay, >= 0.
 

@@ -1,4 +1,7 @@
-"""Schedules of `torch.optim.lr_scheduler` as functions of the number of the step."""
+"""`TorchSchedule`: a `torch.optim.lr_scheduler` as a function from step to learning rates.
+
+The learning rate is an input of a captured step, so a schedule has to give its value for any step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from sbp_torch.update_options import SETTINGS
 
 
 class _Still(torch.optim.Optimizer):
-    """Has the groups of another optimizer, without its parameters; moves nothing."""
+    """An optimizer with the settings of another optimizer, without its parameters and updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [
@@ -27,18 +30,19 @@ class _Still(torch.optim.Optimizer):
 
 
 class TorchSchedule:
-    """What a scheduler of torch makes of the settings of an optimizer, for any step.
+    """The settings of an optimizer at any step, according to a scheduler of PyTorch.
 
-    The optimizer itself stays as it is.
+    The optimizer itself is unchanged.
 
     Args:
-        optimizer: Whose settings are the first ones.
-        make: Returns a scheduler of the optimizer that it is given, such as
+        optimizer: The optimizer with the initial settings.
+        make: Returns a scheduler of its argument, an optimizer, such as
             `lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=100)`.
-        scheduled: Settings besides `lr` that are inputs of the step (`UpdateOptions.scheduled`).
+        scheduled: Settings in addition to `lr` that are inputs of the step
+            (`UpdateOptions.scheduled`).
 
     Raises:
-        SbpValueError: the scheduler wants more than the number of the step.
+        SbpValueError: the scheduler needs more than the number of the step.
     """
 
     def __init__(

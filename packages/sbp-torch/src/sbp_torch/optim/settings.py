@@ -1,4 +1,4 @@
-"""What the settings of optimizers must be, and the norm that several of them use."""
+"""Checks of optimizer settings, and the norm that LAMB and LARS use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from sbp_core.errors import SbpValueError
 
-#: Which numbers are accepted: lowest, bound that is not reached, in words.
+#: Accepted numbers: smallest number, exclusive upper bound, description.
 AT_LEAST_ZERO = (0.0, float("inf"), "a finite number >= 0")
 FRACTION = (0.0, 1.0, "a number in [0, 1)")
 
 
 def check_setting(name: str, value: float, accepted: tuple[float, float, str]) -> None:
-    """Check one number.
+    """Check a number.
 
     Raises:
-        SbpValueError: it is out of range, or NaN.
+        SbpValueError: the number is out of range, or NaN.
     """
     low, bound, words = accepted
     if not low <= value < bound:

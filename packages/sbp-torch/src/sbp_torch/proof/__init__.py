@@ -1,9 +1,9 @@
-"""Proof by execution: a step as it is planned, and the step as it was captured.
+"""Proof by execution that the planned step computes the same as the captured step.
 
-In the order of use: `proofs` decides what is run, and keeps what was proved; `running` brings
-graphs into double precision, says beforehand how long they take, and compares values; `numbering`
-finds the values that are equal because they are made alike, `parts` runs the rest, `whole` takes
-whole steps, both on numbers that the program allows (`drawing`).
+In the order of use: `proofs` decides what to run, and caches the results; `running` converts graphs
+to double precision, estimates their run times, and compares values; `numbering` finds values that
+are equal because the same calls make them; `parts` runs the remaining operators; `whole` runs whole
+steps. Both run on random numbers that the program accepts (`drawing`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Random numbers that a graph may be given: indices that are in range, rows that are ignored.
+"""Random inputs that a graph accepts: indices in range, and rows that the loss ignores.
 
-What an integer may be follows from its users, through views: an index into a table of n rows, a
-class among n, or the number that a cross-entropy ignores. Where nothing follows, numbers are taken
-from an example.
+The users of an integer, also through views, determine its range: an index into a table of n rows, a
+class among n, or the number that a cross-entropy ignores. If they do not, numbers are taken from an
+example. `parts` and `whole` run graphs on these inputs, to prove that two graphs are equal.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from sbp_core.graph import LogicalGraph, Node, Ref, TensorType
 from sbp_core.signatures import is_view
 
-#: Operators that hand integers on as they are, at least some of them.
+#: Operators that copy integers from an argument to the result, at least some of them.
 _HANDED_ON = frozenset(
     {"_to_copy", "clone", "where", "masked_fill", "cat", "stack", "select_scatter", "slice_scatter"}
 )
 
-#: After so many floats, a prime, they come again: drawing takes longer than most operators.
+#: Floats repeat after this number (a prime), because drawing takes longer than most operators.
 _PERIOD = 1_000_003
 
-#: Chance of each row of a batch, from the first to the last, that an element of it is valid.
+#: Probability that an element is valid, in the first and in the last row of a batch.
 _VALID = (0.9, 0.3)
 
 
@@ -35,10 +35,10 @@ class Draw:
     """One way to draw numbers.
 
     Args:
-        ignored: Which elements of masks and targets are ignored; `first` is the first part of the
-            rows, all of it, as of a whole micro-batch.
-        positive: Whether floats are positive, as roots and logarithms want them, or normal.
-        seed: Of the numbers.
+        ignored: Which elements of masks and targets are ignored; `first`: some of them, and all of
+            the first half of the rows, like a whole micro-batch.
+        positive: Whether floats are positive, for roots and logarithms, or normally distributed.
+        seed: Seed of the generator.
     """
 
     ignored: Literal["some", "none", "first", "all"] = "some"
@@ -46,11 +46,11 @@ class Draw:
     seed: int = 0
 
     def generator(self) -> torch.Generator:
-        """Return what draws the numbers, always the same ones."""
+        """Return a new generator, with the same seed each time."""
         return torch.Generator().manual_seed(self.seed)
 
     def floats(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
-        """Return floats, normal ones or those between 0.5 and 1.5."""
+        """Return floats (float64), normally distributed or between 0.5 and 1.5."""
         size = tuple(shape)
         count = prod(size)
         drawn = min(count, _PERIOD)
@@ -63,7 +63,7 @@ class Draw:
         return found.reshape(size)
 
     def valid(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
-        """Return a mask of what is not ignored: rows have unequal counts."""
+        """Return a bool mask of the elements that are not ignored; rows have unequal counts."""
         size = tuple(shape)
         if self.ignored in ("none", "all") or not size:
             return torch.full(size, self.ignored != "all")
@@ -76,10 +76,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """What an integer may be.
+    """The numbers that an integer input may be.
 
     Args:
-        bound: It is below that, and at least 0; None if nobody says.
+        bound: Exclusive upper bound; the lower bound is 0. None if it is unknown.
         ignored: A number that stands for "none".
     """
 
@@ -87,7 +87,7 @@ class Integers:
     ignored: int | None = None
 
     def merged(self, other: Integers) -> Integers:
-        """Return what it may be if both hold."""
+        """Return the numbers that satisfy both."""
         bounds = [one for one in (self.bound, other.bound) if one is not None]
         ignored = self.ignored if self.ignored is not None else other.ignored
         return Integers(min(bounds, default=None), ignored)
@@ -108,7 +108,7 @@ class Integers:
 
 
 def integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
-    """Return what every integer of a graph may be, as its users say."""
+    """Return the allowed numbers of the integer tensors of a graph, according to their users."""
     if integers_of not in graph.found:
         found: dict[str, Integers] = {}
         for node in reversed(graph.nodes):
@@ -129,7 +129,7 @@ def _is_integer(graph: LogicalGraph, name: str) -> bool:
 
 
 def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
-    """Yield what a node says of its integers."""
+    """Yield the integer arguments of a node, and which numbers they may be."""
 
     def size(at: int, dim: int) -> int:
         return graph.tensor(node.args[at].name).shape[dim]
@@ -165,14 +165,15 @@ def drawn(
     random: torch.Generator,
     example: Tensor | None = None,
 ) -> Tensor:
-    """Return numbers of a type.
+    """Return a random tensor of a type.
 
     Args:
         kind: Shape and dtype; floats in double precision.
-        integers: What they may be, if they are integers.
-        how: How they are drawn.
-        random: Draws them.
-        example: Floats that are all 0 or 1 are a mask, and those that are not below 0 stay so.
+        integers: The allowed numbers, for an integer dtype.
+        how: How the numbers are drawn.
+        random: The generator.
+        example: A tensor of the same meaning. If its floats are all 0 or 1, the result is a mask;
+            if none is negative, the result is positive.
     """
     dtype = getattr(torch, kind.dtype)
     if kind.dtype == "bool":

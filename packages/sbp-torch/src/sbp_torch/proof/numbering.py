@@ -1,16 +1,16 @@
-"""Which values of two graphs are equal because they are made alike: value numbering.
+"""Value numbering: find values of two graphs that are equal because equal calls compute them.
 
-A value is a *base*, what one operator call has made of given arguments, seen through a layout.
-Views are worked out, not compared by name, so all ways to reshape, to transpose or to copy the same
-numbers give the same value:
+A value is a layout (shape, strides, offset) of a *base*, the result of one operator call on given
+arguments. Layouts of views are computed, so all ways to reshape, transpose or copy the same numbers
+give the same value:
 
     graph                         value
     y = mm(x, w)                  base 2 = mm(base 0, base 1);    shape (4, 6), strides (6, 1)
     a = t(y); b = t(a)            base 2                          the same
     c = view(y, [2, 2, 6])        base 2;              shape (2, 2, 6), strides (12, 6, 1)
-    d = _to_copy(y, dtype=float64)                    as y, where y is float64 already
+    d = _to_copy(y, dtype=float64)                    the same as y, if y is float64
 
-Equal calls on equal values give one base, in one graph or in both.
+Equal calls on equal values give one base, in one graph or in both. `parts` uses it for proofs.
 
 Source: value numbering: Alpern, Wegman, Zadeck, "Detecting equality of variables in programs",
 POPL 1988.
@@ -36,25 +36,25 @@ from sbp_core.graph import (
 from sbp_core.signatures import is_view
 from sbp_torch.ops import operators
 
-#: The same numbers in another shape; as views of them, if that is possible.
+#: Operators that change a shape; they return a view if that is possible.
 _RESHAPE, _VIEW = "aten.reshape.default", "aten.view.default"
 
-#: Operators that give back the numbers of their first argument, where its dtype does not change.
+#: Operators that return the numbers of their first argument, if its dtype does not change.
 _COPIES = frozenset({"alias", "clone", "detach", "_to_copy", "contiguous", "lift_fresh_copy"})
 
-#: Operators of numbers on the host, and of tensors of one element that do the same.
+#: Operators that do the same for numbers on the host and for tensors without dims.
 _ON_HOST = frozenset({"add", "sub", "mul"})
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a name of a graph stands for.
+    """The value that a name of a graph stands for.
 
     Args:
-        base: Number of the call, or of the input, that has made its numbers.
-        shape: Of the view.
-        strides: In elements of the base, which lies row by row; 0 in dims of one element.
-        offset: Likewise.
+        base: Number of the base: the result of a call, or an input.
+        shape: Shape of the view.
+        strides: Strides in elements of the base, which is contiguous; 0 in dims of one element.
+        offset: Offset in elements of the base.
     """
 
     base: int
@@ -63,14 +63,15 @@ class Value:
     offset: int = 0
 
     def of(self, base: Tensor) -> Tensor:
-        """Return the value, given the base's numbers."""
+        """Return the value as a view of the base's numbers."""
         return base.as_strided(self.shape, self.strides, self.offset)
 
 
 class Numbering:
-    """The values of graphs, numbered together.
+    """The numbered values of several graphs, which share the numbers.
 
-    `sizes` has the number of elements of each base.
+    Attributes:
+        sizes: Base -> number of elements.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Numbering:
         self.sizes: dict[int, int] = {}
 
     def base(self, key: Hashable, kind: ValueType) -> Value:
-        """Return the whole of what has been made in some way."""
+        """Return a whole base; equal keys stand for equal numbers."""
         if key not in self._known:
             self._known[key] = next(self._numbers)
         number = self._known[key]
@@ -91,7 +92,7 @@ class Numbering:
         return _seen(number, whole)
 
     def made(self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]) -> list[Value]:
-        """Return the values of a node's outputs, given those of its arguments."""
+        """Return the values of a node's outputs, given the values of its arguments."""
         first = next(iter(node.inputs()), None)
         if first is not None and len(node.outputs) == 1:
             given = graph.types[first]
@@ -103,7 +104,7 @@ class Numbering:
             try:
                 seen = self._views(node, first, values[first])
             except (RuntimeError, ValueError, IndexError, TypeError):
-                seen = []  # two views of other numbers than one, such as as_strided
+                seen = []  # the view cannot be expressed on the base, as for some as_strided
             kinds = [graph.types[name] for name in node.outputs]
             if [one.shape for one in seen] == [getattr(kind, "shape", ()) for kind in kinds]:
                 return seen
@@ -120,7 +121,7 @@ class Numbering:
         ]
 
     def _views(self, node: Node, first: str, source: Value) -> list[Value]:
-        """Return the views that a node makes; of a copy, where strides cannot express them."""
+        """Return the views that a node makes; views of a copy, if strides cannot express them."""
         for _ in range(2):
             seen = source.of(torch.empty(self.sizes[source.base], device="meta"))
             with suppress(RuntimeError):
@@ -150,14 +151,14 @@ def numbered(
     settle: Callable[[Node, Iterable[Value]], Iterable[Value]] = lambda _, made: made,
     values: dict[str, Value] | None = None,
 ) -> dict[str, Value]:
-    """Return what each name of a graph stands for.
+    """Return the value of each name of a graph.
 
     Args:
-        graph: Any.
-        numbering: Of this and of other graphs.
-        key_of_input: Inputs with one key are equal.
-        settle: Is given each node and what its outputs stand for, and may know better.
-        values: Is filled, so that `settle` sees what came before.
+        graph: The graph.
+        numbering: The numbers, shared by several graphs; new values are added.
+        key_of_input: Returns a key of an input; inputs with one key are equal.
+        settle: Function of each node and the values of its outputs, which may replace the values.
+        values: Mapping to fill and return, so that `settle` sees earlier values.
     """
     found = {} if values is None else values
     for entry in graph.inputs:

@@ -1,20 +1,21 @@
-"""Proof part by part: what two graphs compute alike is not run, and of the rest only what differs.
+"""Proof part by part: run only the operators in which two graphs differ, on random numbers.
 
-Values are numbered in both graphs. Where a name of both stands for two numbers, the operators that
-make it, back to values that are equal already, are run on random numbers; if both give the same,
-the two numbers are one from there on, so that a change of a few operators stays one of a few:
+Values are numbered in both graphs (`numbering`). If a name has different numbers in the two graphs,
+the operators that compute it from values already known to be equal are run in both. If the results
+are equal, so are the two values from then on, and a local change needs only a local run:
 
     before                             after                                 x, w are equal
-    y = mm(x, w)                       y = mm(x, w)                          equal: made alike
+    y = mm(x, w)                       y = mm(x, w)                          equal: the same call
     m = mean(y)                        s = sum(y); m = div(s, 8)             run, from y to m: equal
-    g = expand(1 / 8)                  g = expand(1 / 8)                     equal: made alike
+    g = expand(1 / 8)                  g = expand(1 / 8)                     equal: the same call
 
-If they differ, what they are made from may be related (a log-softmax and its logits): the part
-grows, by what one of them is made from and the other not, and then by the rest.
+If the results differ, their inputs may be related (a log-softmax and its logits). Then the part
+grows: first by the operators that make inputs of only one of the two parts, then by those that
+make all inputs.
 
-Source: sweeping with cut points, of hardware equivalence checking: Kuehlmann, Krohm, "Equivalence
-checking using cuts and heaps", DAC 1997. They prove; random numbers of double precision do but for
-a set of measure 0.
+Source: sweeping with cut points, from hardware equivalence checking: Kuehlmann, Krohm, "Equivalence
+checking using cuts and heaps", DAC 1997. They prove equality; random numbers in double precision
+show it except for a set of measure 0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from sbp_torch.proof.numbering import Numbering, Value, numbered
 from sbp_torch.proof.running import bytes_s, off_by, run_s
 from sbp_torch.runtime.single import run_graph
 
-#: How parts are run; those without integers and booleans on the first two only.
+#: The draws of a part; a part without integers and booleans uses only the first two.
 _DRAWS = (
     Draw(ignored="some"),
     Draw(ignored="none", positive=True, seed=1),
@@ -52,7 +53,7 @@ _DRAWS = (
     Draw(ignored="all", seed=3),
 )
 
-#: So many values that differ are enough: the whole step says then what comes of it.
+#: After this many values that differ, no more are compared: the whole step decides.
 _MOST_DIFFERENT = 4
 
 _OUT = "out"
@@ -60,15 +61,15 @@ _OUT = "out"
 
 @dataclass(slots=True)
 class PartialProof:
-    """What the parts have shown.
+    """The result of a proof part by part.
 
     Args:
-        alike: Operators of the second graph whose values are equal as they are made alike.
-        parts: Into how many different parts.
+        alike: Number of operators of the second graph that the first has, too, on equal values.
+        parts: Number of different parts that were run.
         skipped: Operators that would take too long, or do not run in double precision.
-        open: Outputs by name that are not shown to be equal.
-        first: The node of the first value that was seen to differ.
-        left_s: What is left of the budget, in estimated seconds.
+        open: Names of outputs that are not shown to be equal.
+        first: The node of the first value that differed.
+        left_s: Rest of the budget, in estimated seconds.
     """
 
     left_s: float
@@ -81,7 +82,7 @@ class PartialProof:
 
 @dataclass(frozen=True, slots=True)
 class _Cone:
-    """The operators that make a value, and the equal values that they begin from."""
+    """The operators that compute a value, and their inputs, which are equal in both graphs."""
 
     graph: LogicalGraph
     values: Mapping[str, Value]
@@ -90,7 +91,7 @@ class _Cone:
     given: tuple[str, ...]
 
     def alone(self) -> LogicalGraph:
-        """Return it as a graph of its own, with one output."""
+        """Return the cone as a graph with one output."""
         inputs = []
         for name in self.given:
             entry = self.graph.input_kinds.get(name)
@@ -105,12 +106,12 @@ class _Cone:
 
 
 class Sweep:
-    """The two graphs of a proof, both in double precision, with inputs and outputs of equal names.
+    """Compares two graphs in double precision whose inputs and outputs have the same names.
 
     Args:
-        before: One.
-        after: The other.
-        budget_s: Most seconds that running parts may take, as estimated.
+        before: The captured graph.
+        after: The planned graph.
+        budget_s: Limit on the estimated seconds of all runs of parts.
     """
 
     def __init__(self, before: LogicalGraph, after: LogicalGraph, budget_s: float) -> None:
@@ -133,7 +134,7 @@ class Sweep:
         tied = {old: one.name for one in self.after.inputs for old in one.stands_for}
         replaced = {out.name: out.value for out in self.after.outputs}
         for out in self.before.outputs:
-            # A state that is not replaced keeps its value; one that others stand for is theirs.
+            # A state without a new value keeps its value; tied states have the value of their slot.
             name = out.name if out.name in replaced else tied.get(out.name, out.name)
             new = replaced.get(name, name)
             if self.old[out.value] != self.new[new] and self._off(out.value, new) != 0.0:
@@ -141,7 +142,7 @@ class Sweep:
         return self.found
 
     def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
-        """Return what the outputs of a node of the second graph stand for."""
+        """Return the values of the outputs of a node of the second graph, after comparison."""
         values = list(made)
         self.new.update(zip(node.outputs, values, strict=True))
         self.found.alike += all(value.base in self._bases for value in values)
@@ -153,7 +154,7 @@ class Sweep:
         return values
 
     def _is_same(self, node: Node, name: str) -> bool:
-        """Whether a name of both graphs stands for equal numbers, as far as that can be run."""
+        """Whether a name of both graphs has equal values; False if it differs or cannot be run."""
         kinds = self.before.types.get(name), self.after.types[name]
         if kinds[0] != kinds[1] or self._different >= _MOST_DIFFERENT:
             return False
@@ -166,7 +167,7 @@ class Sweep:
         return not off
 
     def _off(self, old: str, new: str) -> float | None:
-        """Return how far a value of the first graph is off one of the second; None if too far."""
+        """Return the relative difference of a value of each graph; None if it is unknown."""
         opened: set[int] = set()
         off: float | None = None
         for turn in range(3):
@@ -185,7 +186,7 @@ class Sweep:
     def _cone(
         self, graph: LogicalGraph, values: Mapping[str, Value], value: str, opened: set[int]
     ) -> _Cone:
-        """Return the operators that make a value from shared ones, but those that are opened."""
+        """Return the operators that compute a value from shared values, except `opened` ones."""
         needed: dict[str, Node] = {}
         given: dict[str, None] = {}
         left = [value]
@@ -203,7 +204,7 @@ class Sweep:
         return _Cone(graph, values, value, tuple(ordered), tuple(sorted(given)))
 
     def _verdict(self, pair: tuple[_Cone, _Cone]) -> float | None:
-        """Run two cones, unless two like them were; None if that takes too long or fails."""
+        """Run two cones, or reuse the result of an equal pair; None without time, or on failure."""
         key = self._key(pair)
         if key not in self._verdicts:
             # Rows can be ignored where integers or booleans are given.
@@ -226,7 +227,7 @@ class Sweep:
         return self._verdicts[key]
 
     def _key(self, pair: tuple[_Cone, _Cone]) -> object:
-        """Return what two cones compute, without names."""
+        """Return a key of two cones that does not depend on names."""
         bases: dict[int, int] = {}
         found: list[object] = []
         for cone in pair:
@@ -250,7 +251,7 @@ class Sweep:
         return tuple(found)
 
     def _compared(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
-        """Return how far the values of two cones are off each other, on random numbers."""
+        """Return the relative difference of two values on random numbers; None if all are NaN."""
         alone = [(cone, cone.alone()) for cone in pair]
         integers: dict[int, Integers] = {}
         for cone, graph in alone:
@@ -278,7 +279,7 @@ class Sweep:
         how: Draw,
         random: torch.Generator,
     ) -> Tensor:
-        """Return the value of a cone, of the numbers of bases, which are drawn once for a pair."""
+        """Return the value of a cone on random bases, which both cones of a pair share."""
         count = graph.num_micro_batches
         batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
         states: dict[str, Tensor | Number] = {}
@@ -310,7 +311,7 @@ class Sweep:
     def _drawn(
         self, value: Value, kind: ValueType, integers: Integers, how: Draw, random: torch.Generator
     ) -> Tensor | Number:
-        if not isinstance(kind, TensorType):  # of the host: a float from 0.5 to 1.5, or a count
+        if not isinstance(kind, TensorType):  # a host number: a float from 0.5 to 1.5, or a count
             if kind.dtype == "float":
                 return 0.5 + float(torch.rand((), generator=random, dtype=torch.float64))
             return True if kind.dtype == "bool" else 2

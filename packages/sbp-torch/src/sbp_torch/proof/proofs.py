@@ -1,7 +1,8 @@
-"""`prove`: the step that is planned, and the step that was captured, before any step is taken.
+"""`prove`: check by execution that the planned step computes the same as the captured one.
 
-What was proved is kept between runs. A form is two graphs, so it is proved once for all meshes and
-planners that plan the same graph, and for all processes and later runs of a user.
+It runs before the first step of training. Results are cached on disk by the two graphs, so they
+hold for all meshes and planners that plan the same graph, and for all processes and later runs of a
+user. `sbp_launch.planning.proving` calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sbp_torch.proof.running import run_s, widened
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.result_file import ResultFile
 
-#: Raised whenever what a file means, or what is compared, changes.
+#: Version of the cache files: increased when their meaning, or the comparison, changes.
 FORMAT = 2
 
 _PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
@@ -37,21 +38,21 @@ _PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProof:
-    """What was proved of a step.
+    """The result of a proof of a step.
 
     Args:
-        operators: Of the planned step.
-        alike: How many of them compute what operators of the captured step compute, as they are
-            the same on the same values; part by part.
-        parts: Different parts in which the others were run.
+        operators: Number of operators of the planned step.
+        alike: Number of them that are operators of the captured step on equal values, so that they
+            were not run (proof part by part).
+        parts: Number of different parts in which the other operators were run.
         num_not_run: Operators that would take too long, or do not run in float64 on the CPU.
-        not_run: Where the first of them is.
-        draws: Of whole steps: which rows were ignored in each.
-        of: Whole steps of what, if not of all rows.
-        but: What differs where the loss itself is no number.
+        not_run: Source line of the first of them; empty if there is none.
+        draws: For each whole step that was run, which rows were ignored.
+        of: Text about the smaller batch of whole steps; empty if it was the whole batch.
+        but: Text about outputs that differ without a verdict: rounding errors, or the loss is NaN.
         reason: Why nothing was proved; empty if something was.
-        took_s: What it took, in seconds.
-        is_known: Whether this form was proved earlier.
+        took_s: Duration of the proof, in seconds.
+        is_known: Whether the result comes from the cache.
     """
 
     operators: int
@@ -72,7 +73,7 @@ class StepProof:
         return not self.reason and not self.num_not_run
 
     def lines(self) -> list[str]:
-        """Return what is reported."""
+        """Return the lines of the report."""
         when = "by an earlier run" if self.is_known else f"in {format_seconds(self.took_s)}"
         if self.reason:
             return [f"not proved that the planned step is the captured one: {self.reason}"]
@@ -103,21 +104,21 @@ def _from_json(value: Mapping[str, Any]) -> StepProof:
     return StepProof(**found)
 
 
-#: What a whole step may take, in budgets, where its parts were seen to differ: it decides.
+#: Time limit of a whole step, in budgets, if parts differ: only the whole step can decide then.
 _SUSPECT = 30.0
 
-#: What operators raise that do not run on the numbers that they are given.
+#: Errors of operators that do not run on the given numbers.
 _FAILURES = (SbpError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step as it was captured and as it is planned.
+    """The captured graph and the planned graph of a step.
 
     Args:
-        before: As captured: of the whole batch, or of one micro-batch.
-        after: As it is planned; its types are those of one micro-batch.
-        example: A batch of the captured step, by name.
+        before: The captured graph, of the whole batch or of one micro-batch.
+        after: The planned graph, with the types of one micro-batch.
+        example: A batch of the captured step: names -> tensors.
     """
 
     before: LogicalGraph
@@ -142,23 +143,23 @@ def prove(
     budget_s: float = 10.0,
     cache: bool | Path = True,
 ) -> StepProof:
-    """Run a step as it is planned, and the step as it was captured, on small random data.
+    """Run the planned step and the captured step on random data, and compare the results.
 
-    Loss, metrics and new states are compared in double precision. A step of one micro-batch is
-    compared part by part: only operators that differ are run (`proof.parts`). So is one whose
-    micro-batches have a loss of their own each: with the captured step, accumulated. A step of the
-    loss of the whole batch takes all rows at once, and cut into micro-batches (`proof.whole`).
+    Loss, metrics and new states are compared in double precision. A step captured on one
+    micro-batch is compared part by part: only operators that differ are run (`proof.parts`). With
+    several micro-batches, gradients are accumulated in the captured step, too. A step captured on
+    the whole batch is run on all rows at once, and cut into micro-batches (`proof.whole`).
 
     Args:
-        step: What is compared.
-        states: Returns values of its states, of which buffers are taken; those on `meta` have none.
+        step: The two graphs.
+        states: Returns values of the states, for whole steps; states on `meta` have none.
         small: Makes the same step of fewer rows, if the step would take too long.
-        budget_s: Most seconds that running may take, as estimated.
-        cache: Keep what was proved in the user's cache folder, or in the folder given here, and
-            prove no form twice; False neither reads nor writes.
+        budget_s: Limit on the estimated seconds of all runs.
+        cache: Whether to keep results in the user's cache folder, or the folder to keep them in, so
+            that no pair of graphs is proved twice. False neither reads nor writes.
 
     Returns:
-        What was proved, and how. What takes too long or does not run is not proved, and it says so.
+        The parts of the step that were proved, and how; and those that take too long or do not run.
 
     Raises:
         GraphError: an output differs; names it, both numbers and a line of the user's code.
@@ -173,7 +174,7 @@ def prove(
         entry = ResultFile(
             path=folder / f"{digest[:32]}.json",
             key=key,
-            budget=budget_s,  # what was not proved for want of time is tried again with more
+            budget=budget_s,  # an incomplete proof is tried again with a larger budget
             what="proofs",
             dump=asdict,
             load=_from_json,
@@ -231,7 +232,7 @@ def _proved(
 
 
 def _whole_s(step: PlannedStep) -> float:
-    """Return the seconds of a step drawn once: the captured one is taken twice."""
+    """Return the estimated seconds of one draw of a step: the captured graph runs twice."""
     return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
 
 
@@ -243,7 +244,7 @@ def _run_whole(
     budget_s: float,
     of: str,
 ) -> StepProof:
-    """Take whole steps, as many as the budget allows."""
+    """Run whole steps, as many as the budget allows."""
     made = StepProof(operators=len(step.after.nodes), of=of)
     each_s = _whole_s(step)
     if each_s > budget_s:
@@ -304,7 +305,7 @@ def _refusal(
 
 
 def _where(worst: OutputDifference, before: LogicalGraph, first: Node | None) -> tuple[str, ...]:
-    """Return the line of a value that differs first; else that of the output's first use."""
+    """Return the source line of the first value that differs, or of the output's first use."""
     if first is not None:
         return first.where()
     value = {out.name: out.value for out in before.outputs}.get(worst.name, worst.name)

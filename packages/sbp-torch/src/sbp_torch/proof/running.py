@@ -1,12 +1,12 @@
-"""What running graphs in a proof means: in double precision, how long, and when values are equal.
+"""Helpers to prove by execution that two graphs are equal: float64 graphs, run times, comparison.
 
 before: y = mm(x, w): bfloat16[2, 3];  z = _to_copy(y, dtype=float32)
 after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)
 
-Graphs that differ in double precision mean different things. Conversions between floats come to
-nothing there, so where a pass has placed them makes no difference. Views become reshapes, which do
-not ask how their arguments are laid out in memory. Random numbers are those that are counted by
-sample, also where a run draws from a generator for each shard.
+In float64, rounding errors are far below `TOLERANCE`. So a larger difference means that the graphs
+compute different functions. Casts between floating-point types do nothing, so passes may move them.
+Views become reshapes, which accept any memory layout. Random numbers are drawn for each sample,
+also if the run would draw them for each shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import Argument, LogicalGraph, Node, Symbol, TensorType
 from sbp_core.signatures import OpCall, work_flop
 
-#: What numbers become: those of a higher precision, or the same ones.
+#: dtype -> dtype in double precision.
 WIDE = {
     "float16": "float64",
     "bfloat16": "float64",
@@ -30,13 +30,13 @@ WIDE = {
     "complex64": "complex128",
 }
 
-#: What draws floats, of the default dtype if it is told none.
+#: Random operators, which use the default dtype if no dtype is given.
 _RANDOM = ("random_uniform", "random_normal")
 
-#: What takes any argument.
+#: Reshape, which accepts any memory layout.
 _RESHAPE = "aten.reshape.default"
 
-#: What takes views of contiguous arguments only.
+#: Views, which accept only some memory layouts.
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
@@ -58,7 +58,7 @@ def widened(graph: LogicalGraph) -> LogicalGraph:
         reads = any(isinstance(types[value], TensorType) for value in node.inputs())
         is_factory = (node.op.startswith("aten.") and not reads) or node.kind in _RANDOM
         if is_factory and isinstance(makes, TensorType) and kwargs.get("dtype") is None:
-            kwargs["dtype"] = Symbol("dtype", makes.dtype)  # the default dtype, if it is told none
+            kwargs["dtype"] = Symbol("dtype", makes.dtype)  # else it takes the default dtype
         op = _RESHAPE if node.op in _VIEWS else node.op
         nodes.append(replace(node, op=op, args=args, kwargs=kwargs))
     return replace(graph, nodes=tuple(nodes), types=types)
@@ -74,15 +74,15 @@ def _wide_argument(argument: Argument) -> Argument:
     return argument
 
 
-#: Of one core of a server, in double precision, flop/s and bytes/s; and seconds of a call.
-#: Only an order of magnitude: a proof asks whether something takes a second or an hour.
+#: Rates of one server core in double precision, in flop/s and bytes/s; and seconds of a call.
+#: Only orders of magnitude: a proof has to know whether something takes a second or an hour.
 _FLOP_PER_S = 10e9
 _BYTES_PER_S = 0.5e9
 _CALL_S = 20e-6
 
 
 def run_s(graph: LogicalGraph, nodes: Iterable[Node]) -> float:
-    """Return the seconds that some nodes of a graph take in one step, all micro-batches."""
+    """Return the estimated seconds of some nodes of a graph in one step of all micro-batches."""
     total_s = 0.0
     for node in nodes:
         each_s = _CALL_S
@@ -96,14 +96,14 @@ def run_s(graph: LogicalGraph, nodes: Iterable[Node]) -> float:
 
 
 def bytes_s(num_bytes: int) -> float:
-    """Return the seconds in which so many bytes are read or written."""
+    """Return the estimated seconds to read or write some bytes."""
     return num_bytes / _BYTES_PER_S
 
 
-#: Largest difference, of the largest element: sums in another order are off by a millionth of it.
+#: Tolerance relative to the largest element. Another order of summation causes a millionth of it.
 TOLERANCE = 1e-9
 
-#: Largest rest of numbers near one that cancel.
+#: Largest absolute difference if the exact result is zero, because numbers near one cancel.
 _REST = 1e-14
 
 
@@ -120,15 +120,15 @@ def wide(value: Tensor) -> Tensor:
 
 
 def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
-    """Return how far two values are off each other, of their largest element; 0 if within rounding.
+    """Return the largest difference relative to the largest element; 0 if it is within rounding.
 
-    What is infinite or no number has to be so in both.
+    NaN and infinities have to be at the same places.
 
     Args:
-        wanted: One.
-        found: The other.
-        scale: What else counts as large: elements that come from cancellation are judged by
-            what has cancelled. In the units of the values.
+        wanted: The expected value.
+        found: The actual value, of the same shape and dtype.
+        scale: Lower bound of the divisor, in the units of the values, for results of cancellation:
+            the size of the numbers that cancel.
     """
     if wanted.shape != found.shape:
         return float("inf")
@@ -142,6 +142,6 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     gap = largest((wanted - found)[~same])
     most = max(largest(wanted), scale)
-    if most == 0:  # of what cancels in one, and not quite in the other
+    if most == 0:  # numbers that cancel in one value, and not quite in the other one
         return float("inf") if gap > _REST else 0.0
     return gap / most if gap > TOLERANCE * most else 0.0

@@ -1,14 +1,14 @@
-"""Proof of a whole step: both graphs take it on the same numbers, in double precision.
+"""Proof by a whole step: run two graphs on the same inputs in double precision, and compare.
 
-    before      loss, metrics, new states  of the whole batch, or of parts that are accumulated
-    after       loss, metrics, new states  of the same rows, part by part
+    before      loss, metrics, new states  of the whole batch, or of accumulated micro-batches
+    after       loss, metrics, new states  of the same rows, in micro-batches
 
-`WholeStep` takes random numbers, and `PaddedStep` a batch and the same batch, padded. What differs
-by more than rounding is the fault of the second graph.
+`WholeStep` uses random numbers, for `proofs`. `PaddedStep` uses a batch and the same batch with
+padding, for `sbp_launch.step.neutral`. A difference above rounding is an error of the second graph.
 
-States of the optimizer have the magnitudes that a step gives them: an update divides by roots of
-some of them, and from zeros on, rounding errors of gradients that cancel would become whole steps.
-So a step is taken first, and each state is then drawn around the mean of what it has made.
+Optimizer states need realistic magnitudes: an update divides by roots of some of them, so with
+zeros, rounding errors of gradients that cancel would become large updates. So the first graph takes
+a step, and each optimizer state is then drawn around the mean of its new values.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.proof.running import TOLERANCE, largest, off_by, run_s, wide, widened
 from sbp_torch.runtime.single import run_graph
 
-#: Of what all states of one kind have, as much counts as large in each: less is rounding.
+#: Lower bound of the scale of a state, relative to the largest state of its kind (its key).
 _SMALL = 1e-3
 
 _EPS = torch.finfo(torch.float64).eps
 
-#: Rounding errors of the difference between a new state and the old one, in units of it.
+#: Rounding error of the difference between a new state and the old one, relative to the new one.
 _ROUNDING = 64 * _EPS
 
-#: Inputs are changed by these many units in the last place, to see what rounding makes of outputs.
+#: Changes of inputs, in units in the last place, that show the effect of rounding on outputs.
 _NUDGES = (3, -5, 7)
 
-#: Changes of so many times what such a nudge changes are rounding, too: sums in another order.
+#: A difference is rounding up to this multiple of the effect of a nudge: sums in another order.
 _MUCH = 64
 
-#: Noise on parameters that are drawn around their known values.
+#: Noise on parameters that are drawn around their known values, relative to random parameters.
 _NEAR = 0.05
 
-#: How steps are drawn: the first is enough where nothing can be ignored.
+#: The draws of whole steps; the first is enough if the loss cannot ignore rows.
 DRAWS = (
     Draw(ignored="some", seed=4),
     Draw(ignored="none", seed=5),
@@ -69,15 +69,15 @@ class OutputDifference:
     """An output that differs.
 
     Args:
-        name: Of the output, and what it is.
+        name: Name of the output.
         kind: Loss, metric or state.
-        wanted: The number that the first graph gives, where they differ most.
-        found: That of the second.
-        gap: Their difference; infinite if one of them is no number.
-        ignored: Which rows were.
-        has_loss: Whether the loss of the first graph is a number there.
-        is_rounding: Whether the first graph differs as much from itself, if its inputs change by
-            some units in the last place. Nothing can be said then: the output cancels.
+        wanted: The number of the first graph, at the element that differs most.
+        found: The number of the second graph at this element.
+        gap: Their difference; infinite if one of them is NaN or infinite.
+        ignored: Which rows the loss ignored.
+        has_loss: Whether the loss of the first graph is finite.
+        is_rounding: Whether the output of the first graph changes as much if its inputs change by
+            some units in the last place. Then there is no verdict, because the output cancels.
     """
 
     name: str
@@ -96,13 +96,13 @@ Given = tuple[list[Mapping[str, Tensor]], dict[str, Number], dict[str, Tensor | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeStep:
-    """Two graphs of one step, in double precision.
+    """Two graphs of one step, in double precision, to compare on random inputs.
 
     Args:
-        before: Takes the rows of all parts at once, or as the second one takes them.
-        after: Takes a step in parts.
-        example: A batch of the first one's form, or of another number of rows.
-        states: Values of states, where they are known; integers and buffers keep them.
+        before: The graph of the whole batch, or with the micro-batches of the second graph.
+        after: The graph in micro-batches.
+        example: A batch for the first graph, possibly with another number of rows.
+        states: Known values of states; integers and buffers keep them.
         near: Whether parameters are drawn around their known values, not at random.
     """
 
@@ -113,11 +113,11 @@ class WholeStep:
     near: bool = False
 
     def differences(self, draws: Sequence[Draw]) -> Iterator[OutputDifference]:
-        """Yield what differs in the first draw in which something does but for rounding errors.
+        """Yield the outputs that differ. Stop after the first draw with more than rounding errors.
 
         Raises:
-            SbpValueError: the loss is no number in the first draw, so that nothing can be said.
-            Exception: what operators raise that do not run on such numbers.
+            SbpValueError: the loss is not finite in the first draw, so there is no verdict.
+            Exception: an operator does not run on such numbers.
         """
         before, after = self.before, self.after
         states: dict[str, Tensor | Number] = {}
@@ -163,7 +163,7 @@ class WholeStep:
                 return
 
     def can_ignore(self) -> bool:
-        """Whether rows can be ignored: by a mask, or by a number that targets may be."""
+        """Whether the loss can ignore rows: by a mask, or by a special number in the targets."""
         known = integers_of(self.before)
         for entry in self.before.inputs:
             if entry.kind is not InputKind.BATCH:
@@ -179,19 +179,19 @@ class WholeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedStep:
-    """A training step that was captured twice: of a batch, and of the same batch, padded.
+    """A training step that was captured twice: with a batch, and with the same batch, padded.
 
-    Both are run from one set of states. What a loss ignores is up to the numbers in a batch, so
-    nothing of it is drawn.
+    Both are run from one set of states. The batch is not random, because its numbers decide what
+    the loss ignores.
 
         before      loss, gradients, new buffers   of a batch                       [[7, 3, 5]]
         after       loss, gradients, new buffers   of the same batch, padded        [[7, 3, 5, 0]]
 
     Args:
-        before: Of the batch. Both are of one micro-batch and over the same states.
-        after: Of the padded one.
-        batch: What `before` takes, by name.
-        padded: What `after` takes, by name.
+        before: The graph for the batch. Both graphs have one micro-batch and the same states.
+        after: The graph for the padded batch.
+        batch: Inputs of `before`: names -> tensors.
+        padded: Inputs of `after`: names -> tensors.
     """
 
     before: LogicalGraph
@@ -205,13 +205,13 @@ class PaddedStep:
         """Return the loss, metrics and new states that differ by more than rounding.
 
         Args:
-            states: Returns values of the states. Parameters that have none, as they are on `meta`
-                or are left out, are small random numbers.
-            budget_s: Most seconds that running may take, as estimated.
+            states: Returns values of the states. Parameters without values, because they are on
+                `meta` or left out, become small random numbers.
+            budget_s: Limit on the estimated seconds of the run.
 
         Raises:
             SbpValueError: it would take longer; it does not run in double precision; or the loss
-                of the batch is no number, so that nothing can be said.
+                of the batch is not finite, so there is no verdict.
         """
         before, after = widened(self.before), widened(self.after)
         each_s = run_s(before, before.nodes) + run_s(after, after.nodes)
@@ -246,18 +246,18 @@ def _judged(
     how: Draw,
     no_loss: str,
 ) -> list[OutputDifference]:
-    """Return the outputs that differ, and whether rounding may be why.
+    """Return the outputs that differ, and whether rounding may be the cause.
 
     Args:
-        before: One graph, in double precision.
-        after: The other one.
-        given: Batches, scalars and states of the first.
-        parts: Batches of the second.
-        how: They were drawn.
-        no_loss: What is raised if the loss of the first is no number; empty if it may be none.
+        before: The first graph, in double precision.
+        after: The second graph.
+        given: Batches, scalars and states of the first graph.
+        parts: Micro-batches of the second graph.
+        how: The draw of these numbers.
+        no_loss: Error message if the loss of the first graph is not finite; empty to allow it.
 
     Raises:
-        SbpValueError: the loss of the first is no number, and should be one.
+        SbpValueError: the loss of the first graph is not finite, and has to be.
     """
     batches, scalars, states = given
     wanted, old = run_graph(before, states, batches, scalars)
@@ -285,10 +285,10 @@ def _judged(
         numbers = float("nan"), float("nan")
         if other is not None and other.shape == one.shape and one.numel():
             apart = (one.double() - other.double()).abs().nan_to_num(torch.inf).reshape(-1)
-            at = int(apart.argmax())  # where they are most apart
+            at = int(apart.argmax())  # the element with the largest difference
             numbers = float(one.reshape(-1)[at]), float(other.reshape(-1)[at])
         gap = abs(numbers[0] - numbers[1])
-        gap = gap if gap < math.inf else math.inf  # also of what is no number
+        gap = gap if gap < math.inf else math.inf  # also if it is NaN
         judged.append(
             OutputDifference(
                 name=name,
@@ -311,15 +311,14 @@ def _drawn_states(
     random: torch.Generator,
     noise: float | None,
 ) -> dict[str, Tensor | Number]:
-    """Return parameters, buffers as they are, zeros of the optimizer; in double precision.
+    """Return random parameters, known buffers and optimizer states, else zeros (buffers: ones).
 
     Args:
-        graph: Whose states.
-        known: Values of states, where there are any; others are on `meta`, or left out.
+        graph: The graph, in double precision.
+        known: Known values of states; unknown ones are on `meta`, or left out.
         how: How parameters are drawn.
-        random: Draws them.
-        noise: Parameters that are known get so much noise, of the size of random ones; None draws
-            all of them.
+        random: The generator.
+        noise: Noise on known parameters, relative to random ones; None draws all parameters.
     """
     found: dict[str, Tensor | Number] = {}
     for entry in graph.inputs:
@@ -331,7 +330,7 @@ def _drawn_states(
             continue
         dtype = getattr(torch, kind.dtype)
         is_random = entry.kind is InputKind.PARAMETER and dtype.is_floating_point
-        # Values that nobody asks for are not made.
+        # A mapping may create values on demand, so only needed values are requested.
         value = known.get(entry.name) if noise is not None or not is_random else None
         is_known = value is not None and not value.is_meta
         if is_random:
@@ -354,7 +353,7 @@ def _batch_names(graph: LogicalGraph) -> list[str]:
 
 
 def _drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
-    """Return what the host says of a step: rates between 0.5 and 0.9, which betas may be, too."""
+    """Return the scalar inputs of a step: random between 0.5 and 0.9, a range that betas allow."""
     found: dict[str, Number] = {"step": 2, "seed": 2}
     for entry in graph.inputs:
         if entry.kind is InputKind.SCALAR and entry.name not in found:
@@ -368,7 +367,7 @@ def _around(
     made: Mapping[str, Tensor | Number],
     random: torch.Generator,
 ) -> dict[str, Tensor | Number]:
-    """Return states with those of the optimizer drawn around what a step has made of them."""
+    """Return the states, with optimizer states drawn around the mean of their new values."""
     found = dict(states)
     means: dict[str, float] = {}
     of_kind: dict[str, float] = defaultdict(float)
@@ -394,9 +393,9 @@ def _key(entry: GraphInput) -> str:
 
 
 def _rounding_noise(graph: LogicalGraph, given: Given) -> dict[str, float]:
-    """Return by how much each output changes if inputs change in their last places.
+    """Return the change of each output if inputs change in their last places.
 
-    All elements of a tensor change by one factor, so that equal ones stay equal.
+    All elements of a tensor change by one factor, so equal elements stay equal.
     """
     batches, scalars, states = given
     most: dict[str, float] = defaultdict(float)
@@ -420,7 +419,7 @@ def _moves(
     scalars: Mapping[str, Number],
     states: Mapping[str, Tensor | Number],
 ) -> dict[str, Tensor]:
-    """Return losses, metrics, and by how much each state changes."""
+    """Return losses, metrics, and the change of each state, in double precision."""
     found, new = run_graph(graph, states, batches, scalars)
     changes = {
         name: wide(torch.as_tensor(new[name])) - wide(torch.as_tensor(one))
@@ -443,7 +442,7 @@ def _changed_states(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the states whose change differs, and their two new values."""
     tied = {name: one.name for one in after.inputs for name in one.stands_for}
-    # What the planned step leaves out stays as it is.
+    # States that the planned step lacks stay unchanged.
     left_out = states.keys() - after.input_kinds.keys() - tied.keys()
     pairs = {
         name: (

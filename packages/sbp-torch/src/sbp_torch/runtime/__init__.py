@@ -1,9 +1,10 @@
-"""Runtimes on PyTorch: the reference runtime, one device, and what runtimes share.
+"""The reference runtime, execution of a graph on one device, and code that all runtimes share.
 
-`reference` runs all ranks in lock-step in one thread, `single` a graph on one device; `store` holds
-what a rank keeps between steps, `sharing` lets two sessions have the same, `devices` says where,
-`feeding` cuts what a rank needs of a batch, `accumulation` says what it sums over micro-batches,
-`partial_update` what is left when a step failed while states were overwritten.
+`reference` runs all ranks in lock-step in one thread, `single` runs a graph on one device. Shared
+code: `store` holds the shards of states, `sharing` lets two sessions use the same states, `devices`
+moves tensors to the CPU or GPU, `feeding` cuts batches into shards, `accumulation` sums over
+micro-batches, `snapshots` copies states for checkpoints, `finite` and `bad_values` detect infinite
+and NaN results, and `partial_update` reports steps that failed while they overwrote states.
 """
 
 from __future__ import annotations

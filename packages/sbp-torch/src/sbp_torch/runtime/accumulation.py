@@ -1,4 +1,8 @@
-"""What an accumulation does with the parts of several micro-batches."""
+"""Accumulate values over the micro-batches of a step: scaled sums, maxima or minima.
+
+`Accumulation` runs the accumulation actor of a plan. The reference runtime and `run_graph` call
+`joined` themselves.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from sbp_core.compile import Accumulate
 
-#: How extremes of micro-batches become that of the step. Of booleans they are "any" and "all".
+#: Functions that combine extremes of micro-batches. For booleans they are "any" and "all".
 EXTREMES: Mapping[str, Callable[..., Tensor]] = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,
@@ -17,13 +21,12 @@ EXTREMES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
-    """Return a sum so far, with one more part; an earlier sum is written over.
+    """Return a running total with one more part; the memory of the total is overwritten.
 
     Args:
-        total: The sum of the parts before; None for the first part.
-        part: Of a micro-batch.
-        how: The factor of each part in the sum; a key of `EXTREMES`; or None, which takes the part
-            itself.
+        total: The total of the earlier parts; None for the first part.
+        part: The value of a micro-batch, of the same shape and dtype.
+        how: The factor of each part in the sum; a key of `EXTREMES`; or None to return the part.
     """
     if how is None:
         return part
@@ -36,8 +39,8 @@ class Accumulation:
     """Sums over micro-batches, in their order.
 
     Args:
-        actor: An accumulation.
-        num_parts: Of each sum.
+        actor: The actor of a plan that accumulates.
+        num_parts: Number of parts in each sum.
     """
 
     def __init__(self, actor: Accumulate, num_parts: int) -> None:
@@ -50,12 +53,12 @@ class Accumulation:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, index: int, values: dict[str, Tensor | float | int]) -> dict[str, Tensor]:
-        """Add the parts of one firing; return the sums with the last one, else nothing.
+        """Add the parts of one firing (execution of the actor); return complete sums, else nothing.
 
         Args:
-            index: Of the firing; the first of a sum begins anew, whatever a step that failed has
-                left.
-            values: The parts by key; each is taken out after its last use.
+            index: Number of the firing. The first part of a sum replaces a total that a failed
+                step may have left.
+            values: The parts by key; each is removed after its last use.
         """
         number = index % self.num_parts
         for part, total, how, is_last_use in self.parts:

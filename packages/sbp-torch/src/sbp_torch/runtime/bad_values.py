@@ -1,4 +1,4 @@
-"""Find the operator whose result is the first bad value of a step: infinite, or no number.
+"""Find the operator that makes the first infinite or NaN value of a step.
 
     watch = BadValueWatch()
     session.watch = watch
@@ -6,10 +6,10 @@
     del session.watch
     watch.found
 
-An operator is to blame for a NaN that none of its inputs has, and for an infinity if all its inputs
-are finite. Infinities that a program asks for, such as those of a mask, are no bad values: they are
-arguments of the call, or come from such a call. Watching makes every operator call some 0.1 ms
-slower, and sees those that are called one by one only.
+An operator is the origin of a NaN if none of its inputs has one, and of an infinity if all its
+inputs are finite. Intended infinities, such as in a mask, do not count: they are arguments of the
+call, or come from such a call. The watch makes every operator call about 0.1 ms slower. It sees
+only operators that are called one by one, not those in compiled segments.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sbp_torch._torch_compat import OpOverload
 from sbp_torch.ops.operator_calls import OperatorCalls
 from sbp_torch.segments.codegen import running_node
 
-#: Kinds of bad values, the worse one first.
+#: Kinds of bad values, the worse kind first.
 NAN, INFINITY = "NaN", "infinity"
 
-#: Most inputs that are described.
+#: Largest number of inputs that are described.
 _MOST_INPUTS = 4
 
 
@@ -41,13 +41,13 @@ class BadValue:
     """The first bad value of a kind on a rank.
 
     Args:
-        rank: Which.
+        rank: The rank.
         kind: `NAN` or `INFINITY`.
-        number: Of the operator call, counted on the rank.
+        number: Number of the operator call on the rank, from 1.
         op: The operator.
-        node: Of the graph that the call belongs to, if that is known.
-        micro_batch: In which it was: how often the node had been called before.
-        inputs: Type, shape and range of the tensors that it took.
+        node: Node of the graph to which the call belongs, if it is known.
+        micro_batch: The micro-batch: how often the node had been called before.
+        inputs: Type, shape and range of the first tensors among the arguments.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class BadValue:
 
 
 class BadValueWatch:
-    """Notes the first bad value of each kind on each rank; is a `Watch`."""
+    """Records the first bad value of each kind on each rank; a `Watch` of a session."""
 
     def __init__(self) -> None:
         #: By rank and kind.
@@ -75,9 +75,10 @@ class BadValueWatch:
     def _look(
         self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Look at the results of an operator.
+        """Check the results of an operator.
 
-        What it has written over its arguments is in these, too, so it is not said to have made it.
+        An operator that writes its result over an argument is not found: the argument, which is
+        read after the call, has the bad value, too.
         """
         self._calls[rank] += 1
         node = running_node()
@@ -109,7 +110,7 @@ def _kinds(value: Any) -> set[str]:
         return set() if math.isfinite(value) else {NAN if math.isnan(value) else INFINITY}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return set()
-    # The sum is finite only if all are, save that it may overflow: one pass where all is well.
+    # A finite sum proves that all elements are finite: one pass. The sum itself may overflow.
     if value.numel() == 0 or math.isfinite(value.detach().sum(dtype=torch.float64).item()):
         return set()
     has = {NAN: value.isnan(), INFINITY: value.isinf()}

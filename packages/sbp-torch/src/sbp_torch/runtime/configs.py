@@ -15,12 +15,12 @@ class ReferenceConfig:
     """Settings of the reference runtime.
 
     Args:
-        threads_per_rank: Intra-op threads: those that one operator may use, >= 1; not threads
+        threads_per_rank: Number of intra-op threads, which one operator may use, >= 1; not threads
             of actors. Runs agree bit for bit only under the same number.
         compile: How segments are executed: `eager`, one operator after the other; `inductor`,
-            compiled on their first firing; `cudagraph`, recorded on theirs. `inductor` may
-            round differently; `cudagraph` needs a GPU.
-        compile_fallback: With `inductor`, run what cannot be compiled as `eager` does.
+            compiled on their first execution; `cudagraph`, recorded on their first execution.
+            `inductor` may round differently; `cudagraph` needs a GPU.
+        compile_fallback: With `inductor`, run segments that cannot be compiled as `eager` does.
     """
 
     threads_per_rank: int = 1

@@ -1,8 +1,8 @@
-"""Where the tensors of a rank live, and how they get there: the CPU, or the GPU of its process.
+"""The device of the ranks of a process, CPU or GPU, and copies of tensors to and from it.
 
-Everything that a session asks of a device goes through `RankDevice`, so that tests without a GPU
-reach all the rest with a device of their own. On a GPU work is put onto the device's default
-stream, which all threads share, and the host does not wait for it:
+A session uses a device only through `RankDevice`, so tests without a GPU can use a fake device. On
+a GPU, work goes to the default stream of the device, which all threads share, and the host does not
+wait for it:
 
     host             cut batch 1 | start step 1 | cut batch 2 | start step 2 | ...
     copying stream          batch 1 ->                batch 2 ->
@@ -25,24 +25,24 @@ from torch import Tensor
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError
 
-#: Batch parts and scalars by name, of every micro-batch of a step, by rank.
+#: Rank -> for each micro-batch of a step, batch shards and scalars by name.
 Fed = dict[int, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy of a tensor in the memory of the host, made or under way.
+    """A copy of a tensor in host memory, complete or still being made.
 
     Args:
         value: The copy.
-        done: Of a copy by the device: the event that follows it.
+        done: The event after a copy by the device; None if the copy is complete.
     """
 
     value: Tensor
     done: Any = None
 
     def wait(self) -> Tensor:
-        """Return the copy, once it is made."""
+        """Return the copy when it is complete."""
         if self.done is not None:
             self.done.synchronize()
         return self.value
@@ -52,41 +52,40 @@ class RankDevice(Protocol):
     """The device of all ranks of a process.
 
     Attributes:
-        device: That its tensors name.
+        device: The `torch.device` of its tensors.
     """
 
     device: torch.device
 
     def enter(self) -> None:
-        """Make it the current device of this thread."""
+        """Make this the current device of the calling thread."""
 
     def put(self, value: Tensor) -> Tensor:
-        """Return a tensor on the device: a part of a state, to stay there."""
+        """Return a tensor on the device, for the shard of a state that stays there."""
 
     def put_host(self, value: Tensor) -> Tensor:
-        """Return a tensor in the memory of the host, to stay there, from where copies are fast."""
+        """Return a tensor in host memory from which copies are fast, for an offloaded state."""
 
     def put_batches(self, fed: Fed) -> Fed:
-        """Return what ranks are fed with the tensors on the device."""
+        """Return the inputs of a step with their tensors on the device."""
 
     def fetch(self, value: Tensor) -> Tensor:
-        """Return a tensor in the memory of the host."""
+        """Return a tensor in host memory."""
 
     def now(self) -> Any:
-        """Return the moment after all work that is put onto the device so far."""
+        """Return an event after all work that was put onto the device so far."""
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
-        """Copy a tensor as it is at a moment, which nothing overwrites before the copy.
+        """Copy a tensor to host memory. The caller sees to it that nothing overwrites it before.
 
         Args:
             value: The tensor.
-            since: The moment (`now`).
-            buffer: Where the copy goes, of its shape and dtype, without gaps; None to take new
-                memory.
+            since: The event (`now`) after which the copy may begin.
+            buffer: Memory for the copy: contiguous, of its shape and dtype; None for new memory.
         """
 
     def follow(self, copy: HostCopy) -> None:
-        """Let all work that is put onto the device from now on come after a copy."""
+        """Make all work that is put onto the device from now on wait for a copy."""
 
 
 class CpuDevice:
@@ -114,25 +113,25 @@ class CpuDevice:
         return value
 
     def now(self) -> None:
-        """See `RankDevice.now`: what was put is done."""
+        """See `RankDevice.now`: all work is done already."""
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """See `RankDevice.copy_aside`."""
         return HostCopy((_memory_like(value) if buffer is None else buffer).copy_(value))
 
     def follow(self, copy: HostCopy) -> None:
-        """See `RankDevice.follow`: it is made."""
+        """See `RankDevice.follow`: the copy is complete already."""
 
 
-#: Bytes from which a copy has pages of its own.
+#: Size in bytes from which a copy gets memory pages of its own.
 _OWN_PAGES_BYTES = 2**20
 
 
 def _memory_like(value: Tensor) -> Tensor:
-    """Return new memory of the host for a copy of a tensor.
+    """Return new host memory for a copy of a tensor.
 
-    A large one has pages of its own: between copies that are kept, what the allocator of the
-    process frees of other tensors would be left in pieces, which take as much again.
+    A large copy gets memory pages of its own. Otherwise, copies that are kept would fragment the
+    memory that the allocator frees between them, which took twice the memory.
     """
     if value.nbytes < _OWN_PAGES_BYTES:
         return torch.empty(value.shape, dtype=value.dtype)
@@ -147,7 +146,7 @@ def check_device(kind: str) -> None:
         kind: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: they are for GPUs, and PyTorch sees none.
+        ConfigError: the plans are for GPUs, and PyTorch sees none.
     """
     if kind != "cuda" or torch.cuda.is_available():
         return
@@ -188,10 +187,10 @@ class CudaDevice:
     def put_batches(self, fed: Fed) -> Fed:
         """See `RankDevice.put_batches`; the default stream waits for the copies, the host does not.
 
-        A piece that two ranks or two micro-batches share is copied once.
+        A tensor that two ranks or two micro-batches share is copied once.
         """
         default = torch.cuda.default_stream(self.device)
-        copied: dict[int, tuple[Tensor, Tensor]] = {}  # by id; both are kept, so that ids hold
+        copied: dict[int, tuple[Tensor, Tensor]] = {}  # by id; holds the keys, so ids stay valid
 
         def moved(value: Any) -> Any:
             if not torch.is_tensor(value) or value.device == self.device:
@@ -208,7 +207,7 @@ class CudaDevice:
             }
         default.wait_stream(self._copying)
         for _, tensor in copied.values():
-            # Made on the copying stream, used on the default one: it must not be given away before.
+            # Made on the copying stream, used on the default stream: keep its memory until then.
             tensor.record_stream(default)
         return found
 
@@ -223,7 +222,7 @@ class CudaDevice:
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait.
 
-        What is in the memory of the host is copied there at once.
+        A tensor that is in host memory is copied at once.
         """
         if buffer is None:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
@@ -232,7 +231,7 @@ class CudaDevice:
         with torch.cuda.stream(self._saving):
             self._saving.wait_event(since)
             buffer.copy_(value, non_blocking=True)
-        # Whoever replaces the state lets go of its memory: it must not be given away before.
+        # If the state is replaced, its memory must not be reused before the copy is complete.
         value.record_stream(self._saving)
         return HostCopy(buffer, self._saving.record_event())
 
@@ -247,7 +246,7 @@ def device_of(plan: PhysicalPlan) -> RankDevice:
     """Return the device that a plan was made for.
 
     Raises:
-        ConfigError: this machine has none, or there is no such kind of device.
+        ConfigError: this machine has no such device, or the kind of device is unknown.
     """
     kinds = sorted({stage.device for stage in plan.stages})
     if kinds == ["cpu"]:

@@ -1,6 +1,7 @@
-"""What a step is fed with: the local ranks' parts of a batch, scalars, and random draws.
+"""Prepare the inputs of a step: check the batch, cut the shards of the local ranks, add scalars.
 
-What depends on the plan is worked out when a session starts; a step compares shapes and cuts.
+`Feeder` is created when a session starts and computes the slices from the plan. For each step, it
+only compares shapes and cuts. All runtimes use it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from sbp_torch.runtime.store import check_tensor
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
 
-#: Where something is in a tensor: a slice of each dim.
+#: Position of a part in a tensor: a slice for each dim.
 _Index = tuple[slice, ...]
 
-#: How a batch that is nested gets the names of the plan.
+#: Advice for nested batches, whose tensors need the names of the plan.
 _FLATTEN = "sbp_torch.flatten_batch(batch) returns them of a batch of another form"
 
 
 class _BatchTensor:
-    """One tensor of the batch: what is accepted, and where each local rank's parts of it lie.
+    """One tensor of the batch: its accepted shapes, and the slices of each local rank.
 
     Args:
-        plan: Of the step.
-        slot: Of the tensor.
+        plan: The plan of the step.
+        slot: The slot of the tensor: its name, shape, dtype and layout.
         ranks: The local ranks.
-        part: What they hold of it; None if they hold nothing.
+        part: The part that the local ranks hold; None if they hold nothing.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class _BatchTensor:
         held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
         rows = micro_batch_rows(plan, slot, ranks)
         num_rows = sum(map(len, rows))
-        #: By rank, for each micro-batch: its piece in the batch, and in the part of this process.
+        #: By rank, for each micro-batch: its slice of the batch, and of the part of this process.
         self.whole_places: dict[int, list[_Index]] = {}
         self.part_places: dict[int, list[_Index]] = {}
         for rank in ranks:
@@ -68,7 +69,7 @@ class _BatchTensor:
                 self.part_places[rank] = self._places(bounds, num_rows, skipped)
 
     def _places(self, bounds: Sequence[tuple[int, int]], size: int, skipped: int) -> list[_Index]:
-        """Return where a slice of each micro-batch lies, of which there are `size` samples."""
+        """Return the position of a slice in each micro-batch of `size` samples."""
         if not bounds:
             return [()] * self.count
         (start, stop), *others = bounds
@@ -77,7 +78,7 @@ class _BatchTensor:
         return [(slice(start + offset, stop + offset), *rest) for offset in offsets]
 
     def _check_values(self, value: object) -> None:
-        """See that a tensor has values, one after the other in memory."""
+        """Check that a tensor is dense and has values."""
         if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
             what = "on the device 'meta'" if value.is_meta else f"of layout {value.layout}"
             raise SbpValueError(
@@ -88,14 +89,14 @@ class _BatchTensor:
             )
 
     def check_whole(self, value: object) -> None:
-        """Check what is to be the whole tensor."""
+        """Check a value that has to be the whole tensor."""
         self._check_values(value)
         is_part = self.part is not None and _shape(value) == self.part.shape
         todo = "batch_is='local' takes the part of this process" if is_part else ""
         check_tensor(self.slot.name, value, self.shape, self.slot.dtype, self.where, todo=todo)
 
     def check_part(self, value: object) -> None:
-        """Check what is to be the part of the local ranks, which hold some of it."""
+        """Check a value that has to be the part of the local ranks."""
         assert self.part is not None, "they hold some of it"
         self._check_values(value)
         is_whole = _shape(value) == self.shape != self.part.shape
@@ -111,10 +112,10 @@ class _BatchTensor:
 
 
 class Feeder:
-    """Cuts what the local ranks need of each step's batch.
+    """Cuts the shards of the local ranks from the batch of each step.
 
     Args:
-        plan: Of the steps.
+        plan: The plan of the steps.
         ranks: The local ranks.
     """
 
@@ -168,7 +169,7 @@ class Feeder:
             elif tensor.part is not None:
                 tensor.check_part(value)
             places = tensor.whole_places if batch_is == "global" else tensor.part_places
-            # Ranks of equal slices share a piece.
+            # Ranks with equal slices share a tensor.
             pieces: dict[tuple[tuple[int, int], ...], Tensor] = {}
             for rank, indices in places.items():
                 assert value is not None, "what a rank holds was checked"
@@ -180,7 +181,7 @@ class Feeder:
         return fed
 
     def _check_names(self, batch: Mapping[str, object]) -> None:
-        """Refuse an entry that no rank would read. None is none: capture leaves it out, too."""
+        """Refuse entries that no rank would read. None values are ignored, as in capture."""
         for name, value in batch.items():
             if name in self.tensors or value is None:
                 continue

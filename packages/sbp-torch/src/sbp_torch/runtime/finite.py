@@ -1,8 +1,9 @@
-"""Steps whose loss is infinite or no number: whether one is, and when a rank can still undo it.
+"""Detect a step with an infinite or NaN loss, and find until when a rank can undo it.
 
-forward  backward | commit | update     undone: no state has been overwritten
-                  ^
-                  all ranks know the loss
+A step can be undone until its first update overwrites a state in place.
+
+    forward  backward | commit | update
+                               ^ last moment to undo: all ranks know the loss
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from sbp_core.compile import COMMIT, Actor, PhysicalPlan
 from sbp_core.runtime import NotFiniteStepError
 
-#: The results that have to be finite.
+#: Names of results that have to be finite.
 CHECKED = ("loss", "grad_norm")
 
 
@@ -31,8 +32,8 @@ def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
     """Return the error of a step that was undone.
 
     Args:
-        results: Of the step, as far as they are known.
-        step: Its number, from 0.
+        results: The results of the step that are known so far.
+        step: The number of the step, from 0.
     """
     name = not_finite(results)
     error = NotFiniteStepError(
@@ -45,11 +46,12 @@ def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
 
 
 def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
-    """Return by rank and thread how many of its firings come before any that overwrites a state.
+    """Return by rank and thread how many firings of actors come before the first update in place.
 
-    Equal numbers of all firings where nothing is overwritten, because new states are put in force
-    after them; and where a rank may overwrite a state before all of them know the loss, as then no
-    step can be undone.
+    The number is that of all firings if nothing is overwritten in place, because new states take
+    effect after them. It also is if a rank may overwrite a state before all ranks know the loss:
+    several ranks without a commit, several threads in a rank, or a loss that is known too late.
+    Then no step can be undone.
     """
     actors = [actor for part in plan.ranks for actor in part.actors]
     all_firings = {
@@ -72,7 +74,7 @@ def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
 
 
 def _last_moment(firings: Sequence[Actor]) -> int:
-    """Return the index of the first firing that follows the commit, or overwrites a state."""
+    """Return the index of the first firing after the commit, or that overwrites a state."""
     for index, actor in enumerate(firings):
         if actor.name == COMMIT:
             return index + 1

@@ -1,8 +1,8 @@
-"""States that updates overwrite, and what is said when a step failed in between.
+"""Overwrite states in place, and report steps that failed after some states were overwritten.
 
-A step that fails before its commit (`sbp_core.compile.commit`) leaves all states as they were. One
-that fails after it leaves states of two steps, on that rank or between ranks. The rank says so in
-the words of its failure, by which the processes of other ranks know it, too.
+A step that fails before its commit (`sbp_core.compile.commit`) leaves all states unchanged. A step
+that fails after it leaves states of two steps, on that rank or between ranks. The error message of
+the rank contains this fact, so processes of other ranks, which get the message, know it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AFTER_COMMIT = "failed after the commit of step"
 
 
 def overwrite(old: Tensor | Number, new: Tensor | Number) -> None:
-    """Copy the new value of a state into the memory of the old one, if it is not there yet."""
+    """Copy the new value of a state into the memory of the old value, unless it is there."""
     assert isinstance(old, Tensor) and isinstance(new, Tensor), "host numbers are not overwritten"
     if new is not old:
         old.copy_(new)
@@ -38,9 +38,9 @@ def step_failure(
     Args:
         rank: The rank.
         step: The number of the step, from 0.
-        actor: What it was in.
-        error: Why; becomes the cause.
-        is_partial: Whether some states are overwritten already, here or elsewhere.
+        actor: The actor that failed.
+        error: The error; it becomes the cause.
+        is_partial: Whether some states are overwritten already, here or on another rank.
         where: More about the place.
     """
     failed = f"{_AFTER_COMMIT} {step}" if is_partial else "failed"
@@ -61,7 +61,7 @@ def step_interrupted(rank: int, step: int, error: BaseException, is_partial: boo
     Args:
         rank: The first rank of the process.
         step: The number of the step, from 0.
-        error: What interrupted it.
+        error: The exception that interrupted it.
         is_partial: Whether some states are overwritten already.
     """
     if is_partial:
@@ -70,12 +70,12 @@ def step_interrupted(rank: int, step: int, error: BaseException, is_partial: boo
 
 
 def tells_of_partial_update(words: str) -> bool:
-    """Whether the words of a failure, here or of another rank, say that it is after the commit."""
+    """Whether the error message of any rank reports a failure after the commit."""
     return _AFTER_COMMIT in words
 
 
 def partially_updated(reason: str = "") -> RunError:
-    """Return the error of asking for states that belong to two steps.
+    """Return the error for a read of states that belong to two steps.
 
     Args:
         reason: The failure, if it is known.

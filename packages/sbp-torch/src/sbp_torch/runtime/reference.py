@@ -1,8 +1,9 @@
-"""The reference runtime: all ranks in lock-step in one thread, the oracle for all others.
+"""The reference runtime: all ranks in lock-step in one thread, to test other runtimes.
 
-It replays a plan (`sbp_core.interpreter`) on real tensors, one instruction at a time, with no
-threads, no generated code and no backend: collectives are `boxing.execute.apply_step` on all ranks
-at once. Slow and simple; the setting `compile` tries out compiled segments.
+It replays a plan (`sbp_core.interpreter`) on real tensors, one instruction at a time, without
+threads, generated code or a boxing backend. A collective is one call of
+`boxing.execute.apply_step` for all ranks. It is slow and simple; with the setting `compile`, it
+runs compiled segments instead.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def build(config: ReferenceConfig) -> ReferenceRuntime:
 
 
 class ReferenceSession(Session):
-    """The states of all ranks, and the replay of one step at a time."""
+    """A session of the reference runtime: the states of all ranks, and the replay of steps."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class ReferenceSession(Session):
         return StepResult(outputs=domain.results)
 
     def _check_whole(self) -> None:
-        """Refuse to hand out states that belong to two steps; see what they are now."""
+        """Raise an error if states belong to two steps; else refresh the store."""
         if self.is_partially_updated:
             raise partially_updated()
         self.store.refresh()
@@ -158,12 +159,12 @@ class ReferenceSession(Session):
         return self.store.pieces(among)
 
     def snapshot(self, *, limit_bytes: int | None = None) -> Snapshot:
-        """See `Session.snapshot`; all is copied at once, whatever the limit is."""
+        """See `Session.snapshot`; all states are copied at once, and the limit is ignored."""
         self._check_whole()
         return self.store.snapshot(self.steps_done, at_once=True)
 
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
-        """See `Session.gather`; nothing is sent, as all ranks are here."""
+        """See `Session.gather`; nothing is sent, because all ranks are in this process."""
         self._check_whole()
         check_destination(self.plan, to)
         return self.store.whole(name)
@@ -192,7 +193,7 @@ class ReferenceSession(Session):
 
 @contextmanager
 def _intra_op_threads(count: int) -> Iterator[None]:
-    """Let operators use `count` threads: sums in another number of parts round otherwise."""
+    """Let operators use `count` threads, because the number of parts of a sum affects rounding."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -235,11 +236,11 @@ def _replay(
 class _Tensors(InstructionDomain[Value]):
     """The domain of a replay whose values are tensors and host numbers.
 
-    They are alive as long as something refers to them, so nothing is done to hold or drop them.
+    Python frees values without references, so holding and dropping a value needs no action.
 
     Args:
-        session: Whose plan is replayed.
-        states: By rank, those from before the step, which some segments overwrite.
+        session: The session whose plan is replayed.
+        states: Rank -> states from before the step, which some segments overwrite.
     """
 
     def __init__(self, session: ReferenceSession, states: Mapping[int, Values]) -> None:
@@ -261,13 +262,13 @@ class _Tensors(InstructionDomain[Value]):
         """Undo the step, before a state is overwritten, if its loss is not finite.
 
         Raises:
-            NotFiniteStepError: it is to be undone.
+            NotFiniteStepError: the loss is not finite.
         """
         if self.only_finite and not_finite(self.results):
             raise undone(self.results, self.step)
 
     def _overwrite(self) -> None:
-        """Note that a state is overwritten."""
+        """Note that a state is about to be overwritten."""
         if not self.has_overwritten:
             self.check_finite()
         self.has_overwritten = True
@@ -313,7 +314,7 @@ class _Tensors(InstructionDomain[Value]):
         return self._own(firing.rank, {firing.rank: received(step, firing.rank, sent)})
 
     def _own(self, rank: int, made: Mapping[int, Tensor]) -> Tensor:
-        """Return a rank's part of what a boxing step made, told from the parts of others."""
+        """Return a rank's result of a boxing step, as a new tensor that the rank's watch sees."""
         with self.watch(rank):
             return made[rank].detach()
 
@@ -329,7 +330,7 @@ class _Tensors(InstructionDomain[Value]):
             return joined(None if total is None else _tensor(total), _tensor(part), term[2])
 
     def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
-        """See `Domain.emit`; if ranks have results of their own, that of the lowest counts."""
+        """See `Domain.emit`; if several ranks have a result, the lowest rank's result counts."""
         if firing.rank <= self._ranks_of_results.setdefault(result, firing.rank):
             self._ranks_of_results[result] = firing.rank
             self.results[result] = _tensor(value)

@@ -1,4 +1,9 @@
-"""States of one session read by another, where they are: evaluation on what is being trained."""
+"""Share the states of a session with another session, without copies.
+
+For example, a session for evaluation reads the states that another session trains (`SharedStates`),
+or two forms (versions) of the training step update the same states (`KeptStates`). Runtimes call
+`store_of` when they start a session.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +32,13 @@ def store_of(
     """Return the states of a new session: cut from whole states, or shared with another session.
 
     Args:
-        plan: Of the new session.
-        ranks: Of this process.
-        states: Whole ones; or the other session.
-        keeps: Whether the other session goes on with new values that steps of this one make.
+        plan: The plan of the new session.
+        ranks: The ranks of this process.
+        states: The whole states; or another session that has them.
+        keeps: Whether the other session takes the new values that steps of the new session make.
 
     Raises:
-        SbpValueError: a state is missing, or not as the plan says.
+        SbpValueError: a state is missing, or does not agree with the plan.
     """
     if isinstance(states, Session):
         return KeptStates(plan, ranks, states) if keeps else SharedStates(plan, ranks, states)
@@ -43,18 +48,18 @@ def store_of(
 
 
 class SharedStates(StateStore):
-    """The states of another session: the same tensors, as they are when a step begins.
+    """The states of another session: the same tensors, with their values when a step begins.
 
-    New values that a step makes of them are dropped.
+    New values that a step of this session makes are dropped.
 
     Args:
-        plan: Stores its states as the other session does; it may have fewer.
-        ranks: Of this process, which run in the other session, too.
-        source: Whose states they are.
+        plan: The plan. It stores its states as the other session does; it may have fewer.
+        ranks: The ranks of this process, which run in the other session, too.
+        source: The other session.
 
     Raises:
-        SbpValueError: a state is stored otherwise there, or not at all; the plan overwrites one; or
-            the other session is of a runtime that does not keep its states in a `StateStore`.
+        SbpValueError: the other session stores a state differently, or lacks it; the plan
+            overwrites a state; or the runtime of the other session uses no `StateStore`.
         SbpLookupError: a rank does not run there.
     """
 
@@ -77,7 +82,7 @@ class SharedStates(StateStore):
         for slot in self.layout.slots.values():
             self._check_slot(slot)
         self._check_overwritten()
-        #: The states of each rank among those of the other session.
+        #: Rank -> names of the shared states.
         self._names = {
             rank: [slot.name for slot in plan.by_rank[rank].slots if slot.name in self.layout.slots]
             for rank in self.values
@@ -116,19 +121,19 @@ class SharedStates(StateStore):
 
     @staticmethod
     def _storage(slot: StateSlot, plan: PhysicalPlan) -> object:
-        """Return what is equal of states that are stored alike."""
+        """Return a description of the storage of a state, to compare."""
         if slot.sbp is None:
             return plan.ties.get(slot.name, ())
         held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
         return slot.shape, slot.dtype, dict(held), slot.offloaded
 
     def refresh(self) -> None:
-        """See `StateStore.refresh`.
+        """Take the present tensors of the other session. See `StateStore.refresh`.
 
         Raises:
             RunError: the states of the other session belong to two steps.
         """
-        self._source.pieces()  # raises if there are no whole states
+        self._source.pieces()  # raises if the states belong to two steps
         held, updating = self._theirs.values, self._theirs.layout.updating
         if self.layout.updating is not updating:
             self.layout = StateLayout(self.plan, self.values, updating)
@@ -143,14 +148,14 @@ class SharedStates(StateStore):
         return self._theirs.copier
 
     def close(self) -> None:
-        """Leave copies to the other session."""
+        """Do nothing: the other session owns the copies."""
 
     def commit(self, values: dict[int, Values]) -> None:
-        """Drop new values: the states are another session's, which may replace them now."""
+        """Drop new values and the references to states, which the other session may replace now."""
         self.values = {rank: {} for rank in self.values}
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Refuse to replace what belongs to another session.
+        """Refuse to replace states that belong to another session.
 
         Raises:
             RunError: always.
@@ -178,11 +183,11 @@ class SharedStates(StateStore):
 
 
 class KeptStates(SharedStates):
-    """The states of another session, which goes on with what steps make of them: both train.
+    """The states of another session, which takes the new values of each step: both train.
 
     Raises:
-        SbpValueError: as of `SharedStates`; or the plan overwrites a state that the other session
-            does not, so that its snapshots would not know of it.
+        SbpValueError: as for `SharedStates`; or the plan overwrites a state that the other session
+            does not overwrite, so that its snapshots would miss the change.
     """
 
     def _check_overwritten(self) -> None:
@@ -198,14 +203,14 @@ class KeptStates(SharedStates):
                     )
 
     def commit(self, values: dict[int, Values]) -> None:
-        """Let new values take force in the other session, too."""
+        """Make new values the states of the other session, too."""
         theirs = self._theirs
         theirs.commit({rank: {**held, **values[rank]} for rank, held in theirs.values.items()})
         self.values = values
 
 
 def _words(slot: StateSlot, plan: PhysicalPlan) -> str:
-    """Say how a state is stored."""
+    """Return a description of the storage of a state for messages."""
     if slot.sbp is None:
         return f"a number that stands for {', '.join(plan.ties.get(slot.name, ()))}"
     shape = list(slot.shape)

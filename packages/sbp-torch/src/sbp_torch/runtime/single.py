@@ -1,12 +1,12 @@
-"""Run a `LogicalGraph` on one device, op by op: what every plan is compared with.
+"""Run a `LogicalGraph` on one device, op by op: the reference that every plan is compared with.
 
-No plan, no ranks, no boxing. With several micro-batches each is run in turn, as the accumulation in
-the graph says; states that are replaced at micro-batch rate go from each to the next. What an
-asynchronous pipeline computes is said by the staleness of its parameters:
+There is no plan, no rank and no boxing (communication). Micro-batches run one after the other, and
+the accumulations in the graph add up their results. States that are replaced in each micro-batch
+are passed on to the next. For an asynchronous pipeline, `staleness` selects old parameters:
 
-    micro-batch     0    1    2    3        updated each: forward and backward of the n-th one use
-    staleness 0     w0   w1   w2   w3       the parameters of update n - staleness, or those with
-    staleness 2     w0   w0   w0   w1       which the step begins; its own update the newest
+    micro-batch     0    1    2    3        With an update after each: forward and backward of
+    staleness 0     w0   w1   w2   w3       micro-batch n use the parameters after n - staleness
+    staleness 2     w0   w0   w0   w1       updates, at least w0; its update uses the newest ones
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run_graph(
         states: Every state input by name.
         batches: One batch for each micro-batch.
         scalars: Every scalar input by name; `step` too, if the graph draws random numbers.
-        staleness: Of parameters by name, in updates, if a step has several.
+        staleness: Parameter -> staleness in updates, for a step with several updates.
 
     Returns:
         The losses and metrics by name, and the new states by name (unchanged ones included).

@@ -1,16 +1,16 @@
-"""Snapshots: states as they were between two steps, copied aside while the next step computes.
+"""Snapshots of states between two steps, for checkpoints, copied while the next step computes.
 
-One thread copies what the next update overwrites, in the order in which it does. An update that
-needs a copy which is not there yet makes it, or waits for the thread if that is in the middle.
+One thread copies the states that the next update overwrites, in the order of the updates. An update
+whose copy is missing makes the copy itself, or waits for the thread if it has begun.
 
     snapshot            |
     rank            ... | forward  backward  commit | update a  update b  copy c, update c
     copying thread      |  copy a  . . .  copy b  . . . . . . .   copy d
 
-Nothing is copied of states that no update overwrites: new values take their place in other memory.
+States that no update overwrites are not copied, because their new values are in other memory.
 
-With a limit of bytes, the thread waits for the reader to be through with copies before it makes
-more, and so does an update:
+With a limit in bytes, the thread and the updates wait until the reader has finished with some
+copies before they make more:
 
     reader              |          write a  write b  write c  write d
     rank            ... | forward  backward  commit | update a  update b  (waits) update c
@@ -40,22 +40,23 @@ from sbp_torch.runtime.state_layout import Part, StateLayout, Values
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that an update waits for room before it says so.
+#: Seconds that an update waits for room under the limit before it logs a warning.
 TOLD_S = 1.0
 
 
 class StateSnapshot(Snapshot):
-    """What the local ranks own of the states in a store.
+    """The states of a store that the local ranks own, with their values at one moment.
 
     Args:
-        values: The whole states of the store, which replaces these and changes none.
-        tied_dtypes: Of states that a host number stands for.
-        layout: How the states lie.
-        copier: Makes the copies.
-        since: The moment after all work that was put onto the device (`RankDevice.now`).
-        steps_done: Of the session.
-        limit_bytes: Most bytes of copies at a time; None for all.
-        patience_s: Seconds that an update waits for room, before copies go beyond the limit.
+        values: Rank -> states of the store. The store replaces these mappings and never changes
+            them.
+        tied_dtypes: State that is kept as a host number -> dtype.
+        layout: Names, slots and owned slices of the states.
+        copier: The object that makes the copies.
+        since: The event after all earlier work on the device (`RankDevice.now`).
+        steps_done: Number of steps that the session had done.
+        limit_bytes: Largest size of all copies at a time; None for no limit.
+        patience_s: Seconds that an update waits for room before copies exceed the limit.
     """
 
     def __init__(
@@ -79,28 +80,29 @@ class StateSnapshot(Snapshot):
         self._changed = threading.Condition()
         self._begun: set[Part] = set()
         self._made: dict[Part, HostCopy | Exception] = {}
-        self._held_bytes = 0  # of copies that are begun or made
+        self._held_bytes = 0  # size of all copies that are begun or made
         self._released = threading.Event()
-        #: Whether the copying thread will come to it, or is at it; and whether that waits for room.
+        #: Whether the copying thread still has to copy this, or does; and whether it lacks room.
         self._is_awaited = self._is_full = False
-        #: With a limit: what the reader is at, if it is no copy; and what it has read.
+        #: With a limit: the part that the reader reads without a copy; and the parts it has read.
         self._read_in_place: Part | None = None
         self._read: set[Part] = set()
-        #: When the first update began to wait for room, and whether that was said.
+        #: When the first update began to wait for room, and whether a warning was logged.
         self._waits_since: float | None = None
         self._is_told = False
 
     def copy(self, part: Part, *, for_update: bool = True) -> HostCopy | Exception | None:
-        """Return the copy of a part, or why there is none; make it unless somebody does.
+        """Return the copy of a part, or the error of the attempt; make it if no thread does.
 
-        Waits for room, and while the part is read where it is.
+        Waits for room under the limit, and while the reader reads the part without a copy.
 
         Args:
-            part: Of a state.
-            for_update: Whether a rank waits for it.
+            part: The part of a state.
+            for_update: Whether an update of a rank waits for the copy.
 
         Returns:
-            None of a part that is not copied, or is read, or when the snapshot is released.
+            The copy or the error. None if the part needs no copy, was read already, or the snapshot
+            is released.
         """
         with self._changed:
             while not self._is_settled(part):
@@ -115,7 +117,7 @@ class StateSnapshot(Snapshot):
                     break
                 elif for_update:
                     self._await_room()
-                elif self._copier.is_closed:  # nothing is overwritten any more
+                elif self._copier.is_closed:  # no update follows
                     return None
                 else:
                     self._is_full = True
@@ -126,7 +128,7 @@ class StateSnapshot(Snapshot):
         made: HostCopy | Exception
         try:
             made = self._copier.copied(value, self._since, room_bytes)
-        except Exception as error:  # such as for lack of memory
+        except Exception as error:  # for example, out of memory
             made = error
         with self._changed:
             self._begun.discard(part)
@@ -137,20 +139,20 @@ class StateSnapshot(Snapshot):
         return made
 
     def _is_settled(self, part: Part) -> bool:
-        """Whether no copy of a part is to be made any more."""
+        """Whether the copy of a part is made, or will never be needed."""
         is_needed = part in self._to_copy and part not in self._read
         return part in self._made or self._released.is_set() or not is_needed
 
     @property
     def _room_bytes(self) -> int | None:
-        """Bytes that the limit leaves; None if there is none."""
+        """Bytes that the limit leaves for more copies; None without a limit."""
         return None if self._limit_bytes is None else self._limit_bytes - self._held_bytes
 
     def _has_room(self, size_bytes: int) -> bool:
         return self._room_bytes is None or size_bytes <= self._room_bytes
 
     def _await_room(self) -> None:
-        """Have an update wait for the reader, and say so if it takes long; it holds the lock."""
+        """Let an update wait for the reader; log a long wait. The caller holds the lock."""
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
@@ -174,7 +176,7 @@ class StateSnapshot(Snapshot):
         self._changed.wait(min(TOLD_S, self._patience_s - waited_s))
 
     def copy_all(self) -> None:
-        """Make all copies that nobody has made; return when they are there."""
+        """Make all missing copies; return when they are complete."""
         for part in self._to_copy:
             self.copy(part, for_update=False)
         with self._changed:
@@ -184,19 +186,19 @@ class StateSnapshot(Snapshot):
                 copy.wait()
 
     def copy_on_thread(self) -> None:
-        """Have the copying thread make all copies."""
+        """Let the copying thread make all copies."""
         if self._to_copy:
             self._is_awaited = True
             self._copier.begin(self)
 
     def leave_to_reader(self) -> None:
-        """Note that the copying thread is through with it."""
+        """Note that the copying thread has finished with this snapshot."""
         with self._changed:
             self._is_awaited = False
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have who waits look again."""
+        """Wake the waiting threads, to check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -219,12 +221,12 @@ class StateSnapshot(Snapshot):
             value = self._value(part)
             for _, one in entries:
                 yield one.with_value(value)
-            del value  # or its memory would stay
+            del value  # else its memory would not be freed
             if self._is_limited:
                 self._let_go(part)
 
     def _value(self, part: Part) -> Tensor | Number:
-        """Return a part as it was, when it is copied.
+        """Return a part with its value at the time of the snapshot; wait until it is copied.
 
         Raises:
             RunError: see `Snapshot.pieces`.
@@ -254,12 +256,12 @@ class StateSnapshot(Snapshot):
         return copy.wait()
 
     def _await_thread(self, part: Part) -> None:
-        """Wait for the thread to copy a part: two would take more from those that compute."""
+        """Wait for the copying thread: a second one would take time from threads that compute."""
         while self._is_awaited and not self._is_full and not self._is_settled(part):
             self._changed.wait()
 
     def _let_go(self, part: Part) -> None:
-        """Make room, as a part is read."""
+        """Free the copy of a part that was read."""
         with self._changed:
             copy = self._made.pop(part, None)
             if isinstance(copy, HostCopy):
@@ -271,7 +273,7 @@ class StateSnapshot(Snapshot):
 
     @property
     def is_released(self) -> bool:
-        """Whether nobody reads it any more."""
+        """Whether the reader has released the snapshot."""
         return self._released.is_set()
 
     def release(self) -> None:
@@ -287,28 +289,28 @@ class StateSnapshot(Snapshot):
 
 
 class Copier:
-    """Copies aside what updates overwrite, and keeps the memory for the next time.
+    """Copies states for snapshots before updates overwrite them, and reuses the memory of copies.
 
     Args:
-        device: Of the states.
+        device: The device of the states.
     """
 
     def __init__(self, device: RankDevice) -> None:
         self.device = device
         self.is_closed = False
         self._lock = threading.Lock()
-        #: Those of which a part may not be copied yet.
+        #: Snapshots with parts that may not be copied yet.
         self._under_way: list[StateSnapshot] = []
         self._orders: SimpleQueue[StateSnapshot | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: Memory of copies that nobody needs any more, by bytes.
+        #: Size in bytes -> memory of copies that are no longer needed.
         self._buffers: dict[int, list[Tensor]] = {}
         self._kept_bytes = 0
 
     def begin(self, snapshot: StateSnapshot) -> None:
-        """Have the thread copy a snapshot; the first one starts it."""
+        """Let the thread copy a snapshot; the first call starts the thread."""
         if self._thread is None:
-            # It stays: who starts a thread waits until it runs.
+            # The thread stays for later snapshots, because a start of a thread waits until it runs.
             thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
             thread.start()
             self._thread = thread
@@ -317,9 +319,9 @@ class Copier:
         self._orders.put(snapshot)
 
     def before_overwrite(self, rank: int) -> Callable[[str], None] | None:
-        """Return what a rank calls in its next step before it overwrites a state; None if nothing.
+        """Return a function to call in the next step before a state is overwritten; or None.
 
-        It returns when the state is copied into all snapshots that need it.
+        The function takes the name of the state, and returns when all snapshots have their copy.
         """
         with self._lock:
             snapshots = tuple(self._under_way)
@@ -334,13 +336,13 @@ class Copier:
         return copy_before
 
     def copied(self, value: Tensor, since: object, room_bytes: int | None) -> HostCopy:
-        """Return a copy of a part of a state, in memory that is kept or new.
+        """Return a copy of a part of a state, in memory of an earlier copy or new memory.
 
         Args:
             value: The part.
             since: See `RankDevice.copy_aside`.
-            room_bytes: Most bytes that stay kept for later copies in addition to this; None for
-                all.
+            room_bytes: Largest size of the memory that stays reserved for later copies; None for
+                no limit.
         """
         with self._lock:
             fitting = self._buffers.get(value.nbytes)
@@ -358,7 +360,7 @@ class Copier:
         return self.device.copy_aside(value, since, buffer)
 
     def keep(self, values: Sequence[Tensor]) -> None:
-        """Keep the memory of copies that nobody needs any more."""
+        """Keep the memory of copies that are no longer needed, for later copies."""
         with self._lock:
             for value in () if self.is_closed else values:
                 buffer = value.reshape(-1).view(torch.uint8)
@@ -366,9 +368,9 @@ class Copier:
                 self._kept_bytes += buffer.nbytes
 
     def close(self) -> None:
-        """Wait until all copies are made; let go of the memory.
+        """Wait until all copies are made; free the memory that is kept.
 
-        Of a snapshot with a limit, what has no room is left where it is: nothing overwrites it.
+        A snapshot with a limit makes no copies without room, because no update follows.
         """
         with self._lock:
             self.is_closed, self._buffers, self._kept_bytes = True, {}, 0
@@ -387,12 +389,12 @@ class Copier:
 
     def _copy_next(self) -> bool:
         """Copy the next snapshot, or return False at the end."""
-        # A frame of its own lets go of the snapshot, whose memory must not wait for the next.
+        # A separate function, so that the reference to the snapshot ends before the next one comes.
         snapshot = self._orders.get()
         if snapshot is None:
             return False
-        # One thread, next to those that compute; threads of the process that begin later take the
-        # count that was set last.
+        # Copy with one intra-op thread, because other threads compute. Reset the number, because
+        # threads that start later take the number that was set last.
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

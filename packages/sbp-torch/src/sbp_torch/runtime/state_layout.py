@@ -1,4 +1,10 @@
-"""Which states a session has, and what its local ranks own of them."""
+"""`StateLayout`: names, slots and owned slices of the states of a session.
+
+A rank holds a shard of a state. If several ranks hold the same slice, one of them owns it
+(`state_owners`) and writes it into checkpoints. A slot is a state of the plan. Several equal host
+numbers, such as the step counters of all parameters, may share a slot: they are tied. The layout
+also knows when an update overwrites an owned slice, so that a snapshot can copy it before.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +25,17 @@ if TYPE_CHECKING:
 #: The values of a rank by name: tensors and host numbers.
 Values = dict[str, "Tensor | Number"]
 
-#: A part of a state: of which rank, and by which name ranks know it.
+#: A part of a state: its rank and the name of its slot.
 Part = tuple[int, str]
 
 
 class StateLayout:
-    """The states of a session, until it is given more; nothing of this changes.
+    """The states of a session. Immutable: a session that gets more states makes a new layout.
 
     Args:
-        plan: Its slots are the states.
-        ranks: Of this process.
-        updating: The plans whose updates overwrite states, one of which runs at a time.
+        plan: The plan; its slots are the states.
+        ranks: The ranks of this process.
+        updating: The plans whose updates overwrite states; one of them runs at a time.
     """
 
     def __init__(
@@ -39,21 +45,21 @@ class StateLayout:
 
     @cached_property
     def slots(self) -> Mapping[str, StateSlot]:
-        """One slot of every state of the plan, by the name that ranks know it by."""
+        """One slot of every state of the plan, by the name of the slot."""
         return state_slots(self.plan)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all states: those of `state_dict`."""
+        """The names of all states, as in `state_dict`."""
         return tuple(tied for name in self.slots for tied in self.names_of(name))
 
     def names_of(self, slot_name: str) -> tuple[str, ...]:
-        """Return the states that are kept as one: several, of a host number that is tied."""
+        """Return the names of the states in a slot: several if they are tied."""
         return self.plan.ties.get(slot_name, (slot_name,))
 
     @property
     def numbers(self) -> Mapping[str, str]:
-        """The states that are kept as host numbers, each with the name of its slot."""
+        """State that is kept as a host number -> name of its slot."""
         return {
             tied: name
             for name, slot in self.slots.items()
@@ -63,7 +69,7 @@ class StateLayout:
 
     @cached_property
     def held(self) -> frozenset[str]:
-        """The states, but for host numbers, of which a local rank has a part."""
+        """The states, except host numbers, of which a local rank has a part."""
         return frozenset(
             name
             for name, slot in self.slots.items()
@@ -73,13 +79,13 @@ class StateLayout:
 
     @cached_property
     def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
-        """What the local ranks own: rank, slot of the state, and where its part is in it."""
+        """The slices that the local ranks own: rank, slot, and bounds in the whole state."""
         return self.owned_among()
 
     def owned_among(
         self, among: Collection[int] | None = None
     ) -> tuple[tuple[int, str, Bounds], ...]:
-        """Return what they own if only some ranks are left; see `state_owners`."""
+        """Return the slices that local ranks own if only the ranks `among` are alive."""
         return tuple(
             (rank, name, bounds)
             for name, owners in state_owners(self.plan, among).items()
@@ -88,7 +94,7 @@ class StateLayout:
         )
 
     def index(self, rank: int, name: str, bounds: Bounds) -> tuple[slice, ...] | None:
-        """Return where in what a rank holds that lies which it owns; None if it owns all of it."""
+        """Return the position of an owned slice in the rank's shard; None if it is all of it."""
         slot = self.slots[name]
         if slot.sbp is None:
             return None
@@ -105,13 +111,13 @@ class StateLayout:
         return {(rank, name): self.index(rank, name, bounds) for rank, name, bounds in self.owned}
 
     def owned_part(self, part: Part, value: Tensor | Number) -> Tensor | Number:
-        """Return what a rank owns of what it holds: no copy."""
+        """Return the owned slice of a rank's shard, without a copy."""
         return part_of(value, self._owned_indices[part])
 
     def slices_of(
         self, name: str, bounds: Bounds, tied_dtypes: Mapping[str, torch.dtype]
     ) -> Iterator[StateSlice]:
-        """Yield the slice of what is kept as one: of several states, of a host number."""
+        """Yield a slice of a slot for each state in it: several if it is a tied host number."""
         slot = self.slots[name]
         for tied in self.names_of(name):
             dtype = slot.dtype
@@ -121,7 +127,7 @@ class StateLayout:
 
     @cached_property
     def places(self) -> Mapping[Part, tuple[int, int]]:
-        """When an update overwrites a part of a state: its firing, and the instruction in it."""
+        """Part that an update overwrites -> position of the firing, and the instruction in it."""
         found: dict[Part, tuple[int, int]] = {}
         for plan in self.updating:
             for part in plan.ranks:
@@ -137,19 +143,19 @@ class StateLayout:
 
     @cached_property
     def overwritten(self) -> Mapping[Part, None]:
-        """What the local ranks own and updates overwrite, in the order in which they do."""
+        """The parts that local ranks own and updates overwrite, in the order of the updates."""
         owned = [(rank, name) for rank, name, _ in self.owned if (rank, name) in self.places]
         return dict.fromkeys(sorted(owned, key=lambda part: (*self.places[part], part)))
 
     @cached_property
     def owned_in_order(self) -> tuple[tuple[int, str, Bounds], ...]:
-        """What the local ranks own: first what no update overwrites, then in their order."""
+        """The owned slices: first those that no update overwrites, then in the order of updates."""
         order = {part: index for index, part in enumerate(self.overwritten)}
         return tuple(sorted(self.owned, key=lambda entry: order.get(entry[:2], -1)))
 
 
 def part_of(value: Tensor | Number, index: tuple[slice, ...] | None) -> Tensor | Number:
-    """Return a part of what a rank holds, no copy; all of it of None."""
+    """Return a slice of a rank's shard, without a copy; the whole shard if `index` is None."""
     if index is None:
         return value
     assert isinstance(value, Tensor), "host numbers have no parts"

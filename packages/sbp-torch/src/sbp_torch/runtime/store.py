@@ -1,6 +1,7 @@
-"""What one rank holds between steps; how whole tensors become parts, and parts whole.
+"""`StateStore`: shards of parameters, buffers and optimizer states of the ranks of this process.
 
-Both runtimes use it, so loading and saving are in one place.
+It cuts whole tensors into shards (loading), gathers shards into whole tensors (reading), and takes
+snapshots (checkpoints). The reference runtime and the actor runtime use it.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ _ONE_NUMBER = "one number: a 0-d tensor"
 
 @runtime_checkable
 class MadeOnDemand(Protocol):
-    """What a mapping of states has that makes each when it is asked for."""
+    """A mapping of states that creates each state when it is requested."""
 
     def each(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield some of the states by name, in the order in which they are best made."""
+        """Yield some of the states with their names, in the order of least cost to create."""
 
 
 @runtime_checkable
 class ReadInParts(Protocol):
-    """What a mapping of states has that can read a part of one, such as a file."""
+    """A mapping of states that can read a slice of a state, such as a file."""
 
     def like(self, name: str) -> Tensor:
         """Return a tensor of a state's shape and dtype, without its values."""
 
     def part(self, name: str, bounds: Bounds) -> Tensor:
-        """Return a part of a state, a tensor of its own: (start, stop) of each dim."""
+        """Return a slice of a state as a new tensor; `bounds` has (start, stop) of each dim."""
 
 
 class StateStore:
@@ -61,23 +62,25 @@ class StateStore:
         self.device = device_of(plan)
         self.values: dict[int, Values] = {rank: {} for rank in ranks}
         self.layout = StateLayout(plan, self.values, [plan])
-        #: Those that are not released, which hold values of earlier steps.
+        #: Snapshots, which may hold values of earlier steps.
         self._snapshots: WeakSet[StateSnapshot] = WeakSet()
-        #: Of the states that a host number stands for, as they were last given.
+        #: State that is kept as a host number -> dtype when it was last loaded.
         self.tied_dtypes: dict[str, torch.dtype] = {}
-        #: Why there are no states, if what was loaded last has replaced only some; else empty.
+        #: Why there are no states, if the last load has replaced only some of them; else empty.
         self._lost_by = ""
 
     @property
     def plan(self) -> PhysicalPlan:
-        """The plan of the session, with the states that it was given since."""
+        """The plan of the session, extended by the states of later plans (`widen`)."""
         return self.layout.plan
 
     def refresh(self) -> None:
-        """See that there are states, and what they are now, if they are those of another session.
+        """Raise an error if a failed load has left no states.
+
+        `SharedStates` also updates its references to the states of another session.
 
         Raises:
-            RunError: there are none.
+            RunError: there are no states.
         """
         if self._lost_by:
             raise RunError(
@@ -88,8 +91,8 @@ class StateStore:
             )
 
     def commit(self, values: dict[int, Values]) -> None:
-        """Let new states of all ranks take force."""
-        # One assignment, so that an interrupt leaves all of them before it or after it.
+        """Replace the states of all ranks by new ones."""
+        # One assignment, so that after an interrupt, all of them are old or all are new.
         self.values = values
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
@@ -117,16 +120,15 @@ class StateStore:
         return self.values[rank][name]
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Cut whole states into every local rank's parts, in place of those that are there.
+        """Replace all states: cut whole states into the shards of the local ranks.
 
-        They are taken one at a time, in the order of the mapping, and let go of before the next is
-        asked for: a mapping that makes them on demand, such as `DeferredStates`, never needs to
-        hold two. So are those that they replace: next to the parts of the local ranks there is one
-        state at most. Of a mapping that makes them on demand, states that no local rank holds are
-        not asked for at all; and of one that is read in parts, only those that a local rank holds.
+        States are taken one at a time, in the order of the mapping. The old shards of a state are
+        freed before its new ones are created. So memory holds the local shards and at most one
+        whole state. A `MadeOnDemand` mapping, such as `DeferredStates`, is not asked for states
+        without a local shard, and of a `ReadInParts` mapping only local slices are read.
 
-        What is refused is refused before anything is replaced, as far as the mapping can be asked
-        for it. What fails after that, such as a file that cannot be read, leaves no states.
+        Names, shapes and dtypes are checked first, as far as the mapping knows them. If loading
+        fails after that, such as on a file that cannot be read, the store has no states.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
@@ -134,10 +136,10 @@ class StateStore:
         """
         numbers, held_here = self.layout.numbers, self.layout.held
         self._check_names(states, self.layout.slots, numbers)
-        if any(self.values.values()):  # else there is nothing to be kept from harm
+        if any(self.values.values()):  # else there are no states to protect
             self._check_forms(states, held_here)
         read, dtypes = self._read_numbers(states, numbers)
-        # Others keep the mappings that were here: snapshots, and steps.
+        # Copy the dicts: snapshots and running steps still use the old ones.
         values = {rank: dict(held) for rank, held in self.values.items()}
         try:
             self._lost_by, self.values = "that was interrupted", values
@@ -150,10 +152,10 @@ class StateStore:
             raise
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
-        """Cut some whole states into every local rank's parts; the others stay.
+        """Replace some states: cut whole states into the shards of the local ranks.
 
         Raises:
-            SbpValueError: one is unknown, or of another shape or dtype; tied states differ.
+            SbpValueError: a state is unknown, or of another shape or dtype; tied states differ.
         """
         numbers: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, whole in states.items():
@@ -167,7 +169,7 @@ class StateStore:
             kept = {name: self.whole(name) for name in self.layout.names_of(slot_name)}
             values = {name: _one_number(name, one) for name, one in {**kept, **given}.items()}
             read[slot_name] = _tied_number(slot_name, values)
-        # Others keep the mappings that were here: snapshots, and steps.
+        # Copy the dicts: snapshots and running steps still use the old ones.
         parts = {rank: dict(held) for rank, held in self.values.items()}
         for name in states.keys() & self.layout.held:
             self._cut(self.layout.slots[name], states[name], parts)
@@ -176,15 +178,15 @@ class StateStore:
         self.commit(parts)
 
     def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
-        """Hold the states of another plan, too; what is here stays where it is.
+        """Add the states of another plan. Existing shards do not move.
 
         Args:
-            plan: Stores what is here as it is here. A host number may stand for fewer states there:
-                then those have one of their own from now on.
-            states: Whole tensors, by the names of what only that plan has.
+            plan: The plan. It stores the existing states as this store does. If a host number
+                stands for fewer states in it, they get a separate number.
+            states: Whole tensors of the states that only the new plan has, by name.
 
         Raises:
-            SbpValueError: one is missing, or of another shape or dtype.
+            SbpValueError: a state is missing, or of another shape or dtype.
         """
         before = self.layout
         after = StateLayout(widened(before.plan, plan), self.values, (*before.updating, plan))
@@ -203,12 +205,12 @@ class StateStore:
             numbers = {name: _one_number(name, one) for name, one in taken.items()}
             read[slot_name] = _tied_number(slot_name, numbers)
             dtypes |= {name: one.dtype for name, one in taken.items()}
-        # Others keep the mappings that were here: snapshots, and steps.
+        # Copy the dicts: snapshots and running steps still use the old ones.
         values = {rank: dict(held) for rank, held in self.values.items()}
         if any(not one.is_released for one in self._snapshots):
             for rank, name in after.places.keys() - before.places.keys():
                 value = values.get(rank, {}).get(name)
-                if isinstance(value, Tensor):  # which a snapshot did not copy
+                if isinstance(value, Tensor):  # now updated in place, and not copied by a snapshot
                     values[rank][name] = self._put(before.slots[name], value.clone())
         self.layout = after
         try:
@@ -227,7 +229,7 @@ class StateStore:
     def _replace(
         self, states: Mapping[str, Tensor], names: Collection[str], values: Mapping[int, Values]
     ) -> None:
-        """Replace states of which a local rank has a part, one after the other."""
+        """Replace the states that have a local shard, one after the other."""
 
         def let_go(name: str) -> None:
             for held in values.values():
@@ -241,12 +243,12 @@ class StateStore:
         for name, whole in _each(states, names):
             let_go(name)
             self._cut(self.layout.slots[name], whole, values)
-            del whole  # before the next is made
+            del whole  # before the next state is created
 
     def _read_numbers(
         self, states: Mapping[str, Tensor], numbers: Mapping[str, str]
     ) -> tuple[dict[str, Number], dict[str, torch.dtype]]:
-        """Return the host numbers, by slot, and the dtypes that they were given in, by state."""
+        """Return the host numbers by slot, and the dtypes of the given tensors by state."""
         found: dict[str, dict[str, Number]] = defaultdict(dict)
         dtypes: dict[str, torch.dtype] = {}
         for name, value in _each(states, numbers):
@@ -260,7 +262,7 @@ class StateStore:
         slots: Mapping[str, StateSlot],
         numbers: Mapping[str, str],
     ) -> None:
-        """Refuse before anything is made."""
+        """Refuse missing and unknown names, before any state is created."""
         for name, slot in slots.items():
             if slot.sbp is not None and name not in states:
                 check_tensor(name, None, slot.shape, slot.dtype)
@@ -275,7 +277,7 @@ class StateStore:
             )
 
     def _check_forms(self, states: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Refuse states of another shape or dtype, of a mapping that has them, or knows them."""
+        """Refuse states of another shape or dtype, if the mapping knows them beforehand."""
         for name in names:
             slot = self.layout.slots[name]
             if isinstance(states, ReadInParts):
@@ -284,7 +286,7 @@ class StateStore:
                 check_tensor(name, states[name], slot.shape, slot.dtype)
 
     def _cut(self, slot: StateSlot, whole: Tensor, new: Mapping[int, Values]) -> None:
-        """Add the local ranks' parts of a state; each is a tensor of its own."""
+        """Add the local ranks' shards of a state; no two of them share memory."""
         check_tensor(slot.name, whole, slot.shape, slot.dtype)
         assert slot.sbp is not None, "else it is a number"
         parts = shard(whole.detach(), self.plan.stages[slot.stage], slot.sbp, new)
@@ -295,11 +297,11 @@ class StateStore:
             taken.add(storage_key(part))
 
     def _put(self, slot: StateSlot, part: Tensor) -> Tensor:
-        """Return a part of a state where it is to be between steps."""
+        """Return a shard on the device, or in host memory if the state is offloaded."""
         return self.device.put_host(part) if slot.offloaded else self.device.put(part)
 
     def _read(self, slot: StateSlot, states: ReadInParts, new: Mapping[int, Values]) -> None:
-        """Add the local ranks' parts of a state, and read no others."""
+        """Add the local ranks' shards of a state; read only these slices."""
         check_tensor(slot.name, states.like(slot.name), slot.shape, slot.dtype)
         assert slot.sbp is not None, "else it is a number"
         bounds = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)
@@ -315,7 +317,7 @@ class StateStore:
                 new[rank][slot.name] = self._put(slot, copy) if slot.offloaded else copy
 
     def pieces(self, among: Collection[int] | None = None) -> Iterator[StatePiece]:
-        """Yield what the local ranks own of the states; `among`: see `state_owners`."""
+        """Yield the slices that the local ranks own; for `among`, see `state_owners`."""
         values, tied_dtypes = self.values, self.tied_dtypes
         layout = self.layout
         for rank, name, bounds in layout.owned if among is None else layout.owned_among(among):
@@ -325,7 +327,7 @@ class StateStore:
 
     @cached_property
     def copier(self) -> Copier:
-        """Copies aside what updates overwrite."""
+        """The object that copies states for snapshots before updates overwrite them."""
         return Copier(self.device)
 
     def snapshot(
@@ -336,13 +338,14 @@ class StateStore:
         limit_bytes: int | None = None,
         patience_s: float = inf,
     ) -> StateSnapshot:
-        """Return what the local ranks own, as it is now.
+        """Return a snapshot of the slices that the local ranks own.
 
         Args:
-            steps_done: Of the session.
-            at_once: Make all copies first, instead of on a thread.
-            limit_bytes: Most bytes of copies at a time; None for all, without `at_once`.
-            patience_s: Seconds that an update waits for room, before copies go beyond the limit.
+            steps_done: Number of steps that the session has done.
+            at_once: Whether to make all copies now, instead of on a thread.
+            limit_bytes: Largest size of all copies at a time; None for no limit. Only without
+                `at_once`.
+            patience_s: Seconds that an update waits for room before copies exceed the limit.
         """
         assert not at_once or limit_bytes is None, "nobody reads yet"
         made = StateSnapshot(
@@ -363,11 +366,11 @@ class StateStore:
         return made
 
     def close(self) -> None:
-        """Make all copies of snapshots; let go of what is kept for the next."""
+        """Make all copies of snapshots; free the memory that is kept for later ones."""
         self.copier.close()
 
     def number(self, name: str) -> Tensor | None:
-        """Return a state that ranks keep as a host number, as a 0-d tensor; None of any other."""
+        """Return a state that ranks keep as a host number, as a 0-d tensor; None for a tensor."""
         slot = self.layout.slots[known_state(self.plan, name)]
         if slot.sbp is not None:
             return None
@@ -393,7 +396,7 @@ class StateStore:
 
 
 def _each(states: Mapping[str, Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Go through some of the states, each made when it is its turn."""
+    """Yield some of the states with their names; create each only when it is needed."""
     if isinstance(states, MadeOnDemand):
         yield from states.each(names)
         return
@@ -429,16 +432,16 @@ def check_tensor(
     why: str = "",
     todo: str = "",
 ) -> None:
-    """Check a tensor that somebody gives.
+    """Check a tensor that a caller passes.
 
     Args:
-        name: Of the tensor.
-        value: Given; None for nothing.
-        shape: Accepted.
-        dtype: Accepted.
-        where: What it was given in.
-        why: Where the accepted shape comes from.
-        todo: What to do if the tensor is another.
+        name: The name of the tensor.
+        value: The value to check; None if it is missing.
+        shape: The accepted shape.
+        dtype: The accepted dtype.
+        where: The argument that contains the tensor, for messages.
+        why: The reason for the accepted shape, for messages.
+        todo: Advice for a tensor of another shape.
 
     Raises:
         SbpValueError: it is missing, or of another shape or dtype.

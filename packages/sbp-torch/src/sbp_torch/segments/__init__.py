@@ -1,6 +1,7 @@
-"""How compute segments are executed: as generated Python, by Inductor, or as CUDA graphs.
+"""Execute compute segments: as generated Python, compiled by Inductor, or as CUDA graphs.
 
-`execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of the
+A segment is a list of operators that a rank runs without communication in between. `execution`
+chooses the method; `codegen`, `inductor` and `cudagraph` create the functions, the last two for the
 tensor part of a segment (`host_parts`).
 """
 

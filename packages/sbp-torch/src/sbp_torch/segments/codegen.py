@@ -1,4 +1,4 @@
-"""Generate one Python function for a compute segment: readable, with values freed after last use.
+"""Generate a readable Python function for a compute segment; it frees values after their last use.
 
 before: instructions a = mm(x, w); b = relu(a)   inputs x, w; outputs b
 after:  def segment(x, w):
@@ -37,10 +37,10 @@ from sbp_torch.ops.operators import makes_one_tensor, operator_of, results_of, s
 
 Segment = Callable[..., tuple[Any, ...]]
 
-#: (values taken, what is called with a state that is about to be overwritten) -> values made.
+#: (input values, function to call with the name of a state before its update) -> output values.
 TellingSegment = Callable[[list[Any], Callable[[str], None]], tuple[Any, ...]]
 
-#: (values taken, clock in nanoseconds) -> (values made, times of the clock).
+#: (input values, clock in nanoseconds) -> (output values, times of the clock).
 TimedSegment = Callable[[list[Any], Callable[[], int]], tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
@@ -53,10 +53,11 @@ def segment_function(
 
     Args:
         actor: The actor.
-        rank: Who executes it.
-        steps: Of the plan.
-        owns: Take the values in one list, which is emptied: a value that nobody else holds dies
-            after its last use. Otherwise they are arguments, which the caller holds to the end.
+        rank: The rank that executes it.
+        steps: Boxing steps of the plan.
+        owns: Whether the function takes its values in one list and empties it, so that a value
+            without other references is freed after its last use. Otherwise, values are positional
+            arguments, which the caller keeps alive to the end.
     """
     return _function(actor, rank, steps, owns=owns)
 
@@ -64,27 +65,27 @@ def segment_function(
 def telling_segment_function(
     actor: Compute, rank: int, steps: Sequence[BoxingStep]
 ) -> TellingSegment:
-    """Return the function of a compute actor that tells which state it is about to overwrite.
+    """Return the function of a compute actor that reports each state before it overwrites it.
 
-    It takes the values of `segment_function(owns=True)`, and a function that it calls with the name
-    of each state just before the operator that overwrites it.
+    It takes the list of `segment_function(owns=True)`, and a function that it calls with the name
+    of each state just before the operator that overwrites it. Snapshots copy the state then.
     """
     return _function(actor, rank, steps, owns=True, tells=True)
 
 
 def timed_segment_function(actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> TimedSegment:
-    """Return the function of a compute actor that looks at a clock between its operators.
+    """Return the function of a compute actor that reads a clock between its operators.
 
-    It takes the values of `segment_function(owns=True)`, and a clock. It returns the values made,
-    and a time more than there are instructions: when each began, and when the last was over.
+    It takes the list of `segment_function(owns=True)`, and a clock. It returns the output values,
+    and the times: the start of each instruction, and the end of the last one.
     """
     return _function(actor, rank, steps, owns=True, is_timed=True)
 
 
 def operator_clock(values: Iterable[Any]) -> Callable[[], int]:
-    """Return a clock for a timed segment that takes these values, in nanoseconds of the wall clock.
+    """Return a wall clock in nanoseconds for a timed segment with these inputs.
 
-    A GPU computes later than the host asks: there the clock first waits until it is through.
+    If an input is on a GPU, the clock first waits until the GPU has finished its work.
     """
     if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
         return time.time_ns
@@ -107,14 +108,14 @@ def _function(
         namespace[names[LOCAL_BOX]] = lambda value, index: local_step(steps[index], rank, value)
     file = f"<segment {actor.name} of rank {rank}>"
     exec(compile(source, file, "exec"), namespace)
-    # Tracebacks and debuggers then show the line of the generated function.
+    # With this entry, tracebacks and debuggers show the lines of the generated function.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     made: Callable[..., Any] = namespace["segment"]
     return made
 
 
 def failed_call(error: BaseException) -> str:
-    """Return the node and the call of a segment's function that raised, or ""."""
+    """Return the node and the call in a segment's function that raised an error, or ""."""
     for frame, line in walk_tb(error.__traceback__):
         if frame.f_code.co_filename.startswith("<segment "):
             call, node = _call_at(frame, line)
@@ -123,14 +124,14 @@ def failed_call(error: BaseException) -> str:
 
 
 def _call_at(frame: FrameType, line: int) -> tuple[str, str]:
-    """Return the call in a line of a segment's function, and the node that it is of."""
+    """Return the call in a line of a segment's function, and its node."""
     text = linecache.getline(frame.f_code.co_filename, line)
     call, _, node = text.strip().partition("  # ")
     return call, node
 
 
 def running_node() -> str:
-    """Return the node whose call a segment's function of this thread is in, or ""."""
+    """Return the node whose operator this thread's segment function is calling, or ""."""
     for frame, line in walk_stack(sys._getframe()):
         if frame.f_code.co_filename.startswith("<segment "):
             return _call_at(frame, line)[1]
@@ -143,10 +144,10 @@ def segment_source(
     """Return the source of a segment's function, and the name used in it for each operator.
 
     Args:
-        actor: Whose function it is.
+        actor: The compute actor.
         owns: See `segment_function`.
-        tells: See `telling_segment_function`; it owns its values.
-        is_timed: See `timed_segment_function`; likewise.
+        tells: See `telling_segment_function`; needs `owns`.
+        is_timed: See `timed_segment_function`; needs `owns`.
     """
     writer = _Writer(actor)
     names = writer.names
@@ -155,7 +156,7 @@ def segment_source(
         further = ", before_overwrite" * tells + ", clock" * is_timed
         lines = [f"def segment(taken{further}):"]
         if names:
-            # The caller's list is emptied, so that these names are the only holders: `del` frees.
+            # The caller's list is emptied, so these names are the only references: `del` frees.
             lines.append(f"    {', '.join(names.values())}, = taken; taken.clear()")
     firsts = first_overwrites(actor) if tells else {}
     times = "".join(f"t{at}, " for at in range(len(actor.instructions) + 1))
@@ -175,7 +176,7 @@ def segment_source(
 
 
 class _Writer:
-    """The names in one function, of values and operators, and the calls that they make."""
+    """Writes calls of instructions, and names the values and operators in one function."""
 
     def __init__(self, actor: Compute) -> None:
         self.actor = actor
@@ -183,11 +184,11 @@ class _Writer:
         self.operators: dict[str, str] = {}
 
     def call(self, entry: Instruction) -> str:
-        """Return the call of an instruction, with the names of what it makes.
+        """Return the source line of an instruction: an assignment of a call to new names.
 
         Raises:
-            SbpTypeError: an argument is of a kind that plans do not have.
-            SbpValueError: what would become source is no name.
+            SbpTypeError: an argument is of a type that plans do not have.
+            SbpValueError: the name of an operator or argument is no identifier.
         """
         name = self._operator(entry.op)
         for key in entry.kwargs:
@@ -198,7 +199,7 @@ class _Writer:
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
         call = f"{name}({', '.join(arguments)})"
-        # Most operators; `results_of`, which looks at what came, would cost more than the line.
+        # Most operators make one tensor; `results_of`, which checks types, would cost more time.
         if entry.op == LOCAL_BOX or makes_one_tensor(entry.op):
             return f"{self.names[entry.outputs[0]]} = {call}"
         targets = "".join(f"{self.names[key]}, " for key in entry.outputs)
@@ -207,7 +208,7 @@ class _Writer:
     def _operator(self, op: str) -> str:
         """Return the name of an operator in the source; `a_b.c` and `a.b_c` get two."""
         if op not in self.operators:
-            # Plans are read from files, and this becomes source: what is no name is not written.
+            # Plans may come from files, and this becomes source code, so only names are accepted.
             if not all(map(str.isidentifier, op.split("."))) or "." not in op:
                 raise SbpValueError(
                     f"{op!r} is no name of an operator",
@@ -224,13 +225,13 @@ class _Writer:
         if isinstance(argument, Ref):
             return self.names[argument.name]
         if isinstance(argument, Symbol):
-            symbol_value(argument)  # refuses what is no name of torch
+            symbol_value(argument)  # raises if torch has no such name
             is_device = argument.kind == "device"
             return f"torch.device({argument.name!r})" if is_device else f"torch.{argument.name}"
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, float) and not math.isfinite(argument):
-            # `repr` of these is a bare name, which the source does not know.
+            # `repr` of these is a bare name, which is undefined in the source.
             return f"float({str(argument)!r})"
         if argument is None or isinstance(argument, bool | int | float | str):
             return repr(argument)

@@ -1,21 +1,21 @@
-"""Segments recorded as CUDA graphs: `compile=cudagraph`.
+"""Record segments as CUDA graphs, and replay them: `compile=cudagraph`.
 
-A segment runs operator by operator at first, as libraries allocate workspaces and choose kernels
-then; its third firing is recorded, and from then on replayed with one launch:
+A segment runs operator by operator at first, because libraries allocate workspaces and choose
+kernels then. Its third firing (execution) is recorded, and from then on replayed with one launch:
 
     firing       1, 2                    3                          4, 5, ...
     input        as it comes             copied into static ones    copied into static ones
     work         operators, side stream  recorded, replayed         replayed
     output       as it is made           copied out                 copied out
 
-Copies in and out keep the plan's freedom: registers with several fillings, states that outlive the
-step, tensors of whatever address. A recording holds for the shapes that it was made with; others
-are recorded anew.
+Because inputs and outputs are copied, the plan may use any addresses: registers that hold several
+values, states that outlive the step. A recording is valid for its input shapes; each new
+combination of shapes is recorded separately.
 
-A number that changes from step to step cannot be recorded, so segments whose operators take one
-(the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
-Draws of random numbers are made before a segment (`segments.host_parts`). Everything that touches
-the device is behind `CudaGraphDevice`, so that the rest is tested without one.
+A number that changes from step to step cannot be recorded, so segments whose operators take such a
+number (mostly the optimizer's) run operator by operator, as do segments that read a number from a
+tensor. Random numbers are drawn before a segment (`segments.host_parts`). Only `CudaGraphDevice`
+uses the GPU, so that the rest can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from sbp_torch.segments.host_parts import PartedSegment, SegmentParts, tensor_ke
 
 logger = logging.getLogger(__name__)
 
-#: Firings before the one that is recorded.
+#: Number of firings before the recorded one.
 WARM_UP = 2
 
 Work = Callable[[], list[Tensor]]
 
 
 class CudaGraphDevice:
-    """The GPU that is current when a segment fires; needs a torch with CUDA.
+    """The GPU that is current when a segment fires; needs PyTorch with CUDA.
 
-    The recordings of a rank share their memory: they are replayed one at a time, and what one has
-    made is copied out before the next.
+    The recordings of a rank share their memory, because they are replayed one at a time, and their
+    results are copied out before the next replay.
 
     Attributes:
-        kind: Of the tensors whose work can be recorded.
+        kind: Device type of the tensors whose work can be recorded.
     """
 
     kind = "cuda"
@@ -57,13 +57,13 @@ class CudaGraphDevice:
         self._pools: dict[int, Any] = {}
 
     def problem(self) -> str:
-        """Return why nothing can be recorded here; empty if it can."""
+        """Return why this machine cannot record CUDA graphs; empty if it can."""
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA"
         return "" if torch.cuda.is_available() else "torch sees no GPU"
 
     def aside(self, work: Work) -> list[Tensor]:
-        """Run work on a stream of its own, ordered after and before the current one."""
+        """Run work on a new stream, after earlier and before later work of the current stream."""
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
         side.wait_stream(current)
@@ -71,14 +71,14 @@ class CudaGraphDevice:
             made = work()
         current.wait_stream(side)
         for tensor in made:
-            # Made on the side, used here: its memory must not be given away before.
+            # Made on the new stream, used on the current one: keep its memory until then.
             tensor.record_stream(current)
         return made
 
     def record(self, rank: int, work: Work) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-        """Record work of a rank without running it; return the recording and what it fills.
+        """Record work of a rank without running it; return the recording and its output tensors.
 
-        Only this thread's work is watched: other ranks of the process may go on.
+        Only this thread is in capture mode: other ranks of the process may continue.
         """
         graph = torch.cuda.CUDAGraph()
         if rank not in self._pools:
@@ -90,10 +90,10 @@ class CudaGraphDevice:
 
 
 class GraphSegments:
-    """Makes segments that are recorded and replayed.
+    """Creates segments that are recorded and replayed.
 
     Raises:
-        ConfigError: nothing can be recorded on this machine.
+        ConfigError: this machine cannot record CUDA graphs.
     """
 
     def __init__(self, device: CudaGraphDevice | None = None) -> None:
@@ -118,7 +118,7 @@ class _Segment(PartedSegment):
         super().__init__(actor, rank, steps)
         self._device = device
         self._eager = segment_function(actor, rank, steps, owns=True)
-        #: Whether it is never recorded; known after the first call.
+        #: Whether the segment is never recorded; None before the first call.
         self._stays_eager: bool | None = None
         self._tapes: dict[Any, _Tape] = {}
 
@@ -166,7 +166,7 @@ class _Tape:
         self._recording: torch.cuda.CUDAGraph | None = None
 
     def run(self, given: list[Tensor]) -> list[Tensor]:
-        """Return the values of `made` for those of `used`.
+        """Return the outputs of the tensor part for its inputs; `given` is emptied on replay.
 
         Raises:
             RunError: the segment cannot be recorded.

@@ -1,7 +1,7 @@
-"""What makes the functions of segments, by the setting `compile`.
+"""`segment_maker`: choose how the functions of compute segments are created (setting `compile`).
 
-A runtime asks `segment_maker` once a session for what makes the functions of its segments, and
-calls them alike. Inductor is imported only where it is asked for.
+A runtime calls it once in each session. The functions have one interface, so the runtime does not
+depend on the choice. Inductor is imported only if it is used.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sbp_core.compile import Compute
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.execution_options import Execution
 
-#: The function of a segment: returns the values of `keys_out`. It takes those of inputs and reads,
-#: and empties the list, so that a value that nobody else holds dies after its last use.
+#: The function of a segment: values of inputs and reads -> values of `keys_out`. It empties the
+#: list, so that a value without other references is freed after its last use.
 OwningSegment = Callable[[list[Any]], tuple[Any, ...]]
 
-#: Makes the function of a compute actor on one rank, given the steps of the plan; called once for
-#: each, before the first step.
+#: (compute actor, rank, boxing steps of the plan) -> function of its segment. Called once for each
+#: actor, before the first step.
 SegmentMaker = Callable[[Compute, int, Sequence[BoxingStep]], OwningSegment]
 
 
 def segment_maker(execution: Execution, *, fallback: bool = False) -> SegmentMaker:
-    """Return what makes the functions of a session's segments.
+    """Return the function that creates the functions of a session's segments.
 
     Raises:
         ConfigError: this machine lacks what the setting needs: a C++ compiler, or a GPU.

@@ -1,4 +1,4 @@
-"""The settings of compute segments, which runtimes have in common."""
+"""Settings of all runtimes for compute segments (operators without communication in between)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Execution = Literal["eager", "inductor", "cudagraph"]
 
 
 def check_execution(compile: str, *, compile_fallback: bool) -> None:  # noqa: A002 (a setting)
-    """Check the settings of segments that runtimes have in common.
+    """Check the settings of segments that all runtimes share.
 
     Raises:
-        ConfigError: a setting cannot be meant.
+        ConfigError: a setting is invalid.
     """
     accepted = get_args(Execution)
     if compile not in accepted:

@@ -1,17 +1,17 @@
-"""A segment in three parts: host arithmetic and random draws, tensors, overwriting of states.
+"""Split a segment into three parts: host arithmetic and random draws, tensors, updates of states.
 
-The tensor part is what Inductor compiles or a CUDA graph records; Python executes what comes before
-and after it.
+Inductor compiles the tensor part, or a CUDA graph records it (`inductor`, `cudagraph`). Python
+executes the parts before and after it.
 
 before: instructions  p = pow(0.9, n);  u = random_uniform([4], seed, n, 7);  y = mul(x, p);
                       z = add(y, u)                      inputs x; reads n, seed
 after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)      by Python
         tensor part   y = mul(x, p);  z = add(y, u)      of the tensors x, u and the number p
-        after         (what overwrites states, and what needs it; none here)     by Python
+        after         (updates in place, and instructions that use them; none here) by Python
 
-Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
-step must not be compiled into code. Random operators that look at no tensor are calls that nothing
-could be fused into. Copies to and from the memory of the host wait for it.
+Host arithmetic uses Python's doubles, so Python executes it; and a number that changes in each step
+must not become a constant in compiled code. Random operators without tensor arguments cannot be
+fused with anything. Copies to and from host memory wait for the host.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class SegmentParts:
     """A segment of one rank in three parts.
 
     Args:
-        actor: A compute actor.
-        rank: Who executes it.
-        steps: Of the plan, for local boxing.
+        actor: The compute actor of the segment.
+        rank: The rank that executes it.
+        steps: Boxing steps of the plan, for local steps inside the segment.
         before: Instructions that Python executes first.
-        tensor: The others, in order.
-        after: Instructions that Python executes last: those that overwrite states, and what they
-            are followed by.
+        tensor: Instructions of the tensor part, in order.
+        after: Instructions that Python executes last: those that overwrite states, and those that
+            use their results.
     """
 
     actor: Compute
@@ -68,20 +68,20 @@ class SegmentParts:
 
     @cached_property
     def tensor_inputs(self) -> tuple[str, ...]:
-        """Keys that the tensor part takes: of the segment, or made before."""
+        """Keys that the tensor part takes: inputs of the segment, or results of the first part."""
         own = {key for entry in self.tensor for key in entry.outputs}
         keys = (key for entry in self.tensor for key in keys_in(entry) if key not in own)
         return tuple(dict.fromkeys(keys))
 
     @cached_property
     def tensor_outputs(self) -> tuple[str, ...]:
-        """Keys that the tensor part makes for what leaves the segment, or for what comes after."""
+        """Keys that the tensor part makes and that the last part or other actors use."""
         own = {key for entry in self.tensor for key in entry.outputs}
         late = (key for entry in self.after for key in keys_in(entry))
         return tuple(key for key in dict.fromkeys((*keys_out(self.actor), *late)) if key in own)
 
     def run_before(self, values: dict[str, Any]) -> None:
-        """Execute the first part; adds what it makes."""
+        """Execute the first part; add its results to `values`."""
         for entry in self.before:
             self._execute(entry, values)
 
@@ -118,7 +118,7 @@ class SegmentParts:
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
-        """What the tensor part computes, without names: equal for layers and ranks alike."""
+        """A key of the tensor part's computation without names: the same for equal layers."""
         numbers = {key: index for index, key in enumerate(self.tensor_inputs)}
         lines = []
         for entry in self.tensor:
@@ -132,7 +132,12 @@ class SegmentParts:
         return (tuple(lines), tuple(numbers[key] for key in self.tensor_outputs))
 
     def results(self, values: Mapping[str, Any], made: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the segment returns, in the order of `keys_out`."""
+        """Execute the last part; return the results of the segment, in the order of `keys_out`.
+
+        Args:
+            values: The values after the first part, by key.
+            made: The values of `tensor_outputs`.
+        """
         own = {**values, **dict(zip(self.tensor_outputs, made, strict=True))}
         for entry in self.after:
             self._execute(entry, own)
@@ -142,7 +147,7 @@ class SegmentParts:
 def part_segment(
     actor: Compute, rank: int, steps: Sequence[BoxingStep], tensors: frozenset[str]
 ) -> SegmentParts:
-    """Split a segment."""
+    """Split a segment; `tensors` names the inputs that are tensors, not host numbers."""
     known = {*actor.inputs, *actor.reads}
     numbers = known - tensors
     before: list[Instruction] = []
@@ -176,14 +181,14 @@ def part_segment(
 
 
 class PartedSegment(ABC):
-    """The function of one segment on one rank, parted when it is called first."""
+    """The function of one segment on one rank, which is split at its first call."""
 
     def __init__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> None:
         self._of = (actor, rank, steps)
         self._segment: SegmentParts | None = None
 
     def parts(self, values: Sequence[Any]) -> SegmentParts:
-        """Return the three parts; which values are tensors is seen in those of the first call."""
+        """Return the three parts. The values of the first call decide which keys are tensors."""
         if self._segment is None:
             actor = self._of[0]
             tensors = tensor_keys((*actor.inputs, *actor.reads), values)
@@ -203,7 +208,7 @@ class PartedSegment(ABC):
 
     @abstractmethod
     def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
-        """Return the values of `tensor_outputs` for those of `tensor_inputs`."""
+        """Return the values of `tensor_outputs` for the values of `tensor_inputs`."""
 
 
 def tensor_keys(keys: Sequence[str], values: Sequence[Any]) -> frozenset[str]:

@@ -1,13 +1,13 @@
-"""Segments compiled by Inductor: `compile=inductor`.
+"""Compile segments with Inductor: `compile=inductor`.
 
-The tensor part of a segment (`segments.host_parts`) is traced once to an FX graph, on the shapes
-and strides that come in its first firing, and handed to Inductor; numbers that change from step to
-step come as 0-d tensors, so that no step compiles anew. Segments that compute the same on equal
+The tensor part of a segment (`segments.host_parts`) is traced once to an FX graph, with the shapes
+and strides of its first execution, and compiled by Inductor. Numbers that change from step to step
+are passed as 0-d tensors, so that no later step recompiles. Segments that compute the same on equal
 shapes, such as the layers of a model and the ranks of a mesh, are compiled once in a session.
 
-Inductor fuses, and so rounds differently; it allocates for itself, so that the peak of a segment is
-its own affair. Compiling happens in the first step, one segment at a time, and may take minutes:
-other ranks wait for it (`first_deadline_s`).
+Inductor fuses operators, so results are rounded differently. It allocates memory itself, so the
+plan does not predict the peak inside a segment. Compilation happens in the first step, one segment
+at a time, and may take minutes: other ranks wait for it (`first_deadline_s`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sbp_torch.segments.host_parts import PartedSegment, SegmentParts
 
 logger = logging.getLogger(__name__)
 
-#: What Inductor makes: takes tensors, and returns tensors.
+#: A function compiled by Inductor: tensors -> tensors.
 Compiled = Callable[..., Sequence[Any]]
 
 _DTYPES = {float: torch.float64, int: torch.int64}
 
 
 class InductorSegments:
-    """Makes compiled segments, equal ones once.
+    """Creates compiled segments; equal segments are compiled once.
 
     Args:
-        fallback: Run a segment that cannot be compiled operator by operator, with a warning,
-            instead of failing.
-        compiler: Turns an FX graph and example inputs into a function; Inductor, but for tests.
+        fallback: Whether to run a segment that cannot be compiled operator by operator, with a
+            warning, instead of failing.
+        compiler: Turns an FX graph and example inputs into a function; Inductor, except in tests.
 
     Raises:
         ConfigError: there is no C++ compiler.
@@ -66,11 +66,11 @@ class InductorSegments:
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> _Segment:
-        """See `SegmentMaker`; it is compiled when it is called first."""
+        """See `SegmentMaker`; the segment is compiled at its first call."""
         return _Segment(self, actor, rank, steps)
 
     def compiled(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
-        """Return the compiled tensor part of a segment, from an equal one if there is one.
+        """Return the compiled tensor part of a segment; equal segments share it.
 
         Raises:
             RunError: it cannot be compiled.
@@ -84,7 +84,7 @@ class InductorSegments:
     def _compile(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         began = time.perf_counter()
         try:
-            # Traced on fake tensors; numbers are read from theirs.
+            # Trace on fake tensors, also for the numbers.
             mode = fake_mode()
             fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
             traced = trace_graph(
@@ -92,7 +92,7 @@ class InductorSegments:
             )
             made = self.compiler(traced, given)
         except Exception as error:
-            # The first lines: Inductor's go on for pages.
+            # Only the first lines, because Inductor's messages take pages.
             told = "\n".join(words_of(error).strip().splitlines()[:3])
             what = f"Inductor cannot compile segment {segment.actor.name!r}: {told}"
             if not self.fallback:
@@ -117,7 +117,7 @@ class _Segment(PartedSegment):
     ) -> None:
         super().__init__(actor, rank, steps)
         self._maker = maker
-        #: What was compiled, by shapes and strides.
+        #: Shapes and strides of the inputs -> compiled function.
         self._compiled: dict[Any, Compiled] = {}
 
     def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
@@ -134,7 +134,7 @@ class _Segment(PartedSegment):
 
 
 def _kind(value: Any) -> Any:
-    """Return what code is specialised on: shape, strides, dtype and device; the type of numbers."""
+    """Return the key of specialised code: shape, strides, dtype and device; or type of a number."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.device)
     return value if isinstance(value, bool) else type(value)

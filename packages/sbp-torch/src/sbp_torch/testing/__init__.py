@@ -1,4 +1,4 @@
-"""Conformance suites: what a plugin of each kind must do, as tests that its author can run.
+"""Conformance suites: tests that the author of a plugin can run, one suite for each kind of plugin.
 
 | kind | suite | to supply |
 |---|---|---|
@@ -11,8 +11,8 @@
 | pass | `graph_pass.GraphPassConformance` | `make_pass` |
 | signature | `signatures.check_rule` | samples |
 
-The suites of clusters and metric sinks need no tensors: they are in `sbp_core.testing`, and so is
-that of planners without a run.
+Suites that need no tensors are in `sbp_core.testing`: for clusters, metric sinks, and planners
+without a run.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.

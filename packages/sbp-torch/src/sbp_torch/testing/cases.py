@@ -1,7 +1,7 @@
-"""The cases of the suite of runtimes: strategies for the step of a small MLP, and their results.
+"""Cases of the conformance suite of runtimes: plans for the training step of a small MLP.
 
-A case is compiled and run; its losses and shards are compared with those of one device.
-`testing.runtime` holds the suite.
+`CASES` lists them; `compile_case` returns the plan of a case, and `reference_run` its results under
+the reference runtime. `testing.runtime` has the suite, which compares other runtimes with these.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ _TENSOR: Mapping[str, PinValue] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeCase:
-    """One way of running the step.
+    """One way to run the step.
 
     Args:
-        mesh_shape, axes: Of ranks 0, 1, 2, ...; positions of the axis `pipe` are stages.
-        pins: What is decided; the rest is inferred.
-        num_micro_batches, micro_batch_size: Of one step.
-        in_flight: Quota of each stage; that of the schedule if None.
-        pipeline: The schedule of stages, with as many chunks as it needs.
-        stage_ranks: Ranks of each stage, if they are not equal.
-        boxing_thread: Whether boxing has a thread of its own on every rank.
-        overlap: Whether collectives are begun, and waited for where their results are used.
+        mesh_shape, axes: The mesh of ranks 0, 1, 2, ...; positions on the axis `pipe` are stages.
+        pins: Fixed layouts (pins): pattern of names, or kind -> SBP; the rest is inferred.
+        num_micro_batches, micro_batch_size: Number and size of the micro-batches of a step.
+        in_flight: Micro-batches in flight in each stage; None: according to the schedule.
+        pipeline: The schedule of stages, which determines the number of chunks.
+        stage_ranks: Number of ranks of each stage, if they are not equal.
+        boxing_thread: Whether boxing has a separate thread on every rank.
+        overlap: Whether collectives are begun early, and waited for when their results are used.
         has_statistics: Whether the model has a batch norm.
-        num_rows: Of a table of the model; 0 for none.
-        num_blocks: Residual blocks of the model.
-        loss: What the loss of several micro-batches is.
+        num_rows: Number of rows of the model's embedding; 0 for none.
+        num_blocks: Number of residual blocks of the model.
+        loss: How the loss of several micro-batches is defined.
         micro_batches_per_update: See `prepare_step`.
-        offloads: Whether all states that can be in the memory of the host do.
+        offloads: Whether all states that can be offloaded are in host memory.
     """
 
     mesh_shape: tuple[int, ...]
@@ -289,7 +289,7 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     options = CompileOptions(
         boxing_thread=case.boxing_thread,
         overlap=case.overlap,
-        # However short: the steps of these cases are.
+        # Without a lower limit, because the steps of these cases are short.
         piece_s=0.0 if case.overlap else CompileOptions().piece_s,
         in_place_states=in_place_states,
     )
@@ -303,9 +303,9 @@ def compile_forward(name: str, *, batch_size: int, stored_as: str = "") -> Physi
     """Return a plan of forward and loss that stores states as a case of one stage does.
 
     Args:
-        name: Of the case.
-        batch_size: Samples of a batch.
-        stored_as: How the parameters are stored instead.
+        name: Name of the case.
+        batch_size: Number of samples in a batch.
+        stored_as: Another SBP of all states; empty to store them as in the case.
     """
     case, graph = CASES[name], capture_tiny_forward(batch_size)
     slots = state_slots(compile_case(name))
@@ -349,7 +349,7 @@ def shards_of(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], Ten
 
 
 def assert_pieces(pieces: Iterable[StatePiece], states: Mapping[str, Tensor]) -> None:
-    """Put the pieces of all ranks together, which have every element once; compare with states."""
+    """Check that the pieces of all ranks have every element once, with the values of `states`."""
     found = {name: torch.empty_like(value) for name, value in states.items()}
     times = {name: torch.zeros(value.shape) for name, value in states.items()}
     for piece in pieces:
@@ -399,7 +399,7 @@ def check_shards(
 
 
 class RuntimeSuitePart(ABC):
-    """What every part of the suite needs: sessions of the runtime that is tried."""
+    """Base class of the parts of the suite: starts sessions of the tested runtime."""
 
     @abstractmethod
     def make_runtime(self) -> Runtime:
@@ -412,7 +412,7 @@ class RuntimeSuitePart(ABC):
     def start(
         self, name: str, backend: BoxingBackend | None = None, plan: PhysicalPlan | None = None
     ) -> Session:
-        """Start a case on its initial states, or another plan of that case."""
+        """Start a session with the initial states of a case, and its plan or another plan."""
         return self.make_runtime().start(
             plan or compile_case(name), CASES[name].step.states, backend or self.make_backend()
         )

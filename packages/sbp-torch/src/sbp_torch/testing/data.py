@@ -5,7 +5,7 @@
         def make_dataset(self):
             return build(MyConfig())
 
-A data set that also fulfils `TextDataset` or `AugmentedDataset` is checked as one.
+A data set that also implements `TextDataset` or `AugmentedDataset` gets further tests.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["DatasetConformance"]
 
 
 class DatasetConformance(ABC):
-    """What every data set must do. See the module's docstring for how to use it."""
+    """Tests of a data set. See the module's docstring for how to use it."""
 
-    #: Names of its splits; the first is the one to train on.
+    #: Names of its splits; the first split is for training.
     splits: tuple[str, ...] = ("train",)
 
-    #: Most samples of each split to look at.
+    #: Largest number of samples of each split to test.
     most_samples: int = 20
 
-    #: Texts that must come back from their tokens.
+    #: Texts to encode and decode.
     texts: tuple[str, ...] = ("", "The quick brown fox.\n", "def f(x): return x + 1")
 
     @abstractmethod
@@ -43,13 +43,13 @@ class DatasetConformance(ABC):
         """Return the data set; called for every test."""
 
     def numbers(self, data: Dataset, split: str) -> list[int]:
-        """Return the samples of a split to look at: its first ones, spread ones, and its last."""
+        """Return the samples of a split to test: the first ones, some in between, and the last."""
         size = data.num_samples(split)
         spread = np.linspace(0, size - 1, num=min(size, self.most_samples)).astype(int).tolist()
         return sorted({*range(min(size, self.most_samples // 2)), *spread})
 
     def test_every_split_has_samples(self) -> None:
-        """As many whenever one asks, on another object too."""
+        """The number is the same at each call, also on another object."""
         first, other = self.make_dataset(), self.make_dataset()
         for split in self.splits:
             size = first.num_samples(split)
@@ -59,7 +59,7 @@ class DatasetConformance(ABC):
             assert again == (size, size), f"split {split} has {size} samples, then {again}"
 
     def test_a_sample_is_a_pure_function_of_its_number(self) -> None:
-        """Whatever was asked before, on another object, alone or among others in any order."""
+        """It depends on no earlier call, object, or other sample of the call, in any order."""
         first, other = self.make_dataset(), self.make_dataset()
         for split in self.splits:
             numbers = self.numbers(first, split)
@@ -74,7 +74,7 @@ class DatasetConformance(ABC):
                 assert_equal(f"{what}, in another order", again[name], value[rows])
 
     def test_another_thread_finds_the_same_samples(self) -> None:
-        """Samples are loaded by a thread that did not make the data set."""
+        """A thread that did not create the data set can load samples."""
         data, found = self.make_dataset(), []
         numbers = self.numbers(data, self.splits[0])
         thread = Thread(target=lambda: found.append(_asked(data, numbers, self.splits[0])))
@@ -103,7 +103,7 @@ class DatasetConformance(ABC):
         assert all(kind == kinds[0] for kind in kinds), f"{kinds}"
 
     def test_splits_hold_other_samples(self) -> None:
-        """No sample of one split turns up in another."""
+        """No sample is in two splits."""
         data = self.make_dataset()
         seen: dict[str, set[bytes]] = {split: set() for split in self.splits}
         for split in self.splits:
@@ -117,7 +117,7 @@ class DatasetConformance(ABC):
                 assert not seen[split] & seen[other], f"{split} and {other} share samples"
 
     def test_a_split_that_is_not_there_is_refused(self) -> None:
-        """With an error of ours, which lists the splits."""
+        """An `SbpError` lists the splits."""
         data = self.make_dataset()
         with raises(SbpError, match=self.splits[0]):
             data.num_samples("no such split")
@@ -125,13 +125,13 @@ class DatasetConformance(ABC):
             _asked(data, [0], "no such split")
 
     def test_the_description_is_one_line(self) -> None:
-        """Not empty."""
+        """It is not empty."""
         text = self.make_dataset().describe()
         assert text.strip(), "the description is empty"
         assert len(text.splitlines()) == 1, f"the description has several lines: {text!r}"
 
     def test_what_an_epoch_makes_of_a_sample_depends_on_these_two_alone(self) -> None:
-        """Whatever else is in the batch; nothing but values changes."""
+        """It does not depend on the rest of the batch; only values change."""
         data, other = self.make_dataset(), self.make_dataset()
         if not isinstance(data, AugmentedDataset) or not isinstance(other, AugmentedDataset):
             raise SkipTest("this data set does not augment")
@@ -150,7 +150,7 @@ class DatasetConformance(ABC):
                 assert_equal(f"{name}, augmented alone", value, together[name][at])
 
     def test_text_comes_back_from_its_tokens(self) -> None:
-        """Tokens are numbers below the vocabulary, in samples too."""
+        """Tokens are numbers below the size of the vocabulary, also in samples."""
         data = self.make_dataset()
         if not isinstance(data, TextDataset):
             raise SkipTest("this is no data set of text")

@@ -1,4 +1,4 @@
-"""Plans that fail: an operator that refuses what is too large, and plans that call it."""
+"""Plans that fail on purpose, for tests of runtimes: they call an operator that raises an error."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sbp_core.graph import InputKind, Phase, Ref
 
 __all__ = ["REFUSAL", "plan_failing_late", "plan_with", "refuse_large", "too_large"]
 
-#: What an operator that is told to fails with.
+#: Error message of `refuse_large`.
 REFUSAL = "the input is too large"
 
-#: Features beyond this are refused by operators that are told to.
+#: `refuse_large` raises an error for larger absolute values.
 _TOO_LARGE = 1e6
 
 
 @cache
 def _refusing_operator() -> Callable[[Tensor], Tensor]:
-    """Register the operator; it lives as long as somebody holds it."""
+    """Register the operator; the cache keeps it alive."""
 
     @torch.library.custom_op("sbp_testing::refuse_large", mutates_args=())
     def refuse_large(value: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _refusing_operator() -> Callable[[Tensor], Tensor]:
 
 
 def refuse_large() -> str:
-    """Return the name of an operator that fails on inputs beyond a million."""
+    """Return the name of an operator that fails on inputs above a million, infinite or NaN."""
     _refusing_operator()
     return "sbp_testing.refuse_large.default"
 
@@ -44,9 +44,9 @@ def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str
     """Let one rank call one more operator, in the middle of the step.
 
     Args:
-        plan: Of a training step.
-        rank: Of the plan.
-        op: Takes a tensor and returns one, which nobody uses.
+        plan: The plan of a training step.
+        rank: The rank.
+        op: The operator. It takes a tensor; its result is not used.
 
     Returns:
         The plan, and the actor that calls the operator: the rank's first backward segment.
@@ -72,12 +72,12 @@ def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str
 
 
 def plan_failing_late(plan: PhysicalPlan, rank: int, op: str) -> PhysicalPlan:
-    """Let one rank call an operator with a new parameter, after all else that it does in a step.
+    """Let one rank call an operator with an updated parameter, at the end of the step.
 
     Args:
-        plan: Of a training step, with one thread on the rank.
-        rank: Of the plan.
-        op: As of `plan_with`.
+        plan: The plan of a training step, with one thread on the rank.
+        rank: The rank.
+        op: The operator, as for `plan_with`.
     """
     part = plan.by_rank[rank]
     parameters = {slot.name for slot in part.slots if slot.kind == InputKind.PARAMETER}
@@ -97,5 +97,5 @@ def plan_failing_late(plan: PhysicalPlan, rank: int, op: str) -> PhysicalPlan:
 
 
 def too_large(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch whose features no operator of `refuse_large` lets pass."""
+    """Return a batch with infinite features, on which `refuse_large` fails."""
     return {**batch, "features": torch.full_like(batch["features"], torch.inf)}

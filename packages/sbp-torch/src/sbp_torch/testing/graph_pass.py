@@ -4,9 +4,9 @@
         def make_pass(self):
             return build(MyConfig())
 
-A pass runs among others, before the accumulation over micro-batches. It is tried on the captured
-step of a small MLP; `make_step` may be overridden. A pass that reorders sums sets `tolerance` above
-zero.
+A pass runs with other passes, before the accumulation over micro-batches. It is tested on the
+captured step of a small MLP; `make_step` may be overridden. For a pass that reorders sums, set
+`tolerance` above zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["GraphPassConformance", "captured_tiny"]
 
 @cache
 def captured_tiny() -> LogicalGraph:
-    """Return the step of a `TinyMlp` as captured, with its step counters tied."""
+    """Return the captured step of a `TinyMlp`, with all step counters merged into one (tied)."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = TinyMlp().double()
@@ -45,9 +45,9 @@ def captured_tiny() -> LogicalGraph:
 
 
 class GraphPassConformance(ABC):
-    """What every pass must do. See the module's docstring for how to use it."""
+    """Tests of a graph pass. See the module's docstring for how to use it."""
 
-    #: Largest deviation of losses and states, relative above 1; 0 demands equality.
+    #: Largest deviation of losses and states, relative for values above 1; 0 demands equality.
     tolerance: float = 0.0
 
     @abstractmethod
@@ -55,15 +55,15 @@ class GraphPassConformance(ABC):
         """Return the pass; called for every test."""
 
     def make_step(self) -> OneDeviceStep:
-        """Return a step that the pass is tried on: a graph of one micro-batch."""
+        """Return a step to test the pass on: a graph of one micro-batch."""
         return replace(capture_tiny(), graph=captured_tiny())
 
     def test_the_result_is_a_legal_graph(self) -> None:
-        """By the specification that is checked after every pass."""
+        """The checks that run after every pass find no error."""
         verify_graph(self.make_pass()(self.make_step().graph))
 
     def test_losses_and_states_stay_what_they_are(self) -> None:
-        """On one device, over several steps."""
+        """Losses and states are equal on one device, over several steps."""
         step = self.make_step()
         losses, states = one_device_run(step)
         changed = replace(step, graph=self.make_pass()(step.graph))
@@ -75,7 +75,7 @@ class GraphPassConformance(ABC):
             assert_near(name, found_states[name], wanted, self.tolerance)
 
     def test_the_door_of_the_graph_stays_as_it_is(self) -> None:
-        """Inputs and the names and kinds of outputs."""
+        """The names of inputs, and the names and kinds of outputs, are unchanged."""
         graph = self.make_step().graph
         made = self.make_pass()(graph)
         assert {entry.name for entry in made.inputs} == {entry.name for entry in graph.inputs}
@@ -84,7 +84,7 @@ class GraphPassConformance(ABC):
         }
 
     def test_the_pass_is_a_pure_function(self) -> None:
-        """It leaves its argument alone, and gives the same graph every time."""
+        """It does not change its argument, and returns equal graphs for equal arguments."""
         graph = self.make_step().graph
         before = graph_hash(graph)
         first, again = self.make_pass()(graph), self.make_pass()(graph)
@@ -92,6 +92,6 @@ class GraphPassConformance(ABC):
         assert graph_hash(first) == graph_hash(again), "the pass gave two graphs"
 
     def test_the_pass_fits_among_the_others(self) -> None:
-        """Before an accumulation over three micro-batches."""
+        """It runs before the accumulation over three micro-batches."""
         prepared = prepare_step(self.make_step().graph, 3, extra=(self.make_pass(),))
         assert prepared.num_micro_batches == 3

@@ -1,4 +1,4 @@
-"""The part of the suite of runtimes that is about loading; `testing.runtime` has the rest."""
+"""Tests of loading states, a part of the conformance suite of runtimes (`testing.runtime`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LoadingCases"]
 
 
 class _InParts(dict[str, Tensor]):
-    """States of which parts can be read, as a file has them; `when_read` hears of each state."""
+    """States that can be read in parts, like a file; `when_read` is called with each name."""
 
     when_read: Callable[[str], None] = staticmethod(lambda name: None)
 
@@ -42,7 +42,7 @@ class _InParts(dict[str, Tensor]):
 
 
 def _references(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], weakref.ref[Tensor]]:
-    """Return what tells whether each shard that is a tensor is still in memory."""
+    """Return a weak reference to each shard that is a tensor."""
     shards = ((key, session.shard(*key)) for key in shards_of(session, plan))
     return {key: weakref.ref(value) for key, value in shards if isinstance(value, Tensor)}
 
@@ -71,7 +71,7 @@ class LoadingCases(RuntimeSuitePart):
             assert_equal("the loss of step 2", loss, reference_run(name)[0][2])
 
     def test_what_is_loaded_is_read_when_what_it_replaces_is_let_go_of(self) -> None:
-        """One state after the other, after steps and next to an evaluation of the same states."""
+        """Old shards are freed before new ones are read, also if an evaluation shares them."""
         case = "sharded states"
         step, forward = CASES[case].step, compile_forward(case, batch_size=3)
         states = _InParts(step.states)
@@ -97,7 +97,7 @@ class LoadingCases(RuntimeSuitePart):
             assert_equal("a loss after loading", loss, wanted)
 
     def test_states_that_do_not_fit_are_refused_and_do_no_harm(self) -> None:
-        """SbpValueError from `start` and `load_state_dict`; the session goes on as it was."""
+        """SbpValueError from `start` and `load_state_dict`; the session continues unchanged."""
         name = "data parallel"
         step = CASES[name].step
         missing = dict(step.states)
@@ -120,7 +120,7 @@ class LoadingCases(RuntimeSuitePart):
         assert_equal("the loss of step 1", loss, reference_run(name)[0][1])
 
     def test_states_that_were_replaced_in_part_are_not_handed_out(self) -> None:
-        """What the mapping raises; then RunError, until others are loaded."""
+        """The mapping's error is raised; then RunError, until other states are loaded."""
         name = "sharded states"
         step = CASES[name].step
         states, read = _InParts(step.states), list[str]()

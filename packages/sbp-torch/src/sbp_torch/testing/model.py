@@ -6,8 +6,8 @@
         def make_batch(self, batch_size):
             return {"x": torch.ones(batch_size, 3), "y": torch.arange(batch_size)}
 
-Batches should have samples that differ. A model that also fulfils `LanguageModel` is checked as
-one; it says how many tokens it knows in `vocabulary`.
+Batches should have samples that differ. A model that also implements `LanguageModel` gets further
+tests; for these, set `vocabulary` to its number of tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 class ModelConformance(ABC):
-    """What every model must do. See the module's docstring for how to use it."""
+    """Tests of a model. See the module's docstring for how to use it."""
 
-    #: Samples of a batch; even.
+    #: Number of samples in a batch; even.
     batch_size: int = 4
 
-    #: Tokens that a language model knows; None leaves the last dim of logits unchecked.
+    #: Number of tokens of a language model; None leaves the last dim of logits unchecked.
     vocabulary: int | None = None
 
-    #: Largest deviation of the loss of a batch from the mean of its halves, relative above 1.
+    #: Largest deviation of the loss of a batch from the mean of its halves; relative above 1.
     tolerance: float = 1e-5
 
     @abstractmethod
@@ -56,7 +56,7 @@ class ModelConformance(ABC):
         """Return a batch of that many samples, equal on every call."""
 
     def seeded(self, seed: int = 0) -> nn.Module:
-        """Build the model after seeding torch; torch's random state stays as it was."""
+        """Build the model after seeding torch; torch's random state is unchanged afterwards."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return self.make_model()
@@ -69,7 +69,7 @@ class ModelConformance(ABC):
             assert_equal(name, again[name], value)
 
     def test_the_loss_is_one_floating_number(self) -> None:
-        """0-d, floating, finite, and it asks for gradients."""
+        """The loss is a 0-d floating-point tensor, is finite, and requires gradients."""
         loss = model_loss(self.seeded(), self.make_batch(self.batch_size))
         assert isinstance(loss, Tensor), f"the loss is a {type(loss).__name__}"
         assert loss.shape == (), f"the loss has shape {tuple(loss.shape)}"
@@ -91,7 +91,7 @@ class ModelConformance(ABC):
         assert_near("the loss", whole, (first + second) / 2, self.tolerance)
 
     def test_a_gradient_reaches_every_parameter(self) -> None:
-        """No parameter that asks for a gradient is left out, and none gets NaN."""
+        """Every parameter that requires a gradient gets one, and it is finite."""
         model = self.seeded()
         model_loss(model, self.make_batch(self.batch_size)).backward()  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
@@ -119,7 +119,7 @@ class ModelConformance(ABC):
             assert_equal(name, found[name], value.detach())
 
     def test_the_captured_step_can_be_planned(self) -> None:
-        """The passes that every step goes through accept it."""
+        """The passes that run on every step accept it."""
         model, batch = self.seeded(), self.make_batch(self.batch_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         prepared = prepare_step(capture(model, model_loss, batch, optimizer), 2)

@@ -1,7 +1,7 @@
 """Small models with loss, batches and optimizer, for our own tests of capture and runtimes.
 
-`PROGRAMS` lists them; `eager_step` and `eager_states` train them without any of our code. What the
-conformance suites plan and run is in `testing.programs`.
+`PROGRAMS` lists them; `eager_step` and `eager_states` train them with plain PyTorch. The
+conformance suites use `testing.programs` instead.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Mlp(nn.Module):
 
 
 class NormWithoutBias(nn.Module):
-    """A layer norm of which the backward leaves one result out."""
+    """A layer norm whose backward operator has no gradient of the bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class NormWithoutBias(nn.Module):
 
 
 class Buffered(nn.Module):
-    """A constant buffer that scales, and one that is replaced in every forward."""
+    """A linear layer with a constant buffer, and a buffer that each forward updates."""
 
     scale: Tensor
     mean: Tensor
@@ -171,12 +171,12 @@ def square_batch(size: int) -> dict[str, Tensor]:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """Return AdamW over a model's parameters."""
+    """Return AdamW for a model's parameters."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def momentum(model: nn.Module) -> Optimizer:
-    """Return SGD with momentum over a model's parameters."""
+    """Return SGD with momentum for a model's parameters."""
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
 
 
@@ -190,7 +190,7 @@ class Program:
     optimizer: Callable[[nn.Module], Optimizer]
 
     def build(self, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
-        """Return a fresh model, always of the same weights, and its optimizer."""
+        """Return a new model, always with the same weights, and its optimizer."""
         torch.manual_seed(0)
         model = self.model().to(dtype)
         return model, self.optimizer(model)
@@ -230,7 +230,7 @@ def eager_step(program: Program, model: nn.Module, optimizer: Optimizer, batch: 
 
 
 def graph_states(graph: LogicalGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
-    """Return the states of a graph, with those that a step counter stands for replaced by it."""
+    """Return the states of a graph, with one number for step counters that were merged (tied)."""
     found: dict[str, Tensor | float] = {}
     for entry in graph.inputs:
         if entry.kind.is_state:
@@ -248,7 +248,7 @@ def same_states(left: Mapping[str, object], right: Mapping[str, object]) -> bool
 
 
 def eager_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return copies of the states of a program by the names that graphs give them."""
+    """Return copies of the states of a program by the names of the graph."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, parameter in model.named_parameters():
         held = optimizer.state[parameter]

@@ -4,8 +4,8 @@
         def make_factory(self):
             return build(MyConfig())
 
-The update is captured with the step of a small MLP, and compared with PyTorch's own: bit for bit,
-unless the suite says otherwise.
+The update is captured in the step of a small MLP, and compared with the eager update: bit for bit,
+unless `eager_tolerance` allows a deviation.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from sbp_torch.testing.programs import (
 
 __all__ = ["LR_FACTORS", "OptimizerConformance"]
 
-#: Factor of the learning rates in each step: a schedule.
+#: Factors of the learning rates in the steps: a schedule.
 LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5, 1.0, 0.1)
 
 _BATCH_SIZE = 6
 
 
 class OptimizerConformance(ABC):
-    """What every optimizer must do. See the module's docstring for how to use it."""
+    """Tests of an optimizer. See the module's docstring for how to use it."""
 
-    #: Largest deviation of a sharded run from one device, in float64, relative above 1.
+    #: Largest deviation of a sharded run from one device, in float64; relative for values above 1.
     tolerance: float = 1e-9
 
-    #: Largest deviation of the captured update from the eager one; 0: none, in any bit.
+    #: Largest deviation of the captured update from the eager one; 0: equal bit for bit.
     eager_tolerance: float = 0.0
 
     @abstractmethod
     def make_factory(self) -> OptimizerFactory:
-        """Return what `build(config)` returns."""
+        """Return the result of `build(config)`."""
 
     def make(self) -> tuple[TinyMlp, torch.optim.Optimizer]:
         """Return a model and its optimizer, equal on every call."""
@@ -69,7 +69,7 @@ class OptimizerConformance(ABC):
         return model, self.make_factory()(model.parameters())
 
     def rates(self) -> list[dict[str, float]]:
-        """Return the learning rates of all groups by name, step by step."""
+        """Return the learning rates of all groups by name, for each step."""
         first = scalar_values(*self.make())
         return [{name: rate * factor for name, rate in first.items()} for factor in LR_FACTORS]
 
@@ -100,13 +100,13 @@ class OptimizerConformance(ABC):
         return losses, states
 
     def test_it_optimizes_the_parameters_that_it_is_given(self) -> None:
-        """All of them, each once."""
+        """It has all of them, each once."""
         model, optimizer = self.make()
         held = [id(value) for group in optimizer.param_groups for value in group["params"]]
         assert sorted(held) == sorted(id(value) for value in model.parameters())
 
     def test_the_captured_update_equals_the_eager_one(self) -> None:
-        """From the first step on, under learning rates that change from step to step."""
+        """From the first step on, with learning rates that change from step to step."""
         losses, parameters = self.eager_run()
         found, states = self.graph_run()
         wanted = {f"the loss of step {index}": loss for index, loss in enumerate(losses)}
@@ -119,7 +119,7 @@ class OptimizerConformance(ABC):
                 assert_equal(name, one, value)
 
     def test_capturing_changes_neither_model_nor_optimizer(self) -> None:
-        """Parameters, and the states that the optimizer has."""
+        """Parameters, and the states of the optimizer, are unchanged."""
         model, optimizer = self.make()
         before = copy.deepcopy(model.state_dict()), _kept(optimizer)
         capture(model, tiny_loss, tiny_batch(_BATCH_SIZE, 0), optimizer)
@@ -129,7 +129,7 @@ class OptimizerConformance(ABC):
         _check_no_gradients(model)
 
     def test_sharded_states_come_to_the_same_parameters(self) -> None:
-        """Every state that can be is split, over two ranks and, unevenly, over three."""
+        """Every state that can be split is split, over two ranks and, unevenly, over three."""
         for num_ranks in (2, 3):
             self._check_sharded(num_ranks)
 
@@ -163,7 +163,7 @@ class OptimizerConformance(ABC):
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the keys of the states of every parameter, of an optimizer or several together."""
+    """Return the keys of the states of every parameter, also of a combined optimizer."""
     parts = getattr(optimizer, "optimizers", (optimizer,))
     return [sorted(kept) for part in parts for kept in part.state.values()]
 

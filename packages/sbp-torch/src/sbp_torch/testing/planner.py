@@ -1,4 +1,4 @@
-"""The conformance suite of planners, with a run of what was planned: supply one method.
+"""The conformance suite of planners, which also runs each plan: subclass it and supply one method.
 
     class TestMyPlanner(PlannerRunConformance):
         meshes = (((4,), ("data",)), ((2, 2), ("data", "tensor")))
@@ -6,9 +6,9 @@
         def make_planner(self):
             return build(MyConfig())
 
-Beside what `sbp_core.testing.planner` asks, every strategy must run (under the reference runtime)
-to the losses and shards of one device. A planner that plans only some programs overrides
-`make_step`.
+In addition to the tests of `sbp_core.testing.planner`, every strategy is run by the reference
+runtime, and has to give the losses and shards of one device. A planner that accepts only some
+programs overrides `make_step`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["PlannerRunConformance"]
 
 
 class PlannerRunConformance(PlannerConformance):
-    """What every planner must do, tried out. See the module's docstring for how to use it."""
+    """Tests of a planner, with runs of its strategies. The module's docstring has an example."""
 
-    #: Largest deviation from one device, relative above 1.
+    #: Largest deviation from one device; relative for values above 1.
     tolerance: float = 1e-9
 
     def make_step(self, num_micro_batches: int) -> OneDeviceStep:
@@ -56,7 +56,7 @@ class PlannerRunConformance(PlannerConformance):
         return small_cluster(num_devices)
 
     def test_every_strategy_runs_as_one_device_does(self) -> None:
-        """To the losses and shards of one device; another test checks the plan itself."""
+        """Losses and shards are those of one device; another test checks the plan itself."""
         for what, graph, strategy in self.plans():
             step = self.make_step(graph.num_micro_batches)
             plan = compile_plan(graph, strategy)

@@ -1,7 +1,7 @@
-"""The training step that the conformance suites plan and run, and what one device makes of it.
+"""The training step of a small MLP that the conformance suites plan and run, and assertions.
 
-`capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
-every plan of a step must come to.
+`capture_tiny` returns the step; `one_device_run` returns the losses and states of one device, which
+every plan of the step must give. `raises`, `assert_near` and `assert_equal` replace pytest.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class RunningNorm(nn.Module):
-    """A batch norm of (n, width) written out, with the buffers of PyTorch's own.
+    """A batch norm of (n, width) made of basic operators, with the buffers of `nn.BatchNorm1d`.
 
-    Running statistics and the counter of batches are replaced in every forward.
+    Each forward updates the running statistics and the counter of batches.
     """
 
     running_mean: Tensor
@@ -58,17 +58,17 @@ class RunningNorm(nn.Module):
 
 
 class TinyMlp(nn.Module):
-    """Features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `blocks`, `down`.
+    """An MLP from features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `blocks`, `down`.
 
-    Extents that few mesh sizes divide, so that shards are uneven.
+    Few mesh sizes divide its extents, so that shards are uneven.
 
     Args:
-        has_statistics: `norm` is a batch norm, whose running statistics each micro-batch replaces,
-            instead of a layer norm.
-        num_rows: Of a table of which the row of each sample's class is added to its features; no
-            table if 0.
-        num_blocks: Residual blocks, after the last of which what entered the first is added once
-            more: in a pipeline a skip over stages.
+        has_statistics: Whether `norm` is a batch norm, whose running statistics each micro-batch
+            updates, instead of a layer norm.
+        num_rows: Number of rows of an embedding of the class, which is added to the features;
+            0 for no embedding.
+        num_blocks: Number of residual blocks. The input of the first is added again after the last:
+            in a pipeline, a connection that skips stages.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TinyMlp(nn.Module):
 
 
 def tiny_batch(batch_size: int, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return a batch of `TinyMlp`, equal for equal seeds."""
+    """Return a batch for `TinyMlp`, equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "features": torch.randn(batch_size, 6, generator=generator, dtype=dtype),
@@ -105,11 +105,11 @@ def tiny_batch(batch_size: int, seed: int, dtype: torch.dtype = torch.float64) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneDeviceStep:
-    """A prepared training step, and what to run it on.
+    """A prepared training step, with states and batches to run it.
 
     Args:
-        graph: As planners get it.
-        states: Initial states, whole, by the names of `initial_states`.
+        graph: The graph, as planners get it.
+        states: Whole initial states, by the names of `initial_states`.
         batches: One whole batch (all micro-batches) for each step to run.
         scalars: Scalar inputs by name.
     """
@@ -175,7 +175,7 @@ def one_device_run(
         staleness: See `run_graph`.
 
     Returns:
-        The loss of each step, and the states after the last by the names of the graph's inputs.
+        The loss of each step, and the final states by the names of the graph's inputs.
     """
     count = step.graph.num_micro_batches
     states = graph_states(step.graph, step.states)
@@ -198,7 +198,7 @@ def graph_states(graph: LogicalGraph, states: Mapping[str, Tensor]) -> dict[str,
 
 
 def split_batch(batch: Mapping[str, Tensor], count: int) -> list[Mapping[str, Tensor]]:
-    """Cut a whole batch into its micro-batches along dim 0; all have what has no dims."""
+    """Cut a whole batch into micro-batches along dim 0; 0-d tensors are in all of them."""
     parts = {
         name: torch.chunk(value, count) if value.dim() else [value] * count
         for name, value in batch.items()
@@ -207,7 +207,7 @@ def split_batch(batch: Mapping[str, Tensor], count: int) -> list[Mapping[str, Te
 
 
 def small_cluster(num_devices: int) -> Cluster:
-    """Return a machine on which neither compute nor messages are free."""
+    """Return a machine on which compute and messages take time."""
     return Cluster(
         name="small",
         num_devices=num_devices,
@@ -224,10 +224,10 @@ def small_cluster(num_devices: int) -> Cluster:
 
 @contextmanager
 def raises(kind: type[_E], match: str = "") -> Iterator[list[_E]]:
-    """Demand that the block raises; as `pytest.raises`, which the suites do without.
+    """Check that the `with` block raises an error, like `pytest.raises`, without pytest.
 
     Yields:
-        A list that holds the error when the block is left.
+        A list that contains the error after the block.
     """
     caught: list[_E] = []
     try:
@@ -240,18 +240,21 @@ def raises(kind: type[_E], match: str = "") -> Iterator[list[_E]]:
 
 
 def assert_near(what: str, found: object, wanted: object, tolerance: float) -> None:
-    """Compare two tensors or numbers of equal shape and dtype, elementwise, relative above 1."""
+    """Check that two tensors or numbers agree in shape, dtype and, within a tolerance, elements.
+
+    The tolerance is relative for elements above 1, else absolute.
+    """
     found, wanted = torch.as_tensor(found), torch.as_tensor(wanted)
     assert found.shape == wanted.shape, f"{what}: shape {found.shape}, wanted {wanted.shape}"
     assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, wanted {wanted.dtype}"
     allowed = tolerance * wanted.double().abs().clamp(min=1.0)
     apart = (found.double() - wanted.double()).abs()
-    # Written so that NaN counts as apart.
+    # Written so that NaN counts as a difference.
     assert bool((apart <= allowed).all()), f"{what}: apart by {apart.max().item()}"
 
 
 def assert_equal(what: str, found: object, wanted: object) -> None:
-    """Compare two tensors or numbers bit for bit."""
+    """Check that two tensors or numbers are equal bit for bit."""
     found, wanted = torch.as_tensor(found), torch.as_tensor(wanted)
     same = found.dtype == wanted.dtype and torch.equal(found, wanted)
     assert same, f"{what} is not bit-equal: {found.flatten()[:8]} and {wanted.flatten()[:8]}"

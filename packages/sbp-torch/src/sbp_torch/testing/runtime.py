@@ -6,8 +6,8 @@
 
 Every case captures, plans, compiles and checks a training step of a small MLP, runs it, and
 compares every loss and every rank's shard of every state, bit for bit with the reference runtime
-and within 1e-9 (float64) with one device. Of a runtime that says `uses_backend`, the bytes that the
-backend moves are compared with those of the plan.
+and within 1e-9 (float64) with one device. If the runtime sets `uses_backend`, the bytes that the
+backend moves are compared with the bytes in the plan.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = ["RuntimeConformance"]
 
 
 class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
-    """What every runtime must do. See the module's docstring for how to use it."""
+    """Tests of a runtime. See the module's docstring for how to use it."""
 
-    #: Largest deviation from one device, in float64, relative above 1.
+    #: Largest deviation from one device, in float64; relative for values above 1.
     tolerance: float = 1e-9
 
-    #: Seconds in which a failure must have ended the step on all ranks.
+    #: Time limit in seconds until a failure has ended the step on all ranks.
     failure_s: float = 2.0
 
     def check_case(self, name: str) -> None:
@@ -73,7 +73,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert sent == plan.boxing_bytes * len(step.batches), "bytes are not as predicted"
 
     def test_one_rank_equals_the_reference_and_one_device(self) -> None:
-        """No boxing at all."""
+        """There is no boxing (communication)."""
         self.check_case("one rank")
 
     def test_data_parallel_equals_the_reference_and_one_device(self) -> None:
@@ -105,7 +105,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("pipeline, GPipe")
 
     def test_a_pipeline_under_1f1b_quotas_equals_the_reference_and_one_device(self) -> None:
-        """As many in flight as stages are left."""
+        """A stage has as many micro-batches in flight as there are stages from it to the last."""
         self.check_case("pipeline, 1F1B")
 
     def test_a_pipeline_of_data_parallel_stages_equals_the_reference_and_one_device(self) -> None:
@@ -113,23 +113,23 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("pipeline of data parallel stages")
 
     def test_a_pipeline_of_chunks_equals_the_reference_and_one_device(self) -> None:
-        """Each rank holds several stages, in turns."""
+        """Each rank holds several stages (interleaved schedule)."""
         self.check_case("pipeline of chunks")
 
     def test_a_pipeline_with_weight_gradients_apart_equals_the_reference(self) -> None:
-        """Input gradients go first, weight gradients where a rank would wait."""
+        """Input gradients are computed first, weight gradients when a rank would wait."""
         self.check_case("pipeline with weight gradients apart")
 
     def test_a_pipeline_that_turns_back_equals_the_reference_and_one_device(self) -> None:
-        """The last rank hands over to itself, the first one has the last stage."""
+        """The last rank sends to itself, and the first rank has the last stage."""
         self.check_case("pipeline that turns back")
 
     def test_a_pipeline_in_both_directions_equals_the_reference_and_one_device(self) -> None:
-        """Forward work of one chunk and backward work of the other take turns."""
+        """Forward work of one chunk and backward work of the other chunk alternate."""
         self.check_case("pipeline in both directions")
 
     def test_an_asynchronous_pipeline_equals_the_reference_and_delayed_updates(self) -> None:
-        """Each micro-batch ends with an update, and is computed with stale parameters."""
+        """Each micro-batch uses stale parameters and ends with an update."""
         self.check_case("asynchronous pipeline")
 
     def test_an_asynchronous_pipeline_of_sharded_states_equals_delayed_updates(self) -> None:
@@ -141,31 +141,31 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         self.check_case("two versions of parameters")
 
     def test_updates_by_several_micro_batches_of_sharded_states_equal_delayed_updates(self) -> None:
-        """The same with ZeRO-3 inside the stages, whose boxing goes on in parallel with compute."""
+        """The same with ZeRO-3 inside the stages, with boxing in parallel with compute."""
         self.check_case("two versions of parameters with overlap")
 
     def test_a_pipeline_of_unequal_stages_equals_the_reference_and_one_device(self) -> None:
-        """Three ranks share the micro-batches of the first stage, one has the second."""
+        """Three ranks share the micro-batches of the first stage, one rank has the second stage."""
         self.check_case("pipeline of unequal stages")
 
     def test_boxing_threads_equals_the_reference_and_one_device(self) -> None:
-        """Two threads a rank."""
+        """Each rank has two threads."""
         self.check_case("boxing threads")
 
     def test_overlap_equals_the_reference_and_one_device(self) -> None:
-        """Collectives that are begun, and waited for where their results are used."""
+        """Collectives are begun early, and waited for when their results are used."""
         self.check_case("overlap")
 
     def test_sharded_states_and_overlap_equals_the_reference_and_one_device(self) -> None:
-        """Gathers begun ahead of their use, over several micro-batches."""
+        """Gathers are begun before their use, over several micro-batches."""
         self.check_case("sharded states and overlap")
 
     def test_a_pipeline_with_overlap_equals_the_reference_and_one_device(self) -> None:
-        """Transfers next to collectives that were begun."""
+        """Transfers run while collectives are in progress."""
         self.check_case("pipeline with overlap")
 
     def test_a_pipeline_with_boxing_threads_equals_the_reference_and_one_device(self) -> None:
-        """Transfers on threads of their own."""
+        """Transfers run on separate threads."""
         self.check_case("pipeline with boxing threads")
 
     def _sent_bytes(self, backend: BoxingBackend, plan: PhysicalPlan) -> int:
@@ -174,7 +174,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         return sum(backend.communicator(part.rank).sent_bytes for part in plan.ranks)
 
     def test_a_run_repeated_is_bit_identical(self) -> None:
-        """Nothing depends on which thread comes first."""
+        """Results do not depend on the order of threads."""
         for name in ("sharded states", "pipeline with boxing threads"):
             runs = []
             for _ in range(3):
@@ -188,7 +188,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
                     assert_equal(f"{name}: {state}", again_states[state], value)
 
     def test_a_session_counts_its_steps_and_names_its_ranks(self) -> None:
-        """`local_ranks` are those of the plan; a refused step is none."""
+        """`local_ranks` are the ranks of the plan; a refused step does not count."""
         step = CASES["data parallel"].step
         with self.start("data parallel") as session:
             counts = [session.steps_done]
@@ -202,7 +202,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         assert session.local_ranks == tuple(compile_case("data parallel").by_rank)
 
     def test_a_bad_batch_is_refused_and_does_no_harm(self) -> None:
-        """What is missing, unknown, misshapen, or no tensor: refused; the next step runs."""
+        """Missing, unknown or misshapen tensors and other types are refused; the next step runs."""
         step = CASES["data parallel"].step
         good = step.batches[0]
         bad: list[tuple[Any, Any, type[SbpError]]] = [
@@ -227,7 +227,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert_equal("a loss after bad batches", loss, wanted)
 
     def test_parts_of_a_batch_give_what_the_whole_gives(self) -> None:
-        """`batch_is="local"` takes what the local ranks hold of it, in their order."""
+        """`batch_is="local"` takes the parts of the local ranks, in their order."""
         for name in ("uneven batch", "accumulation", "pipeline of data parallel stages"):
             step, losses = CASES[name].step, reference_run(name)[0]
             with self.start(name) as session:
@@ -252,7 +252,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert_equal(f"{name} after closing", value, states[name])
 
     def test_a_traced_step_notes_each_firing_once_and_in_order(self) -> None:
-        """Of a runtime that `traces`; spans of a thread do not overlap, save those in a firing."""
+        """If the runtime `traces`; spans of a thread overlap only inside of a firing."""
         cases = ("accumulation", "pipeline with boxing threads")
         for name, operators in product(cases, {False, self.make_runtime().traces_operators}):
             plan, step, trace = compile_case(name), CASES[name].step, Trace(operators=operators)
@@ -271,9 +271,9 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
                 assert not trace.spans, "the runtime traces, and says that it does not"
 
     def test_a_step_whose_loss_is_not_finite_is_undone(self) -> None:
-        """With `only_finite`; the session goes on as if it had not been.
+        """With `only_finite`, the session continues as if the step had not been taken.
 
-        Where a thread may overwrite states before all know the loss, it may be returned instead.
+        If a thread may overwrite states before all threads know the loss, the step may return it.
         """
         for name in ("one rank", "data parallel", "accumulation", "pipeline with boxing threads"):
             for in_place in (True, False):
@@ -304,7 +304,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert torch.isnan(loss), f"the loss of {name} is {loss}"
 
     def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
-        """Before and after a step."""
+        """The session is closed before or after a step."""
         before = set(threading.enumerate())
         for name in ("data parallel", "pipeline with boxing threads"):
             for num_steps in (0, 1):

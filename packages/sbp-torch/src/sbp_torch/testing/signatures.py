@@ -1,4 +1,6 @@
-"""Conformance suite for rules of operators: what a plugin of hook `sbp_signatures` should pass.
+"""Tests of sharding rules of operators, for plugins of the hook `sbp_signatures`.
+
+A rule declares how an operator may be split. `check_rule` executes the operator on shards.
 
     def test_my_operator_can_be_cut_as_its_rule_says():
         check_rule("mylib.myop.default", [sample(x, w), sample(x, w, flag=True)],
@@ -24,7 +26,7 @@ __all__ = ["check_notation", "check_rule", "sample"]
 #: Axis sizes that give even, uneven and empty shards of small samples.
 AXIS_SIZES = (2, 1, 3, 7)
 
-#: One call: positional arguments, arguments by name.
+#: One call: positional and keyword arguments.
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 
 
@@ -41,14 +43,14 @@ def check_rule(
     rules: RuleRegistry | None = None,
     execute: Execute | None = None,
 ) -> tuple[VerifyReport, ...]:
-    """Run every signature that the rule of `op` claims for each sample.
+    """Execute every signature that the rule of `op` claims, for each sample.
 
     Args:
         op: Operator and overload.
-        samples: Real calls; float64 tensors are compared most tightly.
+        samples: Calls; float64 tensors have the smallest tolerance.
         axis_sizes: Sizes of the mesh axis.
-        rules: The rules to go by; the built-in ones if omitted.
-        execute: Runs the operator, if it is not PyTorch's.
+        rules: The rules; the built-in ones if omitted.
+        execute: Function that runs the operator; PyTorch's operator if omitted.
 
     Raises:
         AssertionError: no sample was given, or execution refutes a claim.
@@ -69,13 +71,13 @@ def check_rule(
 
 
 def check_notation(op: str, notation: str | None) -> None:
-    """Check that an operator exists, and its notation on samples that are made of its labels.
+    """Check that an operator exists, and check its notation on samples made from its labels.
 
-    An operator is not tried out that needs arguments which are no tensors, or refuses float64.
+    An operator is not executed if it needs arguments that are no tensors, or refuses float64.
 
     Args:
-        op: Operator and overload, `lib.op.default`; what registers it has been imported.
-        notation: Its meaning; None if that is no text: only the operator is looked for.
+        op: Operator and overload, `lib.op.default`; the module that registers it is imported.
+        notation: The notation (labels of dims, one line); None to check only the operator.
 
     Raises:
         AssertionError: the operator is not registered, or has other tensor arguments than the
@@ -109,5 +111,5 @@ def check_notation(op: str, notation: str | None) -> None:
         for args, _ in samples:
             found(*args)
     except RuntimeError:
-        return  # it takes other values, such as indices: the author knows which
+        return  # it needs other values, such as indices, which only the author knows
     check_rule(op, samples, rules=RuleRegistry({op: notation}))

@@ -1,4 +1,4 @@
-"""The part of the suite of runtimes that is about snapshots; `testing.runtime` has the rest."""
+"""Tests of snapshots of states, a part of the conformance suite of runtimes (`testing.runtime`)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["SnapshotCases"]
 
 
 class SnapshotCases(RuntimeSuitePart):
-    """What later steps, failures and the end do to a snapshot: nothing."""
+    """Tests that later steps, failures and the end of the session do not change a snapshot."""
 
     def test_a_snapshot_keeps_what_later_steps_overwrite(self) -> None:
-        """One before each step, all of them whole at the end; and the steps are as without them."""
+        """Snapshots before each step are correct at the end, and do not change the steps."""
         for name in (
             "sharded states",
             "pipeline with boxing threads",
@@ -59,11 +59,11 @@ class SnapshotCases(RuntimeSuitePart):
             assert_equal(f"{name}: a loss", loss, wanted)
         for index, (snapshot, states) in enumerate(taken):
             assert snapshot.steps_done == index // 2, "it is not of that step"
-            for _ in range(2):  # it can be read more than once
+            for _ in range(2):  # a snapshot can be read more than once
                 assert_pieces(snapshot.pieces(), states)
 
     def test_a_snapshot_names_the_pieces_of_the_session(self) -> None:
-        """Names, shapes, dtypes and bounds as `pieces` has them, each once."""
+        """Names, shapes, dtypes and bounds are those of `Session.pieces`, each once."""
         for name in ("sharded states", "pipeline, 1F1B"):
             with self.start(name) as session, session.snapshot() as snapshot:
                 found, wanted = (
@@ -73,7 +73,7 @@ class SnapshotCases(RuntimeSuitePart):
             assert found == wanted, f"{name}: other pieces"
 
     def test_a_snapshot_with_a_limit_is_read_while_steps_go_on(self) -> None:
-        """Its pieces are those of its moment, in the order of its slices; nobody waits for good."""
+        """Pieces have the values of its time, in the order of `slices`; there is no deadlock."""
 
         def read(snapshot: Snapshot) -> list[StatePiece]:
             with snapshot:
@@ -98,7 +98,7 @@ class SnapshotCases(RuntimeSuitePart):
                     assert found == [(s.name, s.shape, s.dtype, s.bounds) for s in slices]
 
     def test_a_released_snapshot_is_not_read(self) -> None:
-        """RunError; the next one has its own values, whatever memory it is in."""
+        """RunError; the next snapshot has correct values, although it may reuse the memory."""
         name = "sharded states"
         with self.start(name) as session:
             for batch in CASES[name].step.batches:
@@ -114,7 +114,7 @@ class SnapshotCases(RuntimeSuitePart):
             session.step(batch, CASES[name].step.scalars)
 
     def test_a_snapshot_outlives_a_step_that_fails(self) -> None:
-        """Before the commit, and after it, where states of two steps are left."""
+        """The step fails before the commit, or after it, which leaves states of two steps."""
         name = "data and tensor parallel"
         plan, _ = plan_with(compile_case(name), 3, refuse_large())
         step = CASES[name].step
@@ -125,7 +125,7 @@ class SnapshotCases(RuntimeSuitePart):
             session.step(step.batches[1], dict.fromkeys(step.scalars, 1e12))
 
     def test_a_snapshot_outlives_a_step_that_is_undone(self) -> None:
-        """The loss is no number; the session goes on."""
+        """The loss is NaN; the session continues."""
         name = "data parallel"
         step, losses = CASES[name].step, reference_run(name)[0]
         bad = {
@@ -147,7 +147,7 @@ class SnapshotCases(RuntimeSuitePart):
             run_steps(session, CASES[name].step)
 
     def test_a_snapshot_outlives_its_session(self) -> None:
-        """One from before the end, and one that is taken after it; no thread is left."""
+        """One snapshot is taken before the end, one after it; no thread is left."""
         before = set(threading.enumerate())
         name = "sharded states"
         with self._taken(name) as (session, states):
@@ -156,7 +156,7 @@ class SnapshotCases(RuntimeSuitePart):
             assert set(threading.enumerate()) <= before, "threads are left"
 
     def test_a_snapshot_of_shared_states_keeps_what_their_session_overwrites(self) -> None:
-        """An evaluation is saved while training goes on."""
+        """A session for evaluation is saved while training continues."""
         name = "sharded states"
         step = CASES[name].step
         forward = compile_forward(name, batch_size=3)
@@ -175,7 +175,7 @@ class SnapshotCases(RuntimeSuitePart):
     def _taken(
         self, name: str, plan: PhysicalPlan | None = None
     ) -> Iterator[tuple[Session, dict[str, Tensor]]]:
-        """Take a snapshot after the first step; compare it with the states of then at the end."""
+        """Take a snapshot after the first step; after the session, compare it with its states."""
         with self.start(name, plan=plan) as session:
             session.step(CASES[name].step.batches[0], CASES[name].step.scalars)
             states, snapshot = session.state_dict(), session.snapshot()

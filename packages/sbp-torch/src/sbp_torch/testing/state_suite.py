@@ -1,4 +1,7 @@
-"""The part of the suite of runtimes that is about states; `testing.runtime` has the rest."""
+"""Tests of reading and sharing states, a part of the conformance suite of runtimes.
+
+`testing.runtime` has the suite.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ __all__ = ["StateCases"]
 
 
 class StateCases(RuntimeSuitePart):
-    """How states are handed out, put together and shared."""
+    """Tests of states: reading shards, gathering whole states, sharing between sessions."""
 
     def test_states_are_handed_back_as_they_were_given(self) -> None:
-        """`state_dict` has the names and values that `start` was given, before any step."""
+        """Before any step, `state_dict` has the names and values that `start` got."""
         step = CASES["data and tensor parallel"].step
         with self.start("data and tensor parallel") as session:
             found = session.state_dict()
@@ -37,7 +40,7 @@ class StateCases(RuntimeSuitePart):
             assert_equal(name, found[name], value)
 
     def test_pieces_are_every_element_of_every_state_once(self) -> None:
-        """Put together they are `state_dict`; they are no copies."""
+        """Together they are equal to `state_dict`; they are no copies."""
         for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
             with self.start(name) as session:
                 run_steps(session, CASES[name].step)
@@ -50,7 +53,7 @@ class StateCases(RuntimeSuitePart):
             assert_pieces(pieces, wanted)
 
     def test_pieces_can_be_dealt_out_among_ranks_that_are_left(self) -> None:
-        """What they hold together, each element once; what is lost with others is missing."""
+        """Each element that the ranks hold comes once; elements of lost ranks are missing."""
         for name in ("data parallel", "sharded states", "data and tensor parallel"):
             left = [part.rank for part in compile_case(name).ranks][1:]
             lost = lost_states(compile_case(name), left)
@@ -68,10 +71,10 @@ class StateCases(RuntimeSuitePart):
         try:
             return session.shard(name, rank)
         except SbpLookupError:
-            return None  # it is on another stage
+            return None  # the state is on another stage
 
     def test_a_state_is_gathered_whole(self) -> None:
-        """For all ranks or one; a copy, equal to that of `state_dict`."""
+        """For all ranks or one; it is a copy, equal to the state in `state_dict`."""
         for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
             last = compile_case(name).ranks[-1].rank
             with self.start(name) as session:
@@ -93,7 +96,7 @@ class StateCases(RuntimeSuitePart):
                     session.state_dict(to=99)
 
     def test_saved_states_are_copies(self) -> None:
-        """What `state_dict` returned does not change in later steps, nor they by changing it."""
+        """Later steps do not change the result of `state_dict`, nor depend on it."""
         step = CASES["data parallel"].step
         with self.start("data parallel") as session:
             saved = session.state_dict()
@@ -109,7 +112,7 @@ class StateCases(RuntimeSuitePart):
             assert_equal("a later loss", loss, wanted)
 
     def test_a_session_shares_the_states_of_another_as_they_are(self) -> None:
-        """A forward on what is being trained: no copy, the values of the moment."""
+        """A forward step on the states in training: without a copy, with their present values."""
         for name in ("sharded states", "data and tensor parallel"):
             step, forward = CASES[name].step, compile_forward(name, batch_size=3)
             batch = {key: value[:3] for key, value in step.batches[0].items()}
@@ -129,7 +132,7 @@ class StateCases(RuntimeSuitePart):
                 training.step(step.batches[1], step.scalars)  # the backend is still open
 
     def test_states_that_are_stored_otherwise_are_not_shared(self) -> None:
-        """SbpValueError names the state and both ways of storing it; training goes on."""
+        """SbpValueError names the state and its two layouts; training continues."""
         name = "sharded states"
         other = compile_forward(name, batch_size=3, stored_as="B")
         forward = compile_forward(name, batch_size=3)

@@ -10,47 +10,46 @@
             #     result = program(rank, backend.communicator(rank))
             # Wait for all ranks, close the backend, return the results in rank order.
 
-What a case is. One tensor is converted along its route, or by one step made by hand, on every rank.
-*Every rank's* shard is compared with its slice of the logical tensor; partial values are put
-together and compared with it; for each step, the bytes that the communicators counted are compared
-with those predicted; and inputs must be left as they were, unless they were donated. Shards are
-donated in every other case, have gaps in memory in every third and ask for gradients, of which
-boxing must know nothing, in every fifth. The values are integers, so that
-sums are exact in any order. `families` lists the cases.
+Boxing is communication that changes how a tensor is distributed over ranks. In a case, all ranks
+convert one tensor along its route (list of steps), or by one step. The suite compares *every
+rank's* shard with its slice of the logical tensor; partial values are added up first. For each step
+it compares the bytes that the communicators counted with the predicted bytes. Inputs must be
+unchanged, unless they were donated. Shards are donated in every second case, have gaps in memory in
+every third, and require gradients, which boxing must ignore, in every fifth. The values are
+integers, so sums are exact in any order. `families` lists the cases.
 
-What to supply besides:
+Optional members of the subclass:
 
-* `run_backends(num_ranks, job)`: the same for `job(rank, backend)`. Then failing and closing are
-  tried as well, and what a closed backend still holds, else those tests are skipped.
-  `use_communicator` makes `run_ranks` of it.
-* `rank_counts`: on how many ranks the exhaustive tests run; a test that wants more ranks than the
-  largest of them is skipped. 4, 6 and 8 ranks have the meshes of two and three axes.
-* `dtypes` (leave out what the transport has not), `device` of the shards, `deadline_s` (time one
-  step may take on a slow machine), `missing_deadline_s` (how long ranks wait for one that never
-  comes).
+* `run_backends(num_ranks, job)`: the same for `job(rank, backend)`. It enables the tests of
+  failures, of closing, and of resources that a closed backend still holds. With
+  `use_communicator`, `run_ranks` can be implemented by it.
+* `rank_counts`: numbers of ranks of the exhaustive tests; tests that need more ranks than the
+  largest number are skipped. 4, 6 and 8 ranks have meshes of two and three axes.
+* `dtypes` (only those that the transport supports), `device` of the shards, `deadline_s` (time
+  limit of one step on a slow machine), `missing_deadline_s` (how long ranks wait for a rank that
+  never takes part).
 
-How to run. Most tests are quick: every pair of SBPs on one mesh axis, a sample of all else on up to
-four ranks, and failures. Those with the mark `exhaustive` run every case; that takes minutes. Put
+Most tests are quick: every pair of SBPs on one mesh axis, a sample of all other cases on up to four
+ranks, and failures. Tests with the mark `exhaustive` run every case; this takes minutes. Put
 
     markers = ["exhaustive: takes long"]
 
-into the settings of pytest; then `-m "not exhaustive"` and `-m exhaustive` select, and
-`-p sbp_torch.testing.boxing.report` prints how many cases ran, by backend and number of ranks.
+into the settings of pytest; then `-m "not exhaustive"` and `-m exhaustive` select tests, and
+`-p sbp_torch.testing.boxing.report` prints the number of cases by backend and number of ranks.
 
-What `run_ranks` can rely on, and must do:
+Rules for `run_ranks`:
 
 * `program` is picklable (a `functools.partial` of a module-level function), so it can be sent to a
-  spawned process, or written to a file for `mpiexec`; what it returns is picklable, and holds no
-  tensor.
+  spawned process, or written to a file for `mpiexec`; its result is picklable, without tensors.
 * `program` catches the `BoxingError`s that a test expects. If it raises, `run_ranks` raises too.
-* A program may leave a rank out of a step (that is one of the tests): the rank still returns, later
-  than the others. Do not put a barrier of your own transport between the ranks after `program`.
+* In some tests, a rank takes no part in a step: it still returns, but later than other ranks. Do
+  not put a barrier of your own transport between the ranks after `program`.
 * Calls are independent; processes may stay alive between calls, backends may not.
 
-The package: `conversion_cases` (what is converted), `families` (which cases there are), `values`
-(their tensors, by the definition alone), `convert` (what ranks run, and how it is judged),
-`in_flight` (what they run to have several steps under way), `failures` (what they run when
-something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
+Modules: `conversion_cases` (one conversion), `families` (lists of cases), `values` (tensors of a
+case, by the definition of SBP), `convert` (the program of the ranks, and the checks), `in_flight`
+(programs with several steps at once), `failures` and `mismatches` (programs that fail on purpose),
+`suite` (the tests), `report` (a pytest plugin).
 """
 
 from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State

@@ -1,6 +1,7 @@
-"""What the suite converts: one case is one conversion of one tensor, by a route or by one step.
+"""`BoxingCase`: one conversion of a tensor between layouts, for the boxing conformance suite.
 
-`families` lists the cases; `values` makes their tensors.
+It is done by a route (list of communication steps) or by one step. `families` lists the cases;
+`values` makes their tensors.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from sbp_core.boxing import BoxingStep, Route, StepKind, collective_bytes, route
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
-#: A tensor's place and SBP.
+#: A tensor's placement and nd-SBP.
 State = tuple[Placement, NdSbp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxingCase:
-    """One conversion to try.
+    """One conversion to test.
 
     Args:
-        shape, dtype: Of the logical tensor.
+        shape, dtype: Shape and dtype of the logical tensor.
         source, target: (placement, nd-SBP) before and after.
-        kind: The one step that does it, if the router is not to choose.
-        axes: The mesh axes of that step.
+        kind: Kind of the single step; None to let the router choose the steps.
+        axes: The mesh axes of the single step.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class BoxingCase:
 
     @property
     def route(self) -> Route:
-        """What the backend has to run."""
+        """The steps that the backend has to run."""
         if self.kind is None:
             return route(self.shape, self.dtype, self.source, self.target)
         return Route(
@@ -52,7 +53,7 @@ class BoxingCase:
 
 
 def hand_made_step(case: BoxingCase, kind: StepKind) -> BoxingStep:
-    """Return the one step of a kind that takes a case from its source to its target."""
+    """Return the step of a kind that converts a case from its source to its target."""
     step = BoxingStep(
         kind=kind,
         shape=case.shape,

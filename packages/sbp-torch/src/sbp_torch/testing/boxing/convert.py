@@ -1,7 +1,7 @@
-"""What each rank runs to convert many cases, and how the answers of all ranks are judged.
+"""The program with which each rank converts many boxing cases, and the check of all results.
 
-A rank compares its own shard and sends back what is wrong, its bytes, and its values only where
-they are partial: those mean something only together.
+A rank checks its own shard (`run_trials`) and returns the problem and its bytes. Only for partial
+values it returns the values, because they can only be checked together (`find_problems`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxingTrial:
-    """One case and the manner in which it is run.
+    """One case, and the options of its run.
 
     Args:
-        case: What is converted.
-        route: How; equal on all ranks.
+        case: The conversion.
+        route: The steps of the conversion; equal on all ranks.
         donate: Whether shards are donated to collectives.
         strided: Whether shards have gaps between their elements in memory.
-        tracked: Whether shards ask for gradients, as far as their dtype can.
+        tracked: Whether shards require gradients, if their dtype can.
     """
 
     case: BoxingCase
@@ -53,12 +53,12 @@ class BoxingTrial:
 
 @dataclass(slots=True, kw_only=True)
 class TrialResult:
-    """What one rank has to say about one trial.
+    """The result of one rank in one trial.
 
     Args:
-        sent_bytes: Bytes that it sent, by step.
-        problem: What is wrong on this rank; empty if nothing is.
-        values: Its flat shard, if the target has partial values and holds this rank.
+        sent_bytes: Bytes that it sent in each step.
+        problem: Description of the problem on this rank; empty if there is none.
+        values: Its flat shard, if the target has partial values and includes this rank.
     """
 
     sent_bytes: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class TrialResult:
 
 
 def make_trials(cases: Sequence[BoxingCase]) -> tuple[BoxingTrial, ...]:
-    """Return the cases with their routes, and in which manner each is run."""
+    """Return a trial for each case, with its route and varied options."""
     return tuple(
         BoxingTrial(
             case=case,
@@ -88,9 +88,9 @@ def run_trials(
     deadline_s: float,
     device: str = "cpu",
 ) -> list[TrialResult]:
-    """Convert every case in order, on one rank: the program that the suite gives to `run_ranks`.
+    """Convert every case in order, on one rank: the program that the suite passes to `run_ranks`.
 
-    Ends early if a step raises: nothing can be said of a backend that is broken.
+    It stops at the first step that raises, because the backend is broken then.
     """
     answers: list[TrialResult] = []
     for number, trial in enumerate(trials):
@@ -123,12 +123,12 @@ def run_trials(
 
 
 def _laid_out(shard: torch.Tensor, strided: bool) -> torch.Tensor:
-    """Return the shard, or an equal one that is every other element of something larger."""
+    """Return the shard, or an equal view of every second element of a larger tensor."""
     return torch.stack((shard, shard), -1)[..., 0] if strided else shard
 
 
 def _judge(rank: int, case: BoxingCase, result: torch.Tensor | None, answer: TrialResult) -> None:
-    """Compare what a rank ends with; put down what is wrong, or the values to judge together."""
+    """Check the result of a rank; record the problem, or the values to check together."""
     placement, sbp = case.target
     if rank not in placement:
         answer.problem = "" if result is None else "it holds a shard that it should not hold"
@@ -147,7 +147,7 @@ def _judge(rank: int, case: BoxingCase, result: torch.Tensor | None, answer: Tri
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Say where two tensors of one shape differ."""
+    """Return a description of the difference of two tensors of one shape."""
     places = (found != expected).nonzero().tolist()
     first = tuple(places[0])
     return (
@@ -167,17 +167,17 @@ def run_route(
     donate: bool = False,
     sent_bytes: list[int] | None = None,
 ) -> torch.Tensor | None:
-    """Take one rank's shard along a route.
+    """Convert one rank's shard along a route.
 
     Args:
         rank: The rank that calls.
         communicator: Its communicator.
-        route: Equal on all ranks.
+        route: The route; equal on all ranks.
         shard: The rank's part under `route.source`; None on a rank outside the source placement.
-        tag: Equal on all ranks; each step gets its own tag made of it.
-        deadline_s: Seconds that each step may wait for the others.
-        donate: Whether each collective is given a copy of its own, as a donation.
-        sent_bytes: Gets the bytes that the rank sent, an entry for each step.
+        tag: Prefix of the tags of the steps; equal on all ranks.
+        deadline_s: Seconds that each step may wait for other ranks.
+        donate: Whether each collective gets a new copy, as a donation.
+        sent_bytes: List to which the bytes that the rank sent in each step are appended.
 
     Returns:
         The rank's part under `route.target`; None on a rank outside the target placement.
@@ -212,8 +212,8 @@ def find_problems(
     """Return the problems, each with its case.
 
     Args:
-        trials: What was run.
-        answers: By rank, in rank order, what `run_trials` returned there.
+        trials: The trials that were run.
+        answers: The results of `run_trials` of each rank, in rank order.
     """
     found: list[str] = []
     for number, trial in enumerate(trials):
@@ -231,7 +231,7 @@ def find_problems(
 
 
 def _wrong_bytes(trial: BoxingTrial, answers: Sequence[TrialResult]) -> list[str]:
-    """Compare the bytes counted with those predicted, step by step."""
+    """Compare the counted bytes with the predicted bytes of each step."""
     return [
         f"step {number}: {sent} bytes sent, {step.size_bytes} predicted"
         for number, step in enumerate(trial.route.steps)
@@ -240,7 +240,7 @@ def _wrong_bytes(trial: BoxingTrial, answers: Sequence[TrialResult]) -> list[str
 
 
 def _wrong_whole(trial: BoxingTrial, answers: Sequence[TrialResult]) -> list[str]:
-    """Put partial values together and compare what they come to."""
+    """Join partial values and compare the result with the logical tensor."""
     case = trial.case
     placement, sbp = case.target
     if not sbp.has_partial:

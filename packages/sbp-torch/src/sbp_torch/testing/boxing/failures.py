@@ -1,6 +1,7 @@
-"""What ranks run when something goes wrong on purpose, and what they then say.
+"""Programs of ranks in which communication fails on purpose, for the boxing conformance suite.
 
-A job is given the backend itself, a program only its communicator.
+They return the error messages, which the suite checks. Functions that take a backend are jobs
+(`run_backends`), functions that take a communicator are programs (`run_ranks`).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 #: Shape of every tensor here.
 SHAPE = (4, 2)
 
-#: What a rank that fails says.
+#: Error message of a rank that fails.
 REASON = "loss is not a number"
 
-#: What a rank was told (nothing: the call came to its end), and the seconds until then.
+#: Error message of a rank (empty: the call succeeded), and duration of the call in seconds.
 Told = tuple[str, float]
 
 
 def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
-    """Return the only step that takes a float32 tensor from one 1-D placement to the other."""
+    """Return the only step that converts a float32 tensor from one 1-D placement to the other."""
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route(SHAPE, "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step
@@ -52,7 +53,7 @@ def message(sender: int, receiver: int) -> BoxingStep:
 
 
 def told(call: Callable[[], object]) -> Told:
-    """Return what the `BoxingError` of a call says, and when."""
+    """Return the message of the `BoxingError` that a call raises, and the duration of the call."""
     start, said = time.monotonic(), ""
     try:
         call()
@@ -76,7 +77,7 @@ def miss_a_sum(
     waits_s: float,
     device: str,
 ) -> Told:
-    """Sum over three ranks without rank `missing`; with it once before, if they `met_before`."""
+    """Sum over three ranks without rank `missing`; if `met_before`, after a sum of all ranks."""
     step, values = sum_over(0, 1, 2), ones(device)
     if met_before:
         communicator.collective(step, values, tag="found", deadline_s=deadline_s)
@@ -87,7 +88,7 @@ def miss_a_sum(
 
 
 def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
-    """Receive on rank 1 what rank 0 never sends."""
+    """Receive a message on rank 1 that rank 0 never sends."""
     if rank == 0:
         time.sleep(2 * waits_s)
         return "", 0.0
@@ -97,7 +98,7 @@ def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, dev
 def await_delivery(
     rank: int, communicator: Communicator, *, deadline_s: float, device: str
 ) -> float:
-    """Send to the other of two ranks, which asks on rank 1 before and on rank 0 after it sends."""
+    """Exchange messages of two ranks. Rank 1 begins to receive before it sends, rank 0 after it."""
     out, back = message(rank, 1 - rank), message(1 - rank, rank)
     begin_receive = partial(
         communicator.begin_receive, back, None, tag="found", deadline_s=deadline_s
@@ -112,7 +113,7 @@ def await_delivery(
 
 
 def miss_a_delivery(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
-    """Send to rank 1 what it does not ask for."""
+    """Send a message to rank 1, which does not receive it, and wait for the delivery."""
     if rank == 1:
         time.sleep(2 * waits_s)
         return "", 0.0
@@ -121,7 +122,7 @@ def miss_a_delivery(rank: int, communicator: Communicator, *, waits_s: float, de
 
 
 def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
-    """Receive on rank 3 parts of ranks 0, 1 and 2, of which only rank 1 sends its own."""
+    """Receive on rank 3 the parts of ranks 0, 1 and 2, of which only rank 1 sends its part."""
     step = one_step(S(0), B, [0, 1, 2], [3])
     if rank == 1:
         bounds = bounds_of(step.shape, *step.source)[rank]
@@ -136,7 +137,11 @@ def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, devi
 def give_wrong_shard(
     rank: int, communicator: Communicator, *, deadline_s: float, device: str
 ) -> tuple[str, bool]:
-    """Give a shard of another shape, then the right one; return what was said, if it was right."""
+    """Pass a shard of another shape, then the right one.
+
+    Returns:
+        The error message of the first call, and whether the second result is right.
+    """
     call = partial(communicator.collective, sum_over(0, 1), tag="odd", deadline_s=deadline_s)
     said, _ = told(partial(call, ones(device).reshape(2, 4)))
     return said, torch.equal(call(ones(device)), 2 * ones(device))
@@ -145,7 +150,7 @@ def give_wrong_shard(
 def exchange_many(
     rank: int, communicator: Communicator, *, deadline_s: float, device: str
 ) -> list[float]:
-    """Send ten messages to the other of two ranks; only then receive its ten, the last first."""
+    """Send ten messages to the other of two ranks; then receive its ten, the last one first."""
     out, back = message(rank, 1 - rank), message(1 - rank, rank)
     for number in range(10):
         values = (10 * rank + number) * ones(device)
@@ -159,7 +164,7 @@ def exchange_many(
 
 
 def send_and_go(rank: int, communicator: Communicator, *, deadline_s: float, device: str) -> float:
-    """Send to rank 1 and be done long before it receives."""
+    """Send a message to rank 1, and return long before it receives the message."""
     if rank == 0:
         communicator.send(message(0, 1), ones(device), tag="last words", deadline_s=deadline_s)
         return 0.0
@@ -176,9 +181,9 @@ def fail_while_waiting(
     deadline_s: float,
     device: str,
 ) -> Told:
-    """Wait on two ranks for different things that never come, while rank 0 fails.
+    """Wait on two ranks for different steps that never complete, while rank 0 fails.
 
-    Rank 1 has asked for its message some time before it waits for it.
+    Rank 1 begins to receive its message some time before it waits for it.
     """
     communicator = backend.communicator(rank)
     if met_before:
@@ -207,10 +212,10 @@ def fail_while_waiting(
 def use_after_the_end(
     rank: int, backend: BoxingBackend, *, deadline_s: float, device: str
 ) -> list[Any]:
-    """Sum, close the backend twice, and try to go on in three ways."""
+    """Sum, close the backend twice, and then try three calls; return their error messages."""
     communicator = backend.communicator(rank)
     communicator.collective(sum_over(0, 1), ones(device), tag="good", deadline_s=deadline_s)
-    # Whoever is first may close what the others still use, if they share it.
+    # If ranks share a backend, the first rank might close it while other ranks still use it.
     time.sleep(0.2)
     backend.close()
     backend.close()
@@ -235,18 +240,18 @@ def hold_after_the_end(
     deadline_s: float,
     device: str,
 ) -> tuple[int, Counter[str]]:
-    """Sum, send, close the backend; return the process id, and what this process holds then.
+    """Sum, send, close the backend; return the process id, and the resources that are still held.
 
-    A sum was begun that nobody waits for.
+    It also begins a sum without waiting for it.
 
     Args:
         rank: This rank.
         backend: Its backend.
-        before: By process id, what was held after an earlier backend.
-        settle_s: Seconds that other ranks of this process have to close theirs.
-        grace_s: Seconds, after these, until there may not be more than before.
+        before: Process id -> resources that were held after an earlier backend.
+        settle_s: Seconds for other ranks of this process to close their backends.
+        grace_s: Further seconds until there may not be more resources than before.
         deadline_s: Seconds that a step may take.
-        device: Where shards live.
+        device: Device of the shards.
     """
     communicator = backend.communicator(rank)
     communicator.collective(sum_over(0, 1), ones(device), tag="sum", deadline_s=deadline_s)
@@ -254,7 +259,7 @@ def hold_after_the_end(
     out, back = message(rank, 1 - rank), message(1 - rank, rank)
     communicator.send(out, ones(device), tag="message", deadline_s=deadline_s)
     communicator.receive(back, None, tag="message", deadline_s=deadline_s)
-    # Whoever is first may close what the others still use, if they share it.
+    # If ranks share a backend, the first rank might close it while other ranks still use it.
     time.sleep(0.2)
     backend.close()
     time.sleep(settle_s)
@@ -267,5 +272,5 @@ def hold_after_the_end(
 
 
 def ask_for_others(rank: int, backend: BoxingBackend) -> Told:
-    """Ask for the communicator of a rank that does not exist."""
+    """Request the communicator of a rank that does not exist; return the error."""
     return told(partial(backend.communicator, 1000 + rank))

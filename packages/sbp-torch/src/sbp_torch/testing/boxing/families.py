@@ -1,8 +1,9 @@
-"""Which cases there are on a number of ranks: every pair of nd-SBPs, and every kind of step.
+"""Lists of boxing cases for the conformance suite: every pair of nd-SBPs, and every kind of step.
 
-A family is a list of cases in a fixed order. `FAMILIES` has them all; `sample` picks some of each.
-"Each" below means: with every shape (even, uneven, too short for all ranks) and every dtype that
-has such values. "In turn" means that the cases share these out among themselves.
+A family is a list of cases (conversions of a tensor) in a fixed order, for a number of ranks.
+`FAMILIES` has all families; `sample` takes some cases of one. In the docstrings below, "each" means
+with every shape (even, uneven, too short for all ranks) and every dtype that has such values. "In
+turn" means that each pair gets only one shape and dtype, the next ones in a cycle.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State, hand_ma
 #: (number of ranks, dtypes) -> cases.
 Family = Callable[[int, tuple[str, ...]], tuple[BoxingCase, ...]]
 
-#: A conversion without its tensor.
+#: A conversion without shape and dtype: source and target.
 _Pair = tuple[State, State]
 
-#: The 2-D meshes of a number of ranks: those that get every pair each, and those that do in turn.
+#: Number of ranks -> 2-D meshes: those with every shape and dtype, and those with these in turn.
 _FULL = {4: ((2, 2),), 6: ((2, 3),)}
 _IN_TURN = {2: ((1, 2),), 3: ((3, 1),), 6: ((3, 2),), 8: ((2, 4),)}
 
-#: Cases of each family in `quick_cases`: enough to hold every kind of step, dtype and placement.
+#: Cases of each family in `quick_cases`: enough to include every kind of step, dtype and placement.
 _QUICK = 100
 _QUICK_LARGE = 12
 
@@ -38,7 +39,7 @@ _STRIDE = 7919
 
 
 def holds(dtype: str, *sbps: NdSbp) -> bool:
-    """Say whether a dtype has the partial values of some nd-SBPs: truth values are not added."""
+    """Whether a dtype has the partial values of some nd-SBPs: bool has no sums."""
     return dtype != "bool" or not any(P in sbp for sbp in sbps)
 
 
@@ -136,7 +137,7 @@ def three_axes(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...
 
 
 def placement_pairs(num_ranks: int) -> Mapping[str, tuple[Placement, Placement]]:
-    """Return pairs of placements by what they are to each other; few ranks have fewer of them."""
+    """Return pairs of placements by the relation between them; few ranks have fewer pairs."""
     ranks = list(range(num_ranks))
     if num_ranks == 1:
         return {}
@@ -169,7 +170,7 @@ def placement_pairs(num_ranks: int) -> Mapping[str, tuple[Placement, Placement]]
 def across(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
     """Every pair of S(0), S(1), B and P of every reduction, from one placement to another.
 
-    Each where both have one axis, in turn where a mesh has two; and of scalars, in turn.
+    Each if both have one axis, in turn if a mesh has two axes; and pairs of scalars, in turn.
     """
     cases: list[BoxingCase] = []
     for before, after in placement_pairs(num_ranks).values():
@@ -183,9 +184,9 @@ def across(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
 
 @lru_cache
 def steps(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
-    """Every kind of step by itself, whether a router would choose it or not.
+    """Every kind of step by itself, whether the router would choose it or not.
 
-    Each on one axis, in turn on one of more and between placements.
+    Each on a mesh of one axis, in turn on one axis of larger meshes and between placements.
     """
     line = _mesh((num_ranks,))
     cases = list(_collectives(line, 1, shapes_for((num_ranks,), 2), dtypes, _each))
@@ -207,7 +208,7 @@ def steps(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
 
 @lru_cache
 def merged_axes(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
-    """Every collective on several mesh axes at once, whatever is on the others; each."""
+    """Every collective on several mesh axes at once, with any entries on the other axes; each."""
     return tuple(
         case
         for shape in _meshes(num_ranks)
@@ -217,7 +218,7 @@ def merged_axes(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ..
 
 
 def _meshes(num_ranks: int) -> list[tuple[int, ...]]:
-    """Return the meshes of more than one axis that a number of ranks has here."""
+    """Return the tested meshes of more than one axis for a number of ranks."""
     meshes = [*_FULL.get(num_ranks, ()), *_IN_TURN.get(num_ranks, ())]
     return [*meshes, *([(2, 2, 2)] if num_ranks == 8 else [])]
 
@@ -226,7 +227,7 @@ def _meshes(num_ranks: int) -> list[tuple[int, ...]]:
 def large(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
     """Every pair of S(0), S(1) and B, and from P; from 1 to n and back: tensors of megabytes.
 
-    Each; transports take other ways for them than for small ones.
+    Each; transports use other methods for large tensors than for small ones.
     """
     shapes = [(512, 128 * num_ranks), (509, 131 * num_ranks + 1)]
     line = _mesh((num_ranks,))
@@ -247,7 +248,7 @@ def _collectives(
     dtypes: Sequence[str],
     spread: Callable[..., Iterator[BoxingCase]],
 ) -> Iterator[BoxingCase]:
-    """Yield every collective on every choice of `count` axes, whatever is on the others."""
+    """Yield every collective on every choice of `count` axes, with any entries on other axes."""
     others: tuple[Sbp, ...] = (*all_entries(2), P("max"))
     for axes in combinations(range(mesh.num_axes), count):
         if prod(mesh.mesh_shape[axis] for axis in axes) == 1:
@@ -265,7 +266,7 @@ def _collectives(
 
 
 def _changed(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tuple[Sbp, ...]]]:
-    """Yield what a collective changes on its axes: kind, entries before, entries after."""
+    """Yield each collective on `count` axes: kind, entries before, entries after."""
     splits = list(product((S(0), S(1)), repeat=count))
     whole: tuple[Sbp, ...] = (B,) * count
     for reduction in REDUCTIONS:
@@ -283,13 +284,13 @@ def _changed(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tuple[Sbp,
 def _woven(
     mesh: Placement, axes: Sequence[int], changed: Sequence[Sbp], kept: Sequence[Sbp]
 ) -> NdSbp:
-    """Return the nd-SBP with some entries on `axes` and the others between them."""
+    """Return the nd-SBP with entries `changed` on `axes`, and `kept` on the other axes."""
     inside, outside = iter(changed), iter(kept)
     return NdSbp(*(next(inside if axis in axes else outside) for axis in range(mesh.num_axes)))
 
 
 def _is_legal(source: NdSbp, axes: Sequence[int]) -> bool:
-    """Say whether what a collective reduces, if anything, may be reduced before the other axes."""
+    """Whether a collective may reduce on `axes` first: partial entries after them are the same."""
     reduced = source[axes[0]]
     inner = source[axes[0] :] if isinstance(reduced, Partial) else ()
     return all(entry == reduced for entry in inner if isinstance(entry, Partial))
@@ -310,7 +311,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def sample(cases: Sequence[BoxingCase], count: int) -> tuple[BoxingCase, ...]:
-    """Return `count` of the cases, or all if there are no more, spread over what they vary."""
+    """Return `count` of the cases, or all if there are no more, spread evenly over the list."""
     if len(cases) <= count:
         return tuple(cases)
     return tuple(cases[number * _STRIDE % len(cases)] for number in range(count))

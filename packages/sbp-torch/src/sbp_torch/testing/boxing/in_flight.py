@@ -1,4 +1,4 @@
-"""What ranks run to have several steps under way at once, begun first and waited for later."""
+"""Programs that have several boxing steps in flight at once, for the boxing conformance suite."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sbp_torch.testing.boxing.values import source_shard, target_shard
 if TYPE_CHECKING:
     from sbp_core.boxing import Communicator, Pending
 
-#: In which order a rank waits for what it has begun.
+#: Orders in which a rank waits for the steps that it has begun.
 ORDERS = ("as begun", "last first", "one way on even ranks, the other on odd ones")
 
 
 def can_be_in_flight(case: BoxingCase) -> bool:
-    """Say whether a case is one step between ranks whose result each rank can judge by itself."""
+    """Whether a case is one step between ranks whose result each rank can check by itself."""
     steps = case.route.steps
     return (
         len(steps) == 1 and steps[0].kind is not StepKind.LOCAL and not case.target[1].has_partial
@@ -41,7 +41,7 @@ def convert_together(
     """Begin the step of every trial, then wait for all of them.
 
     Returns:
-        What is wrong, a line for each trial; and the bytes that the rank sent.
+        A line for each problem; and the bytes that the rank sent.
     """
     before = communicator.sent_bytes
     begun: list[tuple[BoxingTrial, Pending, torch.Tensor | None, torch.Tensor | None]] = []
@@ -83,7 +83,7 @@ def compute_while_others_wait(
     waits_s: float,
     device: str,
 ) -> Told:
-    """Sum over three ranks: 0 waits, 1 never comes, 2 has begun and computes for a long time."""
+    """Sum over three ranks: 0 waits, 1 never takes part, 2 begins and then computes for long."""
     step, values = sum_over(0, 1, 2), ones(device)
     communicator.collective(step, values, tag="found", deadline_s=deadline_s)
     if rank == 1:

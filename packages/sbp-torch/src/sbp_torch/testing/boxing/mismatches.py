@@ -1,4 +1,7 @@
-"""What ranks run that do not agree: on a step, a message or a plan; and what they then say."""
+"""Programs of ranks that disagree on a step, a message or a plan, for the boxing conformance suite.
+
+They return the error messages, which the suite checks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from sbp_torch.testing.boxing.failures import SHAPE, message, sum_over, told
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingBackend, Communicator
 
-#: What rank 1 may have in another way than rank 0, and the words that then tell of it.
+#: Difference between the steps of rank 0 and rank 1 -> text that the error has to contain.
 MISMATCHES = {"tag": "'loss'", "dtype": "float64[4, 2]", "kind": "all-gather"}
 
 
@@ -32,7 +35,11 @@ def _converted(before: str, after: str, dtype: str) -> BoxingStep:
 def differ_in_a_collective(
     rank: int, backend: BoxingBackend, *, other: str, deadline_s: float, device: str
 ) -> str:
-    """Meet once, then sum on rank 0 and do on rank 1 what differs in `other`; return the error."""
+    """Run one sum, then a sum on rank 0 and, on rank 1, a step that differs in `other`.
+
+    Returns:
+        The error message of the second step.
+    """
     end = FingerprintedCommunicator(backend, backend.communicator(rank))
     step, shard, tag = sum_over(0, 1), torch.ones(SHAPE, device=device), "gradients"
     end.collective(step, shard, tag="first", deadline_s=deadline_s)
@@ -48,7 +55,7 @@ def differ_in_a_collective(
 def differ_in_a_message(
     rank: int, backend: BoxingBackend, *, deadline_s: float, device: str
 ) -> str:
-    """Send float32 where rank 1 awaits int32, then wait for rank 1; return the error."""
+    """Send float32 while rank 1 expects int32, then wait for rank 1; return the error message."""
     end = FingerprintedCommunicator(backend, backend.communicator(rank))
     if rank == 0:
         values = torch.ones(SHAPE, device=device)
@@ -78,6 +85,6 @@ def agree_on_messages(
 
 
 def have_another_plan(rank: int, communicator: Communicator, *, deadline_s: float) -> str:
-    """Compare plans among three ranks, of which the last has another; return the error."""
+    """Compare plans of three ranks, of which the last one differs; return the error message."""
     plan = "c3d4" if rank == 2 else "a1b2"
     return told(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s))[0]

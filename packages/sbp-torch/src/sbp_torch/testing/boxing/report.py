@@ -1,6 +1,7 @@
-"""A plugin of pytest that counts cases: `pytest -p sbp_torch.testing.boxing.report`.
+"""A pytest plugin that counts boxing cases: `pytest -p sbp_torch.testing.boxing.report`.
 
-At the end it prints the cases and the time they took, by backend and number of ranks.
+At the end, it prints the number of cases of the boxing conformance suite, and their time, by
+backend and number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _LOGGER = "sbp_torch.testing.boxing"
 
 
 class CountCases(logging.Handler):
-    """Keeps the tallies that suites log."""
+    """A log handler that collects the counts that suites log."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -36,7 +37,7 @@ class CountCases(logging.Handler):
 
 
 def summary(tallies: Iterable[CaseCount]) -> list[str]:
-    """Return one line by backend and number of ranks, and one for all."""
+    """Return a line for each backend and number of ranks, and a line for the total."""
     cases: dict[tuple[str, int], int] = {}
     times_s: dict[tuple[str, int], float] = {}
     for tally in tallies:

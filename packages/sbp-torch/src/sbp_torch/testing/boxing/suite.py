@@ -1,4 +1,7 @@
-"""The tests of boxing backends that a backend's author subclasses; see the package's docstring."""
+"""`BoxingConformance`: the test class of boxing backends, which authors of a backend subclass.
+
+The package's docstring has an example.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from sbp_torch.testing.boxing.families import FAMILIES, quick_cases, sample
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingBackend, Communicator
 
-#: What a rank runs: (rank, its communicator) -> picklable result.
+#: A program of a rank: (rank, its communicator) -> picklable result.
 Program = Callable[[int, "Communicator"], Any]
 
-#: What a rank runs that also has to do with its backend: (rank, the open backend) -> result.
+#: A program that also uses the backend itself: (rank, the open backend) -> picklable result.
 Job = Callable[[int, "BoxingBackend"], Any]
 
-#: How many cases are under way at once, and how many of them are large.
+#: Numbers of small and of large cases that are in flight at once.
 _IN_FLIGHT, _LARGE_IN_FLIGHT = 24, 4
 
-#: Of the cases that fail at once, how many are shown.
+#: Largest number of failing cases in a message.
 _SHOWN = 5
 
 _logger = logging.getLogger("sbp_torch.testing.boxing")
@@ -39,14 +42,14 @@ _logger = logging.getLogger("sbp_torch.testing.boxing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseCount:
-    """How many cases of one family a suite has run, and how long that took.
+    """Number of cases of one family that a suite has run, and their time.
 
     Args:
         backend: Name of the suite that ran them.
-        num_ranks: On how many ranks.
-        family: Of which family, or `quick`.
-        num_cases: How many.
-        time_s: Seconds that they took.
+        num_ranks: Number of ranks.
+        family: Name of the family, or `quick`.
+        num_cases: Number of cases.
+        time_s: Duration in seconds.
     """
 
     backend: str
@@ -69,33 +72,33 @@ def use_communicator(rank: int, backend: BoxingBackend, *, program: Program) -> 
 
 
 class BoxingConformance(ABC):
-    """What every boxing backend must do. See the package's docstring for how to use it."""
+    """Tests of a boxing backend. See the package's docstring for how to use it."""
 
-    #: What reports call the backend; the name of the class if empty.
+    #: Name of the backend in reports; the name of the class if empty.
     name: str = ""
 
-    #: Seconds that one step may wait for the others when all of them come.
+    #: Seconds that one step may wait for other ranks if all of them take part.
     deadline_s: float = 30.0
 
-    #: Seconds that ranks wait for a rank that never comes.
+    #: Seconds that ranks wait for a rank that never takes part.
     missing_deadline_s: float = 1.0
 
-    #: Seconds, on top of the deadline, until the error must have arrived.
+    #: Seconds after a deadline until the error must have been raised.
     grace_s: float = 5.0
 
     #: Dtypes of the tensors to convert.
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "int64", "bool")
 
-    #: Where the shards live.
+    #: Device of the shards.
     device: str = "cpu"
 
-    #: On how many ranks the exhaustive tests run. No test wants more than the largest.
+    #: Numbers of ranks of the exhaustive tests. Tests that need more than the largest are skipped.
     rank_counts: tuple[int, ...] = (2, 3, 4)
 
-    #: Whether a sender holds a copy of its message until that is received.
+    #: Whether a sender keeps a copy of its message until the message is received.
     copies_messages: bool = True
 
-    #: Cases that one call of `run_ranks` is given.
+    #: Number of cases in one call of `run_ranks`.
     cases_at_once: int = 2000
 
     @abstractmethod
@@ -103,14 +106,14 @@ class BoxingConformance(ABC):
         """Run `program(rank, communicator)` on ranks 0 .. num_ranks - 1; results in rank order."""
 
     def run_backends(self, num_ranks: int, job: Job) -> Sequence[Any]:
-        """Run `job(rank, backend)` likewise; the tests that need it are skipped if this does."""
+        """Run `job(rank, backend)` on ranks 0 .. num_ranks - 1; without it, tests are skipped."""
         raise SkipTest("the suite has no run_backends, so nothing can be closed or fail here")
 
     def convert(self, num_ranks: int, cases: Sequence[BoxingCase], what: str) -> CaseCount:
         """Run cases on `num_ranks` ranks, check every rank's shards and bytes, and log the number.
 
         Raises:
-            AssertionError: names the cases and ranks that are wrong.
+            AssertionError: a case fails; the message names the cases and ranks.
         """
         start, found = time.monotonic(), list[str]()
         for first in range(0, len(cases), self.cases_at_once):
@@ -229,7 +232,7 @@ class BoxingConformance(ABC):
             assert sent == predicted, f"{sent} bytes sent, {predicted} predicted"
 
     def test_a_rank_that_computes_between_begin_and_end_is_not_missing(self) -> None:
-        """Of three ranks one waits, one computes meanwhile, and one never comes: it is named."""
+        """One rank waits, one computes meanwhile, one never takes part: only the last is named."""
         self._need(3)
         program = partial(
             in_flight.compute_while_others_wait,
@@ -248,7 +251,7 @@ class BoxingConformance(ABC):
         self._miss_a_sum(met_before=False)
 
     def test_a_rank_that_does_not_come_again_to_a_collective_is_named(self) -> None:
-        """The same among ranks that are connected; only the missing one is named."""
+        """The same with ranks that are connected; only the missing rank is named."""
         self._miss_a_sum(met_before=True)
 
     def _miss_a_sum(self, *, met_before: bool) -> None:
@@ -279,14 +282,14 @@ class BoxingConformance(ABC):
         self._check_missing(1, receiver, missing=0)
 
     def test_a_sender_learns_that_its_message_is_received(self) -> None:
-        """Two wait for the delivery of what the other has asked for before, or asks for now."""
+        """Delivery is reported if the receiver begins to receive before or after the send."""
         self._need(2)
         program = partial(failures.await_delivery, deadline_s=self.deadline_s, device=self.device)
 
         assert self.run_ranks(2, program) == [8.0, 8.0]
 
     def test_a_sender_learns_that_its_message_is_not_received(self) -> None:
-        """Who waits for the delivery of a message gets a BoxingError that names the receiver."""
+        """A rank that waits for the delivery gets a BoxingError that names the receiver."""
         self._need(2)
         if not self.copies_messages:
             raise SkipTest(
@@ -301,7 +304,7 @@ class BoxingConformance(ABC):
         self._check_missing(0, sender, missing=1)
 
     def test_all_senders_that_never_come_are_named(self) -> None:
-        """Of three senders two do not come; the receiver names these, and no other."""
+        """Two of three senders do not send; the error of the receiver names only these two."""
         self._need(4)
         program = partial(
             failures.miss_messages, waits_s=self.missing_deadline_s, device=self.device
@@ -319,7 +322,7 @@ class BoxingConformance(ABC):
         assert took_s < self.missing_deadline_s + self.grace_s, f"rank {rank}: {took_s} s"
 
     def test_a_shard_of_another_shape_is_refused_and_does_no_harm(self) -> None:
-        """BoxingError with both shapes, and the step runs when the right shard comes."""
+        """BoxingError with both shapes, and the step runs with the right shard."""
         self._need(2)
         program = partial(failures.give_wrong_shard, deadline_s=self.deadline_s, device=self.device)
 
@@ -328,7 +331,7 @@ class BoxingConformance(ABC):
             assert right, f"rank {rank} has a wrong sum after it gave a wrong shard"
 
     def test_messages_wait_for_their_receiver_and_find_it_by_their_tag(self) -> None:
-        """Ten each way between two ranks that send before they receive, in the other order."""
+        """Two ranks send ten messages each, and then receive them in reverse order."""
         self._need(2)
         program = partial(failures.exchange_many, deadline_s=self.deadline_s, device=self.device)
 
@@ -337,7 +340,7 @@ class BoxingConformance(ABC):
             assert received == sent, f"rank {rank} received {received} and not {sent}"
 
     def test_a_rank_that_is_done_leaves_its_messages_behind(self) -> None:
-        """The receiver finds a message of a rank whose program has ended."""
+        """A rank receives a message of a rank whose program has ended."""
         self._need(2)
         program = partial(failures.send_and_go, deadline_s=self.deadline_s, device=self.device)
 
@@ -346,11 +349,11 @@ class BoxingConformance(ABC):
         assert total == 8.0, f"eight ones of a rank that is done add up to {total}"
 
     def test_a_failure_unblocks_ranks_that_never_met(self) -> None:
-        """Before any connection was made, a failure reaches every call that waits, with reason."""
+        """Without a connection, a failure still reaches every waiting call, with its reason."""
         self._fail(met_before=False)
 
     def test_a_failure_unblocks_ranks_that_are_connected(self) -> None:
-        """A failure reaches every call that waits, here and on other ranks, with its reason."""
+        """A failure reaches every waiting call, here and on other ranks, with its reason."""
         self._fail(met_before=True)
 
     def _fail(self, *, met_before: bool) -> None:
@@ -382,11 +385,11 @@ class BoxingConformance(ABC):
                 assert fits, f"rank {rank} was told after the end: {said!r}"
 
     def test_a_closed_backend_leaves_nothing_behind(self) -> None:
-        """No thread, socket or other file is left of the last of three, in processes that go on."""
+        """In a process that continues, the third backend leaves no thread, socket or file open."""
         self._need(2)
         held: dict[int, Counter[str]] = {}
         for turn in range(3):
-            # What libraries make at their first use stays, and is no fault: the first is for that.
+            # Libraries may keep resources from their first use, so only the last turn is checked.
             before = held if turn == 2 else {}
             job = partial(
                 failures.hold_after_the_end,
@@ -423,7 +426,7 @@ class BoxingConformance(ABC):
                 assert both and sign in said, f"{other} differs, and rank {rank} was told: {said!r}"
 
     def test_a_message_of_another_dtype_is_refused_and_its_sender_hears(self) -> None:
-        """With fingerprints; the error names what was sent and what was awaited."""
+        """With fingerprints; the error names the sent and the expected message."""
         self._need(2)
         job = partial(
             mismatches.differ_in_a_message, deadline_s=self.deadline_s, device=self.device
@@ -443,7 +446,7 @@ class BoxingConformance(ABC):
             assert received == [2.0, 0.0, 3.0, 1.0], f"rank {rank} received {received}"
 
     def test_ranks_with_different_plans_are_named_on_all(self) -> None:
-        """Each rank is told which ranks have which plan."""
+        """The error on each rank names which ranks have which plan."""
         self._need(3)
         program = partial(mismatches.have_another_plan, deadline_s=self.deadline_s)
 

@@ -1,7 +1,7 @@
-"""Tensors to convert: a logical tensor, the shards that mean it, and what a rank must end with.
+"""Tensors of a boxing case: the logical tensor, the input shards, and the expected output shards.
 
-Written straight from the definition of SBP (each mesh axis takes apart what the one before left),
-and independent of the geometry in `sbp_core.sbp` and `sbp_core.boxing.slices`.
+They follow directly from the definition of SBP (each mesh axis splits the result of the axis
+before), and do not use the geometry in `sbp_core.sbp` and `sbp_core.boxing.slices`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from sbp_core.sbp import B, Broadcast, NdSbp, Partial, Split
 from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 
-#: By mesh coordinate, in row-major order.
+#: Mesh coordinate -> shard, in row-major order.
 _Shards = Mapping[tuple[int, ...], torch.Tensor]
 
 _CACHED = 1024
 
-#: Size of the values: as large as leaves every sum exact in any order, so that who moves them in a
-#: narrower dtype is found out.
+#: Largest values: sums are still exact in any order, but a backend that moves values in a narrower
+#: dtype gets wrong results.
 _LARGEST = {
     "float64": 2**40,
     "float32": 2**20,
@@ -46,7 +46,7 @@ def logical_tensor(case: BoxingCase) -> torch.Tensor:
 
 
 def source_shards(case: BoxingCase) -> dict[int, torch.Tensor]:
-    """Return the shard that each source rank starts with; nobody else uses their memory."""
+    """Return the shard that each source rank starts with, in memory of its own."""
     placement, sbp = case.source
     parts = _source_parts(case.shape, case.dtype, placement.mesh_shape, sbp)
     return {rank: parts[at].clone() for rank, at in placement.coordinates()}
@@ -62,7 +62,7 @@ def source_shard(case: BoxingCase, rank: int) -> torch.Tensor | None:
 
 
 def target_shard(case: BoxingCase, rank: int) -> torch.Tensor:
-    """Return what a rank of the target must end with, without `P`; read only."""
+    """Return the expected shard of a target rank, for a target without `P`; read only."""
     placement, sbp = case.target
     assert not sbp.has_partial, "partial values are free, only what they come to is not"
     parts = _target_parts(case.shape, case.dtype, placement.mesh_shape, sbp)
@@ -70,7 +70,7 @@ def target_shard(case: BoxingCase, rank: int) -> torch.Tensor:
 
 
 def target_shape(case: BoxingCase, rank: int) -> tuple[int, ...]:
-    """Return the shape that a rank of the target must end with."""
+    """Return the expected shape of the shard of a target rank."""
     placement, sbp = case.target
     whole = NdSbp(*(B if isinstance(entry, Partial) else entry for entry in sbp))
     parts = _target_parts(case.shape, case.dtype, placement.mesh_shape, whole)
@@ -108,17 +108,17 @@ def scatter(
     generator: torch.Generator,
     axis: int = 0,
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """Take a logical tensor apart, axis by axis, into random shards that mean it.
+    """Split a logical tensor into shards, axis by axis; shards of partial values are random.
 
     Args:
-        tensor: Of any shape and dtype that has the partial values of `sbp`.
-        sbp: How the tensor is placed on the mesh.
-        mesh_shape: Of the mesh.
-        generator: Where partial values come from.
-        axis: The first axis that takes part.
+        tensor: A tensor of any shape, and of a dtype that has the partial values of `sbp`.
+        sbp: The layout of the tensor on the mesh.
+        mesh_shape: The shape of the mesh.
+        generator: The generator for partial values.
+        axis: The first axis to split over.
 
     Returns:
-        The shard at each coordinate of axes `axis` and on.
+        Coordinate on axis `axis` and later axes -> shard.
     """
     if axis == len(sbp):
         return {(): tensor}
@@ -127,7 +127,7 @@ def scatter(
         inner = scatter(tensor, sbp, mesh_shape, generator, axis + 1)
         return {(index, *at): part for index in range(extent) for at, part in inner.items()}
     if isinstance(entry, Split):
-        # Balanced: the first ranks hold one more, some may hold nothing.
+        # Balanced: the first ranks hold one element more; some may hold nothing.
         parts = list(torch.tensor_split(tensor, extent, entry.dim))
     else:
         parts = _partials(tensor, entry.reduction, extent, generator)
@@ -159,12 +159,12 @@ def _partials(
     else:
         sign = -1 if reduction == "max" else 1
         parts = [tensor + sign * noise() for _ in range(count - 1)]
-    # The value itself is in the middle, so that no rank has it by chance.
+    # The value itself is in the middle, so that the first rank's part is not the result.
     return [*parts[: count // 2], tensor, *parts[count // 2 :]]
 
 
 def gather(shards: _Shards, sbp: NdSbp, mesh_shape: Sequence[int]) -> torch.Tensor:
-    """Put together what `scatter` takes apart: concatenate, reduce, compare copies.
+    """Join the shards of `scatter` to the logical tensor: concatenate, reduce, compare copies.
 
     Raises:
         AssertionError: the copies along a `B` axis differ.
@@ -180,7 +180,7 @@ def gather(shards: _Shards, sbp: NdSbp, mesh_shape: Sequence[int]) -> torch.Tens
 
 
 def _join(line: Sequence[torch.Tensor], sbp: NdSbp, axis: int) -> torch.Tensor:
-    """Return what the ranks along one mesh axis stand for."""
+    """Return the tensor that the shards along one mesh axis represent."""
     entry = sbp[axis]
     if isinstance(entry, Split):
         return torch.cat(list(line), entry.dim)
