@@ -1,6 +1,6 @@
-"""Why a plan is as it is, and what another plan would cost.
+"""Explanations of a plan (`explain=`, `compare=` and `page=` of `sbp-plan`).
 
-`question` reads the texts of `explain=` and `compare=`. `compare` prints the cost of two plans side
-by side. `reasons` says which communication one plan has and the other does not, in a sentence.
-`alternatives` makes the plans that answer `explain=`. `plan_page` is a plan as one HTML file.
+`question` parses `explain=` and `compare=`. `compare` prints the costs of two plans side by side.
+`reasons` explains in a sentence why one plan is slower or larger than another. `alternatives` makes
+the plans that answer `explain=`. `plan_page` writes a plan as one HTML file.
 """
