@@ -1,1 +1,1 @@
-"""The cluster profiles that come with sbp-launch: rates declared (`local`) or measured."""
+"""The cluster profiles of sbp-launch: rates declared (`local`), of data sheets, or measured."""
