@@ -1,4 +1,4 @@
-"""Register the plugins of sbp-launch: optimizers, clusters, sinks, storages, launchers, ..."""
+"""Plugins of sbp-launch: optimizers, clusters, loggers, callbacks, storages and launchers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`World`: the rank of this process and the number of processes, read from the environment.
 
 This is the only module that reads a launcher's environment variables. They are read in this order,
-because one launcher may have been started by another one further below:
+because a launcher may itself have been started by one further below in this list:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
     mpiexec    OMPI_COMM_WORLD_RANK and kin (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID (MPICH)

@@ -1,4 +1,4 @@
-"""Answers and files of `sbp-plan` besides the plan: `explain=`, `compare=`, `page=`, `calls=`..."""
+"""Print or write what `sbp-plan` was asked for by `explain=`, `compare=`, `page=`, `calls=` etc."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Changes of one setting are listed before changes of two. For each, the step is p
 and its exact memory is compared with the limit, so the listed settings do fit. Overrides are added
 to the command line and composed again, so they can be typed as listed. A budget of recomputation is
 derived from the plan that did not fit: with R bytes at the peak that are not activations, L - R of
-the limit L are left on each of N ranks, so the budget is N (L - R) in the units of that pass.
+the limit L are left on each of N ranks; the pass counts whole tensors, so its budget is N (L - R).
 
 A setting is tried only if that is likely to end in time, judged by the planning time of the plan
 that did not fit. For large steps, which take long to plan, nothing is tried, and the message names

@@ -1,6 +1,7 @@
-"""The app `sbp-calibrate`: measure this machine through a boxing backend; write a cluster file.
+"""The command `sbp-calibrate`: measure this machine, and write the results into a cluster file.
 
-In the order of use: `calibration_config` (the checked settings), `kept_measurements` (parts of an
+Communication is measured through a boxing backend, a plugin that runs collectives. The modules, in
+the order of use: `calibration_config` (the checked settings), `kept_measurements` (parts of an
 existing file that stay), `command` (the command), `calls` (the calls that are measured), `job`
 (files and messages between the processes), `__main__` and `measuring_rank` (one process),
 `measuring` and `launch_overhead` (measurements of each rank), `calibration` (starts the ranks,

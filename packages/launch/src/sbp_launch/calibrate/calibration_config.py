@@ -1,4 +1,4 @@
-"""The settings of `sbp-calibrate`, and their checks."""
+"""The settings of `sbp-calibrate` (measure this machine), and their checks."""
 
 from __future__ import annotations
 

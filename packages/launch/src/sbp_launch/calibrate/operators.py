@@ -1,4 +1,4 @@
-"""Add measured times of operators to a cluster file: from traced runs, or from a list of calls.
+"""Add measured times of operators to a cluster file: from traced runs, or from a list.
 
 A file is for one machine and one number of ranks. Times of operators also belong to one backend,
 because ranks that are threads of one process wait for its interpreter, and processes do not.

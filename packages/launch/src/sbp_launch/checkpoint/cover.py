@@ -3,6 +3,7 @@
 The check accepts slices that straight cuts through the whole tensor separate recursively: for
 example first between columns, then between the rows of each column. The slices of a layout are
 always of this kind, even if the slice of a rank is cut into blocks. Manifests are checked so.
+
     +-----+---+        cut 1 separates the columns; then each column is
     |  a  | d |        cut between its own rows
     +-----+   |

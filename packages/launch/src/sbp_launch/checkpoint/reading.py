@@ -3,10 +3,10 @@
     pieces in the files          slice of a rank
 
     +-------+-------+            . . . . . . . .
-    +-------+-------+            . . . . . . . .
     |   0   |   1   |            . +-------+ . .      reads pieces 0, 1 and 2, whole, one at a time,
     +-------+-------+            . |       | . .      compares their checksums, and copies the
     |   2   |   3   |            . +-------+ . .      intersections
+    +-------+-------+            . . . . . . . .
 
 A piece that is needed whole is read directly into its target; other pieces go through one buffer.
 """

@@ -1,8 +1,8 @@
 """Save and load a checkpoint collectively: all processes of a run together.
 
-    process 0     writes its file --+                     +-- commits --+
+    process 0     writes its file --+                       +-- commits --+
     process 1     writes its file --+-- have all written? --+             +-- complete
-    process 2     writes its file --+                     |
+    process 2     writes its file --+                                     |
 
 No process continues before all know the result. Each process reads and writes its own part only.
 """

@@ -1,4 +1,4 @@
-"""The names of checkpoint folders: `step-00000100`."""
+"""The names of checkpoint folders: from a step to `step-00000100`, and back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The data of a run: the order of samples, the rows that a process loads, and loading ahead.
 
 A data set (plugin of kind `data`) returns samples by number; epochs, batches, ranks and threads are
-handled here. In the order of use: `order` (a shuffled order without memory, epochs, and the cursor
-in checkpoints), `source` (a data set whose results are checked), `loader` (the rows of a batch that
+handled here. In the order of use: `order` (shuffling without a stored permutation, epochs, and the
+cursor in checkpoints), `source` (a data set whose results are checked), `loader` (the rows of a batch that
 the ranks of this process hold, and a thread that loads ahead of the step).
 """
 

@@ -1,4 +1,4 @@
-"""Parse the settings `explain=` (a question) and `compare=` (a strategy), without PyTorch."""
+"""Parse `explain=` (a question) and `compare=` (a strategy) of `sbp-plan`, without PyTorch."""
 
 from __future__ import annotations
 

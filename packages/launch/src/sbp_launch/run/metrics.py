@@ -1,4 +1,4 @@
-"""Open and close the metric sink (logger plugin) of a run, and turn its errors into ours."""
+"""Open and close the metric sink (plugin of kind `logger`) of a run, and translate its errors."""
 
 from __future__ import annotations
 

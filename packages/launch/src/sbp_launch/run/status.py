@@ -9,15 +9,14 @@ On a signal, each process appends a report to `RUN/logs/status_RANK.txt` and kee
     ...
 
 (A firing is one run of an actor, such as a segment of operators.) The report ends with the Python
-stack of every thread. The lines about ranks and threads also go to stderr, and so into the run's
-log.
+stack of every thread. The other lines also go to stderr, and so into the log of the run.
 
 `sbp-watch RUN` connects to the socket `RUN/logs/status_RANK.sock` of each process and gets the same
 lines without the stacks. One background thread serves signals and socket; it sleeps until a request
 arrives, so it does not slow down the run.
 
-Slurm sends SIGUSR1 when the time limit is near (`stopping`), so in its jobs only SIGUSR2 requests a
-report.
+Slurm sends SIGUSR1 when the time limit is near (see `stopping`), so in its jobs only SIGUSR2
+requests a report.
 """
 
 from __future__ import annotations

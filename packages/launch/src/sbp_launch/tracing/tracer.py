@@ -7,7 +7,7 @@
             tracer.finish(number)
     print(*tracer.lines)
 
-Tracing adds no cost to the other steps.
+The other steps run as without tracing.
 
 The traces of several processes are gathered through their boxing backend. The clocks of hosts
 differ. They are aligned by small exchanges, which end on all ranks at about the same time: the
