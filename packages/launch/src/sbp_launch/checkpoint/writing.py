@@ -111,7 +111,7 @@ class _Entry:
 def write_part(
     staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[LazySlice] | Snapshot
 ) -> int:
-    """Write the pieces of a process and their index into a folder; return the bytes of the pieces.
+    """Write the pieces of a process, and their index, into a folder; return the bytes of the file.
 
     Both files are durable when this returns. It needs memory for the pieces, and for a block of
     8 MiB if they are on a device or not contiguous. A snapshot is written in its own order.

@@ -2,8 +2,8 @@
 
 A data set (plugin of kind `data`) returns samples by number; epochs, batches, ranks and threads are
 handled here. In the order of use: `order` (shuffling without a stored permutation, epochs, and the
-cursor in checkpoints), `source` (a data set whose results are checked), `loader` (the rows of a batch that
-the ranks of this process hold, and a thread that loads ahead of the step).
+cursor in checkpoints), `source` (a data set whose results are checked), `loader` (the rows of a
+batch that the ranks of this process hold, and a thread that loads ahead of the step).
 """
 
 from typing import TYPE_CHECKING

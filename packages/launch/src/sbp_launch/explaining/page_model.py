@@ -221,7 +221,7 @@ class _Branch:
 def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
     """Return the tree, as HTML."""
     axes = stages[0].axes
-    groups = groups_of(rows)  # of all stages, so layers that are in one stage only get numbers
+    groups = groups_of(rows)  # of all stages, so that layers of one stage are numbered
     roots = [_tree_of(groups, stage) for stage in range(len(stages))]
     most = max((root.bytes_of_a_rank for root in roots), default=0.0)
     shown = {depth: sum(_num_rows(root, depth) for root in roots) for depth in _OPEN_DEPTHS}

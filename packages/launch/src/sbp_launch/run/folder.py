@@ -29,7 +29,7 @@ from sbp_core.serialize import read_bytes, read_text, read_yaml, shown
 from sbp_launch.checkpoint.durable_files import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
 
-#: Default of `trainer.checkpoint`'s folder: the subfolder of checkpoints in a run folder.
+#: Subfolder of a run folder for checkpoints, unless the settings name another.
 CHECKPOINTS = "checkpoints"
 
 #: Results of a run; a folder with one of them is used. `config.yaml`, `environment.json` and logs
