@@ -1,4 +1,7 @@
-"""Plugins of sbp-launch: optimizers, clusters, loggers, callbacks, storages and launchers."""
+"""Plugins of sbp-launch: optimizers, clusters, loggers, callbacks, storages and launchers.
+
+The registry finds this module by its entry point; each hook returns factories by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print or write what `sbp-plan` was asked for by `explain=`, `compare=`, `page=`, `calls=` etc."""
+"""Answers of `sbp-plan` to `explain=` and `compare=`, and its output files, such as `page=FILE`."""
 
 from __future__ import annotations
 

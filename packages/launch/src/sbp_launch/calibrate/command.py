@@ -1,4 +1,4 @@
-"""The command `sbp-calibrate`. It imports torch only for measuring."""
+"""Entry point of the command `sbp-calibrate`. It imports torch only for measuring."""
 
 from __future__ import annotations
 

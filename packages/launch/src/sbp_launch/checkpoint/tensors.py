@@ -1,4 +1,8 @@
-"""Mappings of tensors in files that are read on access, whole or in slices."""
+"""Mappings of tensors in files that are read on access, whole or in slices.
+
+Checkpoints (`reading`) and files of other libraries (`formats.indexed`) implement `LazyTensors`;
+all code that loads, converts or compares tensors reads them through it.
+"""
 
 from __future__ import annotations
 

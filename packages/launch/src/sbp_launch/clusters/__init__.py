@@ -1,1 +1,1 @@
-"""The cluster profiles of sbp-launch: rates declared (`local`), of data sheets, or measured."""
+"""Cluster profiles: rates of devices and links, declared (`local`), of data sheets, or measured."""

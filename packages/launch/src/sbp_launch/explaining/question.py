@@ -1,4 +1,4 @@
-"""Parse `explain=` (a question) and `compare=` (a strategy) of `sbp-plan`, without PyTorch."""
+"""Parse `explain=` (a question) and `compare=` (a strategy) of `sbp-plan`; needs no PyTorch."""
 
 from __future__ import annotations
 

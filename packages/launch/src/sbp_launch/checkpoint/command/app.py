@@ -1,4 +1,4 @@
-"""The command line of `sbp-checkpoint`. It imports torch only when tensors are read."""
+"""Parser and entry point of `sbp-checkpoint`. It imports torch only when tensors are read."""
 
 from __future__ import annotations
 

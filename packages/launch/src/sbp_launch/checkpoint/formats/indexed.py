@@ -1,4 +1,7 @@
-"""`IndexedTensors`: read tensors of files on demand, whole or in slices, by a `TensorIndex`."""
+"""`IndexedTensors`: read tensors of files on demand, whole or in slices, by a `TensorIndex`.
+
+The reader of each format makes the index; `places.open_tensors` opens the tensors with this class.
+"""
 
 from __future__ import annotations
 
