@@ -111,7 +111,7 @@ def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
     values = yaml.safe_load(catalog.text(f"{group}/{option}"))
     config = catalog.config(group, values.get("name"))
     assert config is not None, f"{group}={option} names no plugin that is installed"
-    # Other keys of the file are for Hydra and the launcher, and are no settings.
+    # Other keys of the file are for Hydra and the launcher, and not settings.
     own = {field.name: values[field.name] for field in fields(config) if field.name in values}
     comments = catalog.comments(f"{group}/{option}")
     yield from map(_row, setting_rows(own, config, comments, group))

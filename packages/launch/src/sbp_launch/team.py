@@ -58,7 +58,7 @@ class Team:
         self._num_votes = 0
 
     def _step(self, width: int) -> BoxingStep:
-        """Return the boxing step of an all-reduce (maximum) of so many numbers."""
+        """Return the boxing step of an all-reduce (maximum) of `width` numbers."""
         mesh = Placement(list(self._ranks), ("rank",))
         return BoxingStep(
             kind=StepKind.ALL_REDUCE,

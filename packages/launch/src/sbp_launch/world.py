@@ -103,7 +103,7 @@ class World:
             environment: Variables and values; those of this process if None.
 
         Raises:
-            ConfigError: variables are missing, are no numbers, or contradict each other.
+            ConfigError: variables are missing, are not numbers, or contradict each other.
         """
         read = _Environment(os.environ if environment is None else environment)
         if read.has("TORCHELASTIC_RUN_ID"):
@@ -150,7 +150,7 @@ class _Environment:
         """Return the number in the first variable that is set.
 
         Raises:
-            ConfigError: none is set and there is no default, or it is no number.
+            ConfigError: none is set and there is no default, or it is not a number.
         """
         name = next((name for name in names if self.has(name)), names[0])
         text = self.variables.get(name, "")

@@ -44,7 +44,7 @@ from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.run_program import make_program
 
-#: The search ends after so many results; no setting is tried that would end after so many seconds.
+#: The search ends after this number of results, or before an attempt that would exceed the time.
 MOST_FOUND, MOST_S = 3, 15.0
 
 #: Numbers of micro-batches that are tried, from the next larger one.

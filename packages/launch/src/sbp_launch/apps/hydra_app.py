@@ -158,7 +158,7 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
 def _check_jobs(
     app: Application[Any], catalog: Catalog, options: Namespace
 ) -> tuple[FolderBefore | None, Path | None, list[str]]:
-    """Check every job of the command line; a job that is only printed must just compose.
+    """Check every job of the command line; a job that is only printed need only compose.
 
     Returns:
         The former state of the folder of a single run, the folder of a sweep, and overrides to add

@@ -54,7 +54,7 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     """Replace `resume=RUN` in a command line by overrides that continue that run.
 
     Raises:
-        ConfigError: RUN is no folder of a run, or another override contradicts it.
+        ConfigError: RUN is not a run folder, or another override contradicts it.
     """
     wanted = [text for text in arguments if text.startswith(f"{_KEY}=")]
     if not wanted:

@@ -47,8 +47,8 @@ def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
         boxing: The backend that is measured.
 
     Raises:
-        ConfigError: the file exists, but is no cluster file, or is for another machine or another
-            number of ranks.
+        ConfigError: the file exists, but is not a cluster file, or is for another machine or
+            another number of ranks.
     """
     path = Path(out)
     if not path.exists():

@@ -74,11 +74,11 @@ class SmallModel:
 
     @classmethod
     def within(cls, time_s: float) -> SmallModel:
-        """Return the size for a calibration that may take so many seconds."""
+        """Return the size for a calibration that may take `time_s` seconds."""
         return cls() if time_s >= _LONG_S else cls(layers=2, steps=10)
 
 
-#: A calibration of at least so many seconds uses the full model. A smaller model is planned faster,
+#: A calibration of at least this many seconds uses the full model. A smaller one is planned faster,
 #: but the constant cost of a step is then a larger part of it, and counted as launches.
 _LONG_S = 20.0
 

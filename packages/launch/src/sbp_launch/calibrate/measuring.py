@@ -118,7 +118,7 @@ _SHORT_S, _MOST_AT_ONCE = 0.05, 15
 #: Seconds between the agreement on a start time and that time; longer than a thread's wake-up.
 _HEAD_START_S = 3e-4
 
-#: Sizes are left out until there is time for at least so many rounds.
+#: Large sizes are left out until there is time for at least this many rounds.
 _FEWEST_ROUNDS = 3
 
 #: Seconds between two lines of progress.
@@ -347,7 +347,7 @@ class RankMeasurer:
             self._times_s[index].append(time_s)
 
     def _repeats(self, first_s: float) -> int:
-        """Return how often a round repeats a call that takes so many seconds.
+        """Return how often a round repeats a call whose first run took `first_s` seconds.
 
         All short calls together take at most half of the time.
         """

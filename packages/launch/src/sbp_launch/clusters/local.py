@@ -19,7 +19,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, ClusterFactory
 from sbp_launch.checks import check_least
 
-#: Advice in the message about a mesh that is no list.
+#: Advice in the message about a mesh that is not a list.
 MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=[2, 2]'"
 
 #: Default names of the axes of a mesh with one, two or three axes; presets of planners use them.

@@ -175,7 +175,7 @@ class DataCursor:
         return self.position // self.order.num_samples
 
     def advanced(self, count: int) -> DataCursor:
-        """Return the cursor after so many further samples."""
+        """Return the cursor after `count` further samples."""
         return replace(self, position=self.position + count)
 
     def numbers(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -31,7 +31,7 @@ def checked_dataset(made: object, plugin: PluginEntry) -> Dataset:
     """Check that a plugin has returned a data set, and return it.
 
     Raises:
-        PluginError: it is no data set.
+        PluginError: it is not a data set.
     """
     if all(callable(getattr(made, name, None)) for name in _METHODS):
         return made  # type: ignore[return-value] # it has the methods of the protocol

@@ -189,10 +189,10 @@ def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
     )
 
 
-#: All SBPs of a tensor are planned anew if that is expected to take at most so many seconds.
+#: All SBPs of a tensor are planned anew if that is expected to take at most this time, in seconds.
 MOST_PLANNING_S = 30.0
 
-#: After so many seconds, the remaining SBPs are skipped.
+#: Time limit in seconds, after which the remaining SBPs are skipped.
 MOST_S = 120.0
 
 #: Most boxing steps (communication) that are listed as added or removed; most names of tensors.

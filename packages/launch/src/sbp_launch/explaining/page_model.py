@@ -188,7 +188,7 @@ def _drawing(stage: Placement, cluster: Cluster, colour: str) -> str:
     )
 
 
-#: Initially, branches are open down to the first of these depths with at most so many rows.
+#: Initially, branches are open down to the first of these depths that shows at most this many rows.
 _OPEN_DEPTHS, _MOST_ROWS = (1, 0), 40
 
 #: Name of the model itself.

@@ -105,7 +105,7 @@ def read_strategy(path: Path) -> Strategy:
     """Read a strategy file.
 
     Raises:
-        ConfigError: it is no strategy of this version.
+        ConfigError: it is not a strategy of this version.
     """
     try:
         return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path)

@@ -53,11 +53,11 @@ class Speed:
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
     def begin(self, data_s: float = 0.0) -> None:
-        """Start the clock of a step, which has waited so many seconds for its batch."""
+        """Start the clock of a step, which has waited `data_s` seconds for its batch."""
         self._began, self.data_s = self._clock() - data_s, data_s
 
     def end(self, units: int) -> None:
-        """Stop the clock; the step has used so many units."""
+        """Stop the clock; the step has used `units` tokens or samples."""
         if len(self._all) == 1:
             self._window.clear()  # the first step does not represent later steps
         self._all.append((units, max(1e-9, self._clock() - self._began)))
@@ -75,7 +75,7 @@ class Speed:
         return units / seconds
 
     def left_s(self, steps: int) -> float:
-        """Return the estimated seconds of so many further steps, from the window."""
+        """Return the estimated seconds of `steps` further steps, from the window."""
         return steps * sum(seconds for _, seconds in self._window) / len(self._window)
 
     def text(self) -> str:
