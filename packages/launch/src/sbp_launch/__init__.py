@@ -1,10 +1,10 @@
-"""The Hydra apps, the trainer and the metrics of sbp; and `parallelize`, for a loop of one's own.
+"""The commands and the trainer of sbp; and `parallelize`, for a training loop of your own.
 
-`SampleOrder` is the order in which training takes samples, also in such a loop; `World` is this
-process among those that torchrun, mpiexec or Slurm started. `compose` returns the config of a
-command line of `sbp-train`.
+`SampleOrder` is the order in which training takes samples, for use in such a loop. `World` has the
+rank of this process and the number of processes that torchrun, mpiexec or Slurm started. `compose`
+returns the config of a command line of `sbp-train`.
 
-Everything is loaded when first used; importing this package imports no torch.
+Everything is loaded on first use; importing this package imports no torch.
 """
 
 from __future__ import annotations

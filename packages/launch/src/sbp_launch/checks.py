@@ -1,4 +1,4 @@
-"""What is checked of settings: their least numbers, and files that a command writes at its end."""
+"""Checks of settings: lower bounds of integers, and whether an output file can be written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sbp_core.errors import ConfigError
 def check_least(
     config: object, low: int, *names: str, accepted: str = "", why: str = " is too small"
 ) -> None:
-    """Check settings that are whole numbers, those that are set.
+    """Check a lower bound of integer settings; settings of other types are skipped.
 
     Args:
-        config: Has them.
-        low: The least that is accepted.
-        names: Of the settings.
-        accepted: What is accepted, in words; `an integer >= low` if left out.
-        why: What is said of one that is less.
+        config: The object with the settings.
+        low: The lower bound.
+        names: Names of the settings.
+        accepted: Accepted values in words; `an integer >= low` if left out.
+        why: End of the message about a setting below the bound.
 
     Raises:
-        ConfigError: one is below `low`.
+        ConfigError: a setting is below `low`.
     """
     for name in names:
         value = getattr(config, name)
@@ -34,9 +34,9 @@ def check_writable(key: str, path: str, example: str) -> None:
     """Check that a file can be written.
 
     Args:
-        key: The setting that names it.
+        key: The setting that names the file.
         path: The file.
-        example: Such a setting.
+        example: An example of a path, for the message.
 
     Raises:
         ConfigError: it is a folder, its folder is missing, or it cannot be written.
@@ -45,7 +45,7 @@ def check_writable(key: str, path: str, example: str) -> None:
     if not path or file.is_dir():
         raise ConfigError(f"{key}={path!r} is no file", accepted=f"a path such as {example}")
     try:
-        # By writing, as permissions do not tell: root may write anywhere, and yet not to /proc.
+        # Open it, because permissions are no proof: even root cannot write to /proc.
         with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The group `compile`: how a step is captured, rewritten and laid out."""
+"""Settings of the config group `compile`: how a step is captured, rewritten and compiled."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ __all__ = ["CompileConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileConfig:
-    """How a step becomes a plan.
+    """Options of the compiler from a training step to a plan.
 
     Args:
         autocast: dtype of `torch.autocast` around the forward; empty for none.
         random: `counted` draws the one-device numbers on every mesh; `per_shard` is faster, and
             draws other numbers on every mesh.
         plugins: Names of graph passes of plugins, applied in this order before planning.
-        unknown_ops: What becomes of operators that nothing says how to split: `refuse` them, run
-            them `whole` on every rank, or `discover` by execution how they may be split.
+        unknown_ops: What to do with operators without a rule for splitting: `refuse` them, run them
+            `whole` on every rank, or `discover` by execution how they may be split.
         passes: Each pass with its switch or its settings.
-        overlap: Whether collectives are begun as soon as their input is made, and waited for where
-            their result is used; else the thread that boxes waits in each.
-        boxing_thread: Whether boxing has a thread of its own on every rank, in parallel with
+        overlap: Whether a collective starts as soon as its input is ready, and is waited for where
+            its result is used; else the thread that starts it waits for it.
+        boxing_thread: Whether communication has its own thread on every rank, in parallel with
             computing.
-        bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
-            block, travel together; 0 for none; null for what the price suggests.
-        prefetch: With overlap or a boxing thread, how many segments ahead of its use a parameter is
+        bucket_bytes: Largest flat buffer in bytes in which small gradients, or parameters of a
+            block, are sent together; 0 for none; null to choose it by predicted cost.
+        prefetch: With overlap or a boxing thread, how many segments before its use a parameter is
             gathered.
-        in_place_states: Updates write over the states, once forward and backward have succeeded on
-            every rank. Otherwise new values are kept next to the old ones to the end of the step.
+        in_place_states: Whether updates overwrite the states, once forward and backward have
+            succeeded on every rank. Otherwise new values are kept separately during the step.
         input_gradients_first: In a pipeline, gradients that another stage waits for are computed
-            and sent before those of weights; those of activations are held until then.
+            and sent before those of weights, for which activations are kept longer.
         offload_in_flight: Most groups of offloaded states that are on the device at a time.
-        regather: Patterns of the parameters that are gathered anew for the backward phase; others
-            are kept from forward to backward.
-        prove: Whether a planned step is run next to the captured one before a step is taken, on
-            random data in float64; one that computes something else is refused.
-        prove_s: Most seconds that this may take, as estimated; what would take longer is proved on
-            fewer samples, or reported as not proved.
+        regather: Patterns of parameters that are gathered again for the backward phase; other
+            parameters are kept from forward to backward.
+        prove: Whether a planned step is compared with the captured one before the first step, on
+            random data in float64; a plan with different results is refused.
+        prove_s: Most seconds for this, as estimated; a longer proof uses fewer samples, or is
+            reported as not done.
     """
 
     autocast: Literal["", "bfloat16", "float16"] = ""

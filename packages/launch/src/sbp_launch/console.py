@@ -1,4 +1,4 @@
-"""Consoles, and lines, tables and bars on them: the one place that makes them."""
+"""Terminal output of all commands: consoles, wrapped lines, tables, progress bars of reading."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-#: Characters of a line in files and pipes, and the fewest of one on a terminal.
+#: Line width in characters for files and pipes, and the smallest width for a terminal.
 FILE_WIDTH, _LEAST_WIDTH = 100, 40
 
 
 def make_console(width: int | None = None, *, file: TextIO | None = None) -> Console:
-    """Return a console whose lines have 100 characters where it writes to no terminal.
+    """Return a console, with lines of 100 characters if it does not write to a terminal.
 
-    It prints texts as they are: names and paths may hold what rich takes for markup (`[data]`) or
-    for an emoji (`:on:`).
+    It prints texts as they are: names and paths may contain rich's markup (`[data]`) or emoji codes
+    (`:on:`).
 
     Args:
-        width: Characters of a line, where this process does not write to a terminal, whatever
-            its launcher lets it believe.
-        file: Where it writes; the standard output if None.
+        width: Line width for a process that does not write to a terminal, even if its launcher
+            gives it a pseudo-terminal.
+        file: The output file; standard output if None.
     """
     plain = partial(Console, file=file, markup=False, emoji=False, highlight=False)
     if width is not None:
@@ -41,7 +41,7 @@ def make_console(width: int | None = None, *, file: TextIO | None = None) -> Con
 
 
 def say(console: Console, lines: Iterable[str]) -> None:
-    """Print lines as they are; what does not fit goes on below, indented."""
+    """Print lines as they are; long lines are wrapped with indentation."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()))
         parts = textwrap.wrap(
@@ -63,8 +63,8 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return rows as lines whose columns are aligned.
 
     Args:
-        rows: Cells, as many in each row. The last column is as long as it is.
-        left: So many columns, and with any of them the last one, are aligned to the left.
+        rows: Cells, equally many in each row. The last column may have any width.
+        left: Number of first columns that are aligned to the left; if > 0, also the last one.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -78,7 +78,7 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def change_text(before: float, after: float) -> str:
-    """Return how a figure changes: `+12%`, `-3.1%`, `=`; nothing if it was zero."""
+    """Return the relative change of a figure: `+12%`, `-3.1%`, `=`; `new` if it was zero."""
     if before == after:
         return "="
     if not before:
@@ -90,20 +90,20 @@ def change_text(before: float, after: float) -> str:
 
 
 def plain_table() -> Table:
-    """Return a table without lines, whose heads are bold."""
+    """Return a table without lines, with bold heads."""
     return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
 
 
 def show_table(
     console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
-    """Print rows below their heads; the first and the last column go on below.
+    """Print a table; long cells of the first and the last column are wrapped.
 
     Args:
-        console: Where.
-        heads: Of the columns.
-        rows: Texts.
-        right: The heads of columns that are flush right.
+        console: The console to print to.
+        heads: Heads of the columns.
+        rows: Texts of the cells.
+        right: Heads of the columns that are aligned to the right.
     """
     table = plain_table()
     for number, head in enumerate(heads):
@@ -125,16 +125,16 @@ def show_table(
         console.print(text, soft_wrap=True)
 
 
-#: Bytes that are read without a bar: it would be gone before anyone has seen it.
+#: Fewer bytes are read without a bar, because it would disappear too soon.
 _SMALL_BYTES = 128 * 2**20
 
 
 @contextmanager
 def reading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show how many bytes are read in the block, on the standard error if that is a terminal.
+    """Show a progress bar of the bytes read in the block, on stderr if that is a terminal.
 
     Yields:
-        What is to be told of every part how many bytes it has.
+        A function to call with the number of bytes of each part that was read.
     """
     console = Console(stderr=True)
     if total_bytes < _SMALL_BYTES or not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Exit codes of the commands, and what is said of the error that ends one."""
+"""Exit codes of the commands, and the message for an error that ends a command."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 from sbp_core.errors import ConfigError, SbpError
 
-#: A setting is wrong; a run failed; the user pressed Ctrl-C.
+#: Wrong setting; failed run; interrupted by Ctrl-C.
 BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
 
-#: Exit codes above this one are those of signals.
+#: Exit codes above this one stand for signals: 128 plus the signal's number.
 SIGNALS = 128
 
 
 def ended_by(error: SbpError, command: str) -> int:
-    """Say to stderr why a command ends; return its exit code."""
+    """Print the error that ends a command to stderr; return the exit code."""
     sys.stderr.write(f"{command}: {error}\n")
     return BAD_CONFIG if isinstance(error, ConfigError) else FAILED

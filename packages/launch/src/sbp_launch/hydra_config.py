@@ -1,7 +1,7 @@
-"""The config that `sbp-train` composes of a command line, for tests, notebooks and other programs.
+"""Compose the config of a command line of `sbp-train` in tests, notebooks and other programs.
 
-`hydra.compose` on the config folder of sbp-launch finds no planner, model or data set: their
-options are in the folders of other packages.
+Plain `hydra.compose` on the config folder of sbp-launch finds no planners, models or data sets,
+because their options are in the folders of other packages.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def compose(
     """Compose and check a config as `sbp-train OVERRIDES` does; it needs no `hydra.initialize`.
 
     Args:
-        overrides: Those of a command line: `["planner=manual/zero", "cluster.mesh=[2, 1]"]`.
+        overrides: Overrides of a command line: `["planner=manual/zero", "cluster.mesh=[2, 1]"]`.
         config_name: The primary config.
-        config_dir: A folder with options of your own, as `--config-dir` takes it.
+        config_dir: A folder with options of your own, as for `--config-dir`.
 
     Returns:
         The config by group, without Hydra's own node.

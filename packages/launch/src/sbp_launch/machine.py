@@ -1,4 +1,4 @@
-"""What kind of machine this is: cores and memory, but not its name."""
+"""Description of this machine for measurements: processor, cores and memory, but not its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROC = Path("/proc")
 
 
 def describe_machine(library: str) -> dict[str, str]:
-    """Return what a reader of a cluster file should know of the machine.
+    """Return the description of this machine for a cluster file.
 
     Args:
         library: Version of torch.

@@ -1,9 +1,9 @@
-"""The optimizers that come with sbp-launch: settings, and makers of `torch.optim` optimizers.
+"""The optimizers of sbp-launch: their settings, and factories of `torch.optim` optimizers.
 
-Torch is imported when an optimizer is made, so that settings are checked without it. Every config
-has `groups`: for patterns of parameter names, settings other than those of the rest, such as
-`{"*.bias": {"weight_decay": 0.0}}`; the first pattern that matches counts. Patterns that match no
-parameter are refused when the optimizer is made.
+Torch is imported when an optimizer is made, so settings are checked without it. Every config has
+`groups`, which map patterns of parameter names to other settings, such as
+`{"*.bias": {"weight_decay": 0.0}}`; the first pattern that matches a name counts. A pattern that
+matches no parameter is an error when the optimizer is made.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
     from sbp_torch.kinds import OptimizerFactory
 
-#: Settings of the parameters that a pattern matches.
+#: Pattern of parameter names -> settings of these parameters.
 Groups = Mapping[str, Mapping[str, float | bool]]
 
-#: What is accepted: the lowest number, the bound that is not reached, in words.
+#: Accepted ranges: the lowest number, the exclusive upper bound, and both in words.
 _POSITIVE = (5e-324, float("inf"), "a finite number > 0")
 _AT_LEAST_ZERO = (0.0, float("inf"), "a finite number >= 0")
 _FRACTION = (0.0, 1.0, "a number in [0, 1)")
 
-#: Which of these each setting must be; those that are not listed are checked by their type.
+#: Range of each setting; the type of settings that are not listed is checked elsewhere.
 _RANGES = {
     "lr": _POSITIVE,
     "eps": _POSITIVE,
@@ -48,14 +48,14 @@ _RANGES = {
 
 
 def _check_range(name: str, value: float, low: float, below: float, accepted: str) -> None:
-    # Written so that NaN, which compares as false with everything, is refused.
+    # In this form, NaN is refused, too: it compares as false with everything.
     if not low <= value < below:
         raise ConfigError(f"{name}={value!r} is out of range", accepted=accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """What the settings of all optimizers share.
+    """Settings that all optimizers share.
 
     Args:
         lr: Learning rate, > 0.
@@ -67,7 +67,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     groups: Groups = field(default_factory=dict)
 
-    #: Settings that are not of the groups.
+    #: Settings that must not be in `groups`.
     OF_OTHERS: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class SgdConfig(OptimizerConfig):
 
     Args:
         momentum: Decay of the velocity, in [0, 1); 0 keeps none.
-        dampening: In [0, 1): how much of each gradient does not go into the velocity.
+        dampening: Fraction of each gradient that does not enter the velocity, in [0, 1).
         nesterov: Look ahead; needs momentum and no dampening.
     """
 
@@ -199,7 +199,7 @@ class LambConfig(OptimizerConfig):
     Args:
         betas: Decay of the mean and of the mean square, each in [0, 1).
         eps: Added to the root of the mean square, > 0.
-        adapt: Scale to the norm; groups of norms and biases mostly do not.
+        adapt: Scale to the norm; usually off in groups of norm weights and biases.
     """
 
     lr: float = 2e-3
@@ -217,7 +217,7 @@ class LarsConfig(OptimizerConfig):
         momentum: Decay of the velocity, in [0, 1).
         trust: Trust coefficient, > 0.
         eps: Added to the divisor, > 0.
-        adapt: Scale to the norm; groups of norms and biases mostly do not.
+        adapt: Scale to the norm; usually off in groups of norm weights and biases.
     """
 
     lr: float = 1.0
@@ -232,7 +232,7 @@ class AdafactorConfig(OptimizerConfig):
     """Settings of `torch.optim.Adafactor`; see `OptimizerConfig`.
 
     Args:
-        beta2_decay: Exponent of the number of the step that weighs new squares, < 0.
+        beta2_decay: The weight of new squares is the step number to this power, < 0.
         d: Largest root mean square of an update, > 0.
     """
 
@@ -247,17 +247,17 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonConfig(OptimizerConfig):
-    """Settings of `torch.optim.Muon`, and of AdamW for what Muon does not move.
+    """Settings of `torch.optim.Muon`, and of AdamW for the other parameters.
 
-    Muon moves matrices, but for those that `adamw` names.
+    Muon updates matrices, except those that `adamw` names.
 
     Args:
-        momentum: Of Muon, in [0, 1).
+        momentum: Momentum of Muon, in [0, 1).
         nesterov: Look ahead.
         ns_steps: Newton-Schulz iterations, 1 to 99.
-        adamw: Patterns of names of matrices that AdamW moves, such as embeddings.
+        adamw: Patterns of names of matrices that AdamW updates, such as embeddings.
         adamw_lr: Learning rate of AdamW, > 0.
-        adamw_weight_decay: Of AdamW, >= 0.
+        adamw_weight_decay: Weight decay of AdamW, >= 0.
     """
 
     lr: float = 2e-2
@@ -276,14 +276,14 @@ class MuonConfig(OptimizerConfig):
         _check_range("ns_steps", self.ns_steps, 1, 100, "an integer from 1 to 99")
 
 
-#: Makes an optimizer from parameters with names.
+#: Function that makes an optimizer from parameters with names.
 _Make = Callable[[Mapping[str, "torch.nn.Parameter"]], "torch.optim.Optimizer"]
 
 
 class _Maker:
-    """A maker of optimizers that takes parameters, or better pairs of name and parameter."""
+    """A factory of optimizers that takes parameters, or better pairs of name and parameter."""
 
-    #: Whether names are of use; without them, no pattern matches.
+    #: Whether the factory uses names; without names, no pattern matches.
     takes_names = True
 
     def __init__(self, make: _Make) -> None:
@@ -301,14 +301,14 @@ class _Maker:
 
 
 def optimizer_over(make: OptimizerFactory, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer over all parameters of a model, by name where the maker wants names."""
+    """Return an optimizer of all parameters of a model, with names if the factory uses them."""
     takes_names = getattr(make, "takes_names", False)
     given: Any = model.named_parameters() if takes_names else model.parameters()
     return make(given)
 
 
 def _grouped(named: Mapping[str, torch.nn.Parameter], groups: Groups) -> list[dict[str, Any]]:
-    """Return parameter groups: the rest first, then one for each pattern.
+    """Return parameter groups: first the parameters that match no pattern, then one per pattern.
 
     Raises:
         ConfigError: a pattern matches no parameter.
@@ -329,7 +329,7 @@ def _settings(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def _builder(module: str, name: str) -> Callable[[OptimizerConfig], OptimizerFactory]:
-    """Return what returns a maker of an optimizer class, which is imported when it is needed."""
+    """Return a builder of factories for an optimizer class, which is imported on use."""
 
     def build(config: OptimizerConfig) -> OptimizerFactory:
         def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -353,7 +353,7 @@ build_lars = _builder("sbp_torch.optim", "Lars")
 
 
 def build_muon(config: MuonConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.Muon` for matrices, with AdamW for the rest."""
+    """Return a factory of `torch.optim.Muon` for matrices, with AdamW for the rest."""
     import torch
 
     from sbp_torch.optim import CombinedOptimizer

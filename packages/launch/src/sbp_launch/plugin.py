@@ -1,4 +1,7 @@
-"""What sbp-launch itself offers: optimizers, clusters, sinks, storages, callbacks, launchers."""
+"""Plugins of sbp-launch: optimizers, clusters, loggers, callbacks, storages and launchers.
+
+The registry finds this module by its entry point; each hook returns factories by name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ SBP_API_VERSION = 2
 def _factories(
     builders: str, kinds: Mapping[str, tuple[type, str]], build: str = "build_{}"
 ) -> Mapping[str, Factory]:
-    """Return a factory for each name, of its config and what it is, with its builder."""
+    """Return a `Factory` for each name, from its config class and summary."""
     return {
         name: Factory(build=f"sbp_launch.{builders}:{build.format(name)}", config=of, summary=what)
         for name, (of, what) in kinds.items()
@@ -45,7 +48,7 @@ def _factories(
 
 @hookimpl
 def sbp_optimizers() -> Mapping[str, Factory]:
-    """Offer optimizers of `torch.optim` and `sbp_torch.optim`."""
+    """Register optimizers of `torch.optim` and `sbp_torch.optim`."""
     kinds = {
         "adafactor": (AdafactorConfig, "Adam with factored squares, relative to the weights"),
         "adagrad": (AdagradConfig, "rates that fall with the sum of squares"),
@@ -63,7 +66,7 @@ def sbp_optimizers() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_clusters() -> Mapping[str, Factory]:
-    """Offer the cluster that is one process, those that were measured, and nodes of GPUs."""
+    """Register the cluster of this machine, measured clusters, and nodes of GPUs."""
     gpus = {
         "v100": (GpuConfig, "nodes of 8 NVIDIA V100 SXM2 32 GB, as DGX-1"),
         "a100": (GpuConfig, "nodes of 8 NVIDIA A100 SXM 80 GB, as DGX A100"),
@@ -80,7 +83,7 @@ def sbp_clusters() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_loggers() -> Mapping[str, Factory]:
-    """Offer metric sinks."""
+    """Register metric sinks."""
     files = {
         "jsonl": (JsonlConfig, "one JSON object a line and step"),
         "csv": (CsvConfig, "lines of step, metric, value"),
@@ -95,14 +98,14 @@ def sbp_loggers() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_callbacks() -> Mapping[str, Factory]:
-    """Offer callbacks of the trainer."""
+    """Register callbacks of the trainer."""
     kinds = {"early_stop": (EarlyStopConfig, "end a run that no longer becomes better")}
     return _factories("trainer.early_stop", kinds)
 
 
 @hookimpl
 def sbp_storages() -> Mapping[str, Factory]:
-    """Offer places of checkpoints."""
+    """Register storages of checkpoints."""
     local = {"local": (LocalStorageConfig, "a folder, of the run if it is not named")}
     objects = {"fsspec": (FsspecConfig, "an object store, or whatever else fsspec reaches")}
     return {
@@ -113,7 +116,7 @@ def sbp_storages() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_launchers() -> Mapping[str, Factory]:
-    """Offer what starts the processes of a run."""
+    """Register launchers, which start the processes of a run."""
     kinds = {
         "auto": (AutoLauncherConfig, "as boxing needs it, and by who started sbp-train"),
         "threads": (ThreadsConfig, "all ranks in one process, as threads"),
@@ -127,5 +130,5 @@ def sbp_launchers() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Offer the Hydra options of the above."""
+    """Register the folder with the Hydra options of these plugins."""
     return ["pkg://sbp_launch.conf"]

@@ -1,7 +1,7 @@
-"""Settings that hold secrets: they are refused, as run folders keep all settings.
+"""Refuse settings that contain secrets, because all settings are written to run folders.
 
-Run folders are copied, shared and published. File systems, services and libraries find passwords
-and tokens in the environment, or in files of the user's own.
+Run folders are copied, shared and published. File systems, services and libraries can read
+passwords and tokens from the environment, or from files of the user.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from sbp_core.errors import ConfigError
 
-#: Names of settings, of parts of addresses and of arguments whose values are secrets.
+#: Names of settings, query parameters and arguments whose values are secrets.
 _NAMES = frozenset(
     {
         "password", "passwd", "passphrase", "secret", "token", "credential", "credentials",
@@ -23,16 +23,16 @@ _NAMES = frozenset(
     }
 )  # fmt: skip
 
-#: Values of such settings that say where a secret is found, as gcsfs has them, and are none.
+#: Values of such settings that say where gcsfs finds the secret; they are not secrets.
 _NO_SECRETS = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
 
-#: What stands where a secret was.
+#: Text that replaces a secret.
 _HIDDEN = "***"
 
-#: What is before the last `@` of an address, unless it is a port. Passwords may have slashes.
+#: A user and a password before the last `@` of an address, but no port. Passwords may have slashes.
 _PASSWORD = re.compile(r"(://[^@:/\s]*):(?!\d+(?:/|$))\S+@")
 
-#: A part of what follows the question mark of an address.
+#: A query parameter of an address.
 _QUERY = re.compile(r"([?&]([\w.-]+))=[^&#\s]+")
 
 _TODO = (
@@ -42,13 +42,13 @@ _TODO = (
 
 
 def refuse_secrets(settings: Mapping[str, object]) -> None:
-    """Check that settings, and those inside them, hold no secrets.
+    """Check that settings, including nested ones, contain no secrets.
 
     Args:
-        settings: By name.
+        settings: Settings by name.
 
     Raises:
-        ConfigError: one does; names it, and not what it holds.
+        ConfigError: a setting contains one; the message has its name, but not its value.
     """
     for place, value in leaves(settings):
         name = place.rpartition(".")[2]
@@ -64,10 +64,10 @@ def refuse_secrets(settings: Mapping[str, object]) -> None:
 
 
 def refuse_secret_address(text: str, what: str) -> None:
-    """Check that an address holds no password and no signature; other texts are passed.
+    """Check that an address contains no password or signature; other texts are accepted.
 
     Raises:
-        ConfigError: it does; names it without.
+        ConfigError: it does; the message has the address without the secret.
     """
     shown = without_secrets(text) if "://" in text else text
     if shown != text:
@@ -79,7 +79,7 @@ def refuse_secret_address(text: str, what: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text, such as an argument of a command, without the secrets in it.
+    """Return a text, such as an argument of a command, with its secrets masked.
 
     before: token=abc --api-key=abc s3://me:abc@bucket/run?sig=abc
     after:  token=*** --api-key=*** s3://me:***@bucket/run?sig=***

@@ -1,7 +1,7 @@
-"""The page of all settings: every group, option and setting, what it means, and whose it is.
+"""Generate the page of all settings: every group, option and setting, its meaning and package.
 
-`python -m sbp_launch.settings_page FILE` writes it of the option files and plugins that are
-installed, or of the distributions after `--of`; `--check` sees that FILE is up to date.
+`python -m sbp_launch.settings_page FILE` writes it from the installed option files and plugins, or
+from those of the distributions after `--of`; `--check` tests whether FILE is up to date.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sbp_launch.settings.known_keys import (
     takes_of,
 )
 
-#: The settings that an app has besides its groups, by its primary config.
+#: Settings of a command outside of config groups, by its primary config.
 _OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}
 
 _HEAD = """# Settings
@@ -45,10 +45,10 @@ planner=osdp` for an option, `sbp-train --help trainer.steps` for one setting.
 follows what is chosen there; `null` stands for none.
 """
 
-#: A row of a table: key, default, what it takes, meaning.
+#: A row of a table: key, default, accepted values, meaning.
 _Row = tuple[str, str, str, str]
 
-#: What an option takes over from other groups: the keys; what remains is its own value.
+#: A default that is the value of a setting in another group: its key; the rest is the fallback.
 _SELECT = re.compile(r"\$\{oc\.select:([\w.]+),")
 
 
@@ -68,7 +68,7 @@ def page(catalog: Catalog) -> str:
             parts += [f"### {group}={option}\n", f"{text} *{owners}*\n"]
             parts += _table(_rows(catalog, group, option))
     parts.append("## callbacks\n")
-    # They have no option files.
+    # Callbacks have no option files.
     example = "`{name: early_stop, patience: 5}`"
     parts.append(f"Named in `trainer.callbacks`, alone or as {example}.\n")
     for entry in callbacks_of(catalog.registry):
@@ -86,7 +86,7 @@ def _row(row: SettingRow) -> _Row:
 
 
 def without_comment(catalog: Catalog) -> list[str]:
-    """Return the settings of which their files say nothing, as `file: key`."""
+    """Return the settings without a comment in their files, as `file: key`."""
     rows = [
         (f"{group}/{option}.yaml", row)
         for group in GROUPS
@@ -107,18 +107,18 @@ def catalog_of(registry: PluginRegistry, distributions: Collection[str]) -> Cata
 
 
 def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
-    """Yield key, default, what it takes, and meaning of every setting."""
+    """Yield key, default, accepted values, and meaning of every setting of an option."""
     values = yaml.safe_load(catalog.text(f"{group}/{option}"))
     config = catalog.config(group, values.get("name"))
     assert config is not None, f"{group}={option} names no plugin that is installed"
-    # What else a file says is for Hydra and for the launcher, and no setting.
+    # Other keys of the file are for Hydra and the launcher, and not settings.
     own = {field.name: values[field.name] for field in fields(config) if field.name in values}
     comments = catalog.comments(f"{group}/{option}")
     yield from map(_row, setting_rows(own, config, comments, group))
 
 
 def _of_app(catalog: Catalog, app: str) -> Iterator[_Row]:
-    """Yield the settings that an app has besides its groups."""
+    """Yield the settings of a command outside of config groups."""
     config = _OF_APPS[app]
     assert is_dataclass(config), "settings are a dataclass"
     comments, takes = catalog.comments(app), takes_of(config)
@@ -129,7 +129,7 @@ def _of_app(catalog: Catalog, app: str) -> Iterator[_Row]:
 
 
 def _default(value: object) -> str:
-    """Return a default as one writes it; `???` in a file means that there is none."""
+    """Return a default as it is typed; `???` in a file means that there is none."""
     if value == "???":
         return "to be given"
     if isinstance(value, str) and (select := _SELECT.match(value)):
@@ -152,7 +152,7 @@ def _table(rows: Iterable[_Row]) -> Iterator[str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if something is not as it should be."""
+    """Run the command; return the exit code: 1 if the page is not up to date or lacks comments."""
     parser = argparse.ArgumentParser(prog="sbp_launch.settings_page", description=__doc__)
     parser.add_argument("file", type=Path, help="the page")
     parser.add_argument("--of", nargs="+", default=(), help="distributions; all that are installed")

@@ -1,12 +1,11 @@
-"""What the processes of a run say to each other between steps: whether to stop, what they measured.
+"""Communication between the processes of a run after each step: stop together, exchange texts.
 
     rank 0   step 7   metrics cannot be written   vote: stop ...  -> all stop after step 7
     rank 1   step 7   nothing                     vote: go on
 
-Every process votes after every step, so that all stop after the same one, and can still gather
-the states. A vote is an all-reduce of a few numbers, of each of which the highest is heard: beside
-the vote, what callbacks ask for and how long the run has trained. A process that is alone agrees
-with itself.
+Every process votes after every step, so that all stop after the same step, and can still gather the
+states. A vote is an all-reduce (maximum) of a few numbers: the vote itself, the requests of
+callbacks, and the training time. With a single process, no communication is needed.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from sbp_launch.run.stopping import StopSignals, Terminated
 from sbp_launch.settings.config import RunConfig
 from sbp_torch.boxing.processes import gather_texts
 
-#: Seconds that a process waits for another, which may compare with one device or write states.
-#: One that has ended is noticed at once.
+#: Seconds that a process waits for another one, which may be comparing with one device or writing
+#: states. A process that has ended is noticed at once.
 DEADLINE_S = 600.0
 
-#: The vote of a process that cannot go on; above the number of any signal.
+#: The vote of a process that cannot continue; above the number of any signal.
 _PROBLEM = 1000
 
 #: Bytes of a text that `Team.gather` gathers, as UTF-8.
@@ -41,12 +40,12 @@ _QUOTED = 1000
 
 
 class Team:
-    """The processes of a run, one a rank; or one that is alone.
+    """The processes of a run, with one rank each; or a single process.
 
     Args:
-        communicator: Of this process' rank, open; None if it is alone.
+        communicator: The open communicator of this process's rank; None for a single process.
         ranks: All ranks of the run.
-        backend: That of the communicator; without it, survivors of a failure cannot meet.
+        backend: The backend of the communicator; survivors of a failure need it to connect.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Team:
         self._num_votes = 0
 
     def _step(self, width: int) -> BoxingStep:
-        """Return the all-reduce of so many numbers, of each the highest."""
+        """Return the boxing step of an all-reduce (maximum) of `width` numbers."""
         mesh = Placement(list(self._ranks), ("rank",))
         return BoxingStep(
             kind=StepKind.ALL_REDUCE,
@@ -84,11 +83,11 @@ class Team:
         return cls(backend.communicator(rank), ranks, backend)
 
     def survivors(self, error: Exception, limit_s: float) -> SurvivingRanks:
-        """Return the ranks that are left when the run has failed; each of them calls this.
+        """Return the surviving ranks after the run has failed; each of them calls this.
 
         Args:
-            error: Why it has failed here; the others hear of it.
-            limit_s: Seconds to wait for ranks of which it is not known whether they run.
+            error: The error of this process; it is sent to the others.
+            limit_s: Seconds to wait for ranks that may have ended.
 
         Raises:
             BoxingError: they cannot reach each other.
@@ -102,23 +101,23 @@ class Team:
         """Return the highest vote of all processes; all of them call this.
 
         Args:
-            vote: Of this process, >= 0.
-            deadline_s: Seconds to wait for the others.
+            vote: The vote of this process, >= 0.
+            deadline_s: Seconds to wait for the other processes.
 
         Raises:
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         return self.highest_of([vote], deadline_s)[0]
 
     def highest_of(self, values: Sequence[int], deadline_s: float = DEADLINE_S) -> list[int]:
-        """Return the highest of all processes in each place; all of them call this.
+        """Return the maximum over all processes of each value; all of them call this.
 
         Args:
-            values: Of this process, of 64 bits; as many in each process.
-            deadline_s: Seconds to wait for the others.
+            values: 64-bit integers of this process, equally many in each process.
+            deadline_s: Seconds to wait for the other processes.
 
         Raises:
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         if self._communicator is None:
             return list(values)
@@ -135,11 +134,11 @@ class Team:
         """Return a text of every process, in order; all of them call this.
 
         Args:
-            text: Of this process, at most 8 KiB.
-            what: Names the exchange, for messages; the same in all processes.
+            text: The text of this process, at most 8 KiB.
+            what: The name of the exchange in messages; the same in all processes.
 
         Raises:
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         if self._communicator is None:
             return [text]
@@ -157,11 +156,11 @@ class Team:
         """Return the value of a tensor in the first process; all of them call this.
 
         Args:
-            name: Of the tensor, for messages.
-            value: In this process; shape and dtype are the same in all of them.
+            name: The name of the tensor, for messages.
+            value: The value in this process; shape and dtype are the same in all of them.
 
         Raises:
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         if self._communicator is None:
             return value
@@ -188,22 +187,22 @@ def stop_together(
     deadline_s: float = DEADLINE_S,
     asked: Sequence[int] = (),
 ) -> list[int]:
-    """Stop, after a step, if this process or another one has to; all of them call this.
+    """Stop after a step if this or another process has to stop; all of them call this.
 
     Args:
         team: All processes.
-        signals: Of this process.
-        problem: Why this process cannot go on, if so.
-        deadline_s: Seconds to wait for the others.
-        asked: Numbers of this process, as many as in the others.
+        signals: The signals of this process.
+        problem: The error because of which this process cannot continue, if there is one.
+        deadline_s: Seconds to wait for the other processes.
+        asked: Numbers of this process, equally many in each process.
 
     Returns:
-        The highest of `asked` of all processes, in each place.
+        The maximum over all processes of each number in `asked`.
 
     Raises:
-        Exception: `problem`, or a `RunError` that quotes that of another process.
-        BoxingError: another process has failed, or did not come, and there is no `problem` here.
-        Terminated, KeyboardInterrupt: a signal has come, here or there.
+        Exception: `problem`, or a `RunError` that quotes the problem of another process.
+        BoxingError: another process has failed or did not answer, and there is no `problem` here.
+        Terminated, KeyboardInterrupt: a signal has arrived in any process.
     """
     highest, *heard = _vote(team, problem, [signals.pending_number, *asked], deadline_s)
     if not highest:
@@ -215,11 +214,11 @@ def stop_together(
 def fail_together(
     team: Team, problem: Exception | None = None, deadline_s: float = DEADLINE_S
 ) -> None:
-    """Stop if this process or another one cannot go on; all of them call this.
+    """Stop if this or another process cannot continue; all of them call this.
 
     Raises:
-        Exception: `problem`, or a `RunError` that quotes that of another process.
-        BoxingError: another process has failed, or did not come, and there is no `problem` here.
+        Exception: `problem`, or a `RunError` that quotes the problem of another process.
+        BoxingError: another process has failed or did not answer, and there is no `problem` here.
     """
     _vote(team, problem, [0], deadline_s)
 
@@ -227,7 +226,7 @@ def fail_together(
 def _vote(
     team: Team, problem: Exception | None, values: Sequence[int], deadline_s: float
 ) -> list[int]:
-    """Return the highest values of all processes, if none of them has a problem."""
+    """Return the maximum of each value over all processes, if none of them has a problem."""
     vote = _PROBLEM if problem is not None else values[0]
     try:
         highest, *heard = team.highest_of([vote, *values[1:]], deadline_s)
@@ -247,7 +246,7 @@ def _vote(
 
 
 def vote_deadline_s(config: RunConfig, index: int) -> float:
-    """Return how long a rank waits for the others after a step: as long as in it, in seconds.
+    """Return how long a rank waits for others after a step: as long as in a step, in seconds.
 
     Longer after the steps, counted from 0, that the first rank compares with one device.
     """

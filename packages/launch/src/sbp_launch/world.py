@@ -1,15 +1,15 @@
-"""The place of this process in a run, from the variables that its launcher set.
+"""`World`: the rank of this process and the number of processes, read from the environment.
 
-The only module that reads a launcher's variables. Asked in this order, as a launcher may itself
-have been started by one that is below it:
+This is the only module that reads a launcher's environment variables. They are read in this order,
+because a launcher may itself have been started by one further below in this list:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
     mpiexec    OMPI_COMM_WORLD_RANK and kin (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID (MPICH)
     slurm      SLURM_PROCID and kin, inside a step of `srun` only
     none       one process that holds all ranks as threads
 
-Variables of torchrun that something else has set, with those of another launcher, have to say the
-same. Holds no rendezvous: the boxing backends meet by what `World.variables` says.
+If torchrun's variables are set together with those of another launcher, they must agree. This
+module connects nothing: the boxing backends connect by the address in `World.variables`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from sbp_core.errors import ConfigError
 
 __all__ = ["World"]
 
-#: Ports for a job's meeting point, below those that systems give to outgoing connections.
+#: Ports for connecting the processes of a job, below the systems' ports for outgoing connections.
 _PORTS = range(20_000, 32_000)
 
-#: Slurm's numbers of steps that `srun` did not start: batch script, interactive step, and kin.
+#: Step ids of Slurm from here on are not of `srun`, but of batch scripts, interactive steps etc.
 _NO_STEP = 0xFFFF_FFF0
 
-#: Names of launchers, as of the config group `launcher`.
+#: Names of launchers, as in the config group `launcher`.
 THREADS, TORCHRUN, MPIEXEC, SLURM = "threads", "torchrun", "mpiexec", "slurm"
 
-#: Where launchers say the rank of a process, and their number, but for torchrun.
+#: Variables with the rank of a process, and with the number of processes, except torchrun's.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
-#: Variables of one launcher begin alike, but for those of torchrun.
+#: Prefixes of the variables of a launcher; torchrun's variables have no common prefix.
 _PREFIXES = ("OMPI_", "PMI_", "SLURM_")
 _OF_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 
-#: Most variables that a message shows.
+#: Largest number of variables in a message.
 _MOST_TOLD = 6
 
-#: What makes a process forget who started its parent, so that `RANK` and `WORLD_SIZE` count.
+#: Settings that hide the launcher of the parent process, so that `RANK` and `WORLD_SIZE` count.
 FORGET_LAUNCHER = {
     "TORCHELASTIC_RUN_ID": "",
     "OMPI_COMM_WORLD_RANK": "",
@@ -56,17 +56,17 @@ FORGET_LAUNCHER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all of a run. By default it is alone, and holds all ranks as threads.
+    """The place of this process in a run. By default it is alone, and has all ranks as threads.
 
     Args:
-        rank: Of this process, 0 .. size - 1.
+        rank: Rank of this process, 0 .. size - 1.
         size: Number of processes, >= 1.
-        local_rank: Of this process among those of its host, 0 .. local_size - 1.
+        local_rank: Rank of this process among those of its host, 0 .. local_size - 1.
         local_size: Number of processes of its host, >= 1.
-        launcher: Who started them: `threads` (nobody), `torchrun`, `mpiexec` or `slurm`.
-        variables: Of torchrun's variables, those that the launcher did not set but that say where
-            the processes meet; `MASTER_ADDR` is left out where it is not known.
-        said_by: The variables that say so, for messages; empty where nobody did.
+        launcher: The launcher: `threads` (none), `torchrun`, `mpiexec` or `slurm`.
+        variables: Values for torchrun's variables that the launcher did not set; they give the
+            address for connecting. `MASTER_ADDR` is left out if it is unknown.
+        said_by: The variables that were read, for messages; empty if none were.
 
     Raises:
         ConfigError: the numbers contradict each other.
@@ -97,13 +97,13 @@ class World:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> World:
-        """Return what the launcher said.
+        """Read the variables of the launcher.
 
         Args:
             environment: Variables and values; those of this process if None.
 
         Raises:
-            ConfigError: variables are missing, are no numbers, or contradict each other.
+            ConfigError: variables are missing, are not numbers, or contradict each other.
         """
         read = _Environment(os.environ if environment is None else environment)
         if read.has("TORCHELASTIC_RUN_ID"):
@@ -128,13 +128,13 @@ class World:
 
 
 def is_slurm_job(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is part of a job of Slurm, or of submitit, as the environment has it."""
+    """Whether this process is part of a Slurm or submitit job, according to the environment."""
     found = os.environ if environment is None else environment
     return "SLURM_JOB_ID" in found or "SUBMITIT_EXECUTOR" in found
 
 
 class _Environment:
-    """Reads numbers of an environment, and says which variable is wrong."""
+    """Reads numbers from the environment, with errors that name the variable."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.variables = variables
@@ -150,7 +150,7 @@ class _Environment:
         """Return the number in the first variable that is set.
 
         Raises:
-            ConfigError: none is set and there is no default, or it is no number.
+            ConfigError: none is set and there is no default, or it is not a number.
         """
         name = next((name for name in names if self.has(name)), names[0])
         text = self.variables.get(name, "")
@@ -169,7 +169,7 @@ class _Environment:
         return int(text)
 
     def of_the_launcher_of(self, name: str) -> str:
-        """Return what is set of the variables that come from the same launcher, but this one."""
+        """Return the other variables of the same launcher that are set, as `NAME=value`."""
         prefix = next((one for one in _PREFIXES if name.startswith(one)), "")
         found = (
             key
@@ -180,14 +180,14 @@ class _Environment:
         return ", ".join(islice(told, _MOST_TOLD))
 
     def told(self, *names: str) -> str:
-        """Return the first variables that are set of some, as `NAME=value`."""
+        """Return the given variables that are set, as `NAME=value`."""
         return ", ".join(f"{name}={self.variables[name]}" for name in names if self.has(name))
 
     def refuse_conflict(self, world: World, names: tuple[str, str]) -> None:
-        """Refuse torchrun's variables if they say something else than the launcher's own.
+        """Refuse torchrun's variables if they contradict the launcher's own.
 
         Args:
-            world: As the launcher's own say.
+            world: The world according to the launcher's own variables.
             names: The launcher's own variables: of the rank, and of the number of ranks.
 
         Raises:
@@ -205,18 +205,18 @@ class _Environment:
                 )
 
     def missing(self, **wanted: str) -> dict[str, str]:
-        """Return those variables that are not set, and have a value."""
+        """Return the given variables that have a value here, but are not set yet."""
         return {name: value for name, value in wanted.items() if value and not self.has(name)}
 
 
 def _torchrun(read: _Environment) -> World:
-    """Read torchrun's variables; also whoever sets `RANK` and `WORLD_SIZE` by hand."""
+    """Read torchrun's variables; also if `RANK` and `WORLD_SIZE` were set by hand."""
     size = read.number("WORLD_SIZE")
     rank = read.number("RANK", default=0 if size == 1 else None)
     return World(
         rank=rank,
         size=size,
-        # By hand, often without the local ones: then all processes are on one host.
+        # Set by hand, the local ones are often missing: then all processes are on one host.
         local_rank=read.number("LOCAL_RANK", default=rank),
         local_size=read.number("LOCAL_WORLD_SIZE", default=size),
         launcher=TORCHRUN,
@@ -238,7 +238,7 @@ def _open_mpi(read: _Environment) -> World | None:
 
 
 def _hydra(read: _Environment) -> World | None:
-    """Read what MPICH, Intel MPI and MVAPICH set; `srun --mpi=pmi2` sets a part of it, too."""
+    """Read the variables of MPICH, Intel MPI and MVAPICH; `srun --mpi=pmi2` sets some, too."""
     from_srun = _in_step(read) and not read.has("MPI_LOCALRANKID")
     if not read.has("PMI_RANK") or from_srun:
         return None
@@ -249,7 +249,7 @@ def _hydra(read: _Environment) -> World | None:
         size=size,
         local_rank=read.number("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", default=rank),
         local_size=read.number("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", default=size),
-        # It gives a job no name; but the processes of one host have one parent, its proxy.
+        # Jobs have no id here, but all processes of one host have the same parent, a proxy.
         job=str(os.getppid()),
     )
 
@@ -281,7 +281,7 @@ def _world(
     host: str,
     port: str,
 ) -> World:
-    """Return the world of a launcher, which meets at a host and port; `""` if one is not known."""
+    """Return the world of a launcher; `host` and `port` for connecting are `""` if unknown."""
     return World(
         rank=rank,
         size=size,
@@ -301,7 +301,7 @@ def _world(
 
 
 def _in_step(read: _Environment) -> bool:
-    """Say whether `srun` started this process: a batch script has rank 0 of many, but is alone."""
+    """Return whether `srun` started this process: a batch script is rank 0 of many, but alone."""
     return read.has("SLURM_PROCID") and read.number("SLURM_STEP_ID", default=_NO_STEP) < _NO_STEP
 
 
@@ -325,12 +325,12 @@ def _slurm(read: _Environment) -> World | None:
     )
 
 
-#: Where a launcher says the rank of a process, and their number.
+#: For each launcher, the variables with the rank of a process and with the number of processes.
 _RANK_OF = dict(zip((_open_mpi, _hydra, _slurm), zip(_RANKS, _SIZES, strict=True), strict=True))
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a list in Slurm's format.
 
     >>> first_host("gpu[08-11,14],login"), first_host("a1,a2"), first_host("r[1-2]n[3-4]")
     ('gpu08', 'a1', 'r1n3')
@@ -341,7 +341,7 @@ def first_host(hosts: str) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    """Return the tasks of each node of a list as Slurm writes it.
+    """Return the number of tasks of each node from a list in Slurm's format.
 
     >>> _counts("2(x3),1")
     [2, 2, 2, 1]
@@ -351,6 +351,6 @@ def _counts(text: str) -> list[int]:
 
 
 def job_port(job: str) -> str:
-    """Return a port that all processes of a job, and hardly another job, find by themselves."""
+    """Return a port that all processes of a job derive alike, and other jobs most likely not."""
     digest = blake2b(job.encode(), digest_size=4).digest()
     return str(_PORTS[int.from_bytes(digest) % len(_PORTS)])

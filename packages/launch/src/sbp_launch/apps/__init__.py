@@ -1,6 +1,6 @@
-"""The commands of a run, `sbp-train` and `sbp-plan`, and `sbp-watch`.
+"""The commands `sbp-train`, `sbp-plan` and `sbp-watch`.
 
-`hydra_app` is what the first two share; `answers` is what `sbp-plan` says next to a plan,
-`feasible` looks for settings with which one fits, and `pipeline_command` shows a schedule. `sweep`
-makes the table of the runs of `--multirun`.
+`hydra_app` is shared by the first two; `answers` prints the answers of `sbp-plan` to further
+settings, `feasible` searches for settings whose plan fits into memory, and `pipeline_command`
+shows a schedule. `sweep` prints the table of the runs of `--multirun`.
 """

@@ -1,4 +1,4 @@
-"""What `sbp-plan` prints next to a plan: why it is so, how another one compares; and its files."""
+"""Answers of `sbp-plan` to `explain=` and `compare=`, and its output files, such as `page=FILE`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sbp_launch.trainer.run_program import RunProgram
 def answer_explain(
     question: str, planned: Planned, planner: StepPlanner, planning_s: float, console: Console
 ) -> None:
-    """Print why some tensors of a plan are cut as they are.
+    """Print why some tensors have their SBPs, by comparing plans with other SBPs.
 
     Raises:
-        ConfigError: the question is about nothing of the model.
+        ConfigError: the question matches nothing in the model.
     """
     quiet = replace(planner, stage=quietly, say=lambda lines: None)
     asked = ExplainRequest(planned=planned, replan=quiet.plan, planning_s=planning_s)
@@ -42,10 +42,10 @@ def answer_explain(
 def answer_compare(
     place: str, planned: Planned, planner: StepPlanner, run: Run, program: RunProgram
 ) -> Planned:
-    """Print another plan next to a plan, and return it.
+    """Print a comparison with another plan, and return that plan.
 
     Raises:
-        ConfigError: the other plan is not one of this model.
+        ConfigError: the other plan is not a plan of this model.
     """
     console = run.console
     with console.status("planning as it says"):
@@ -56,7 +56,7 @@ def answer_compare(
 
 
 def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
-    """Write what ranks may be asked to call, however the step is planned; say so."""
+    """Write the operator calls that ranks may make under any plan, and print a message."""
     whole = planner.captured.whole
     forms = [planned.graph, planner.captured.graph, *([] if whole is None else [whole])]
     meshes = {mesh.mesh_shape: mesh for mesh in (planner.settings.mesh, *planned.strategy.stages)}
@@ -72,20 +72,20 @@ def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
 def draw_page(
     planned: Planned, model: str, path: str, other: tuple[str, Planned] | None = None
 ) -> None:
-    """Write a plan as one page; say so."""
+    """Write a plan as an HTML page, and print a message."""
     Path(path).write_text(plan_page(planned, model, other), encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")
 
 
 def write_trace(planned: Planned, path: str) -> None:
-    """Write the simulated step of a plan as a trace; say what opens it."""
+    """Write the simulated step of a plan as a trace, and print which viewers open it."""
     traced = Traced(plan=planned.plan, graph=planned.graph, spans=(), simulation=planned.simulation)
     Path(path).write_text(json.dumps(trace_json(traced)), encoding="utf-8")
     sys.stdout.write(f"wrote {path}, for https://ui.perfetto.dev or chrome://tracing\n")
 
 
 def write_figures(planned: Planned, path: str) -> None:
-    """Write what a plan costs as JSON; say so."""
+    """Write the predicted costs of a plan as JSON, and print a message."""
     text = json.dumps(figures_json(planned), indent=2)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")

@@ -1,19 +1,19 @@
-"""Settings with which a step fits its memory, found by planning with them.
+"""Search for settings with which a step fits into memory, after its plan did not fit.
 
     trainer.micro_batches=4           18.2 MB, 310 ms a step
     planner=manual/zero               not enough: 49.7 MB
     planner=manual/zero compile.passes.recompute.memory_bytes=21.0MB
                                       19.7 MB, 350 ms a step
 
-What changes one setting comes before what changes two. Each is planned, compiled, and its exact
-memory compared with the limit, so what is said to fit does. Overrides are added to the command line
-and composed again, so what is said can be typed as it is. A budget of recomputation is taken from
-the plan that did not fit: what it holds at its peak besides activations, R, leaves L - R of the
-limit L on each of N ranks, N (L - R) as the pass counts.
+Changes of one setting are listed before changes of two. For each, the step is planned and compiled,
+and its exact memory is compared with the limit, so the listed settings do fit. Overrides are added
+to the command line and composed again, so they can be typed as listed. A budget of recomputation is
+derived from the plan that did not fit: with R bytes at the peak that are not activations, L - R of
+the limit L are left on each of N ranks; the pass counts whole tensors, so its budget is N (L - R).
 
-A setting is tried only if that is likely to end in time, judged by how long the plan that does not
-fit took: of large steps, of which each plan takes long, nothing is tried, and what is told is which
-planners look at memory themselves.
+A setting is tried only if that is likely to end in time, judged by the planning time of the plan
+that did not fit. For large steps, which take long to plan, nothing is tried, and the message names
+planners that respect the memory limit themselves.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.run_program import make_program
 
-#: The search ends with so many answers; no setting is tried that would end after so many seconds.
+#: The search ends after this number of results, or before an attempt that would exceed the time.
 MOST_FOUND, MOST_S = 3, 15.0
 
-#: Numbers of micro-batches that are tried, beginning with the next ones.
+#: Numbers of micro-batches that are tried, from the next larger one.
 _MOST_COUNTS = 3
 
-#: Settings that are told though they are not enough, the nearest first.
+#: Most settings that are listed although they do not fit, the nearest first.
 _MOST_SHORT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What may be changed of a run, and where it stands.
+    """The settings of a run that may be changed, and its limits.
 
     Args:
-        limit_bytes: What a rank has.
+        limit_bytes: Memory of a rank.
         batch_size: Samples of a step.
-        micro_batches: Parts of it; 0 if it is not to be changed.
-        sharding: The overrides that shard states, such as `planner=osdp`; empty if there are none.
-        more_ranks: Those that take twice as many ranks; empty if that is not for the run to say.
-        attempt_s: How long it takes to plan and compile the step, in seconds.
-        searching: The overrides of planners that search within a limit of memory.
-        offloading: Those that put states into the memory of the host; empty if there are none.
-        host_limit_bytes: What a rank has of that.
+        micro_batches: Number of micro-batches; 0 if it must not be changed.
+        sharding: Overrides that shard states, such as `planner=osdp`; empty if there are none.
+        more_ranks: Overrides for twice as many ranks; empty if the run cannot choose them.
+        attempt_s: Time to plan and compile the step, in seconds.
+        searching: Overrides for planners that search within a memory limit.
+        offloading: Overrides that put states into host memory; empty if there are none.
+        host_limit_bytes: Host memory of a rank.
     """
 
     limit_bytes: float
@@ -83,13 +83,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What came of some settings.
+    """The result of trying some settings.
 
     Args:
-        overrides: As one types them.
-        peak_bytes: What the fullest rank needs; 0 if there is no plan, or its memory is not known.
+        overrides: The settings, as on the command line.
+        peak_bytes: Peak of the fullest rank; 0 if there is no plan, or its memory is unknown.
         step_s: Predicted time of a step, in seconds.
-        fits: Whether it keeps the limit.
+        fits: Whether it is within the limit.
         planned: The plan, if it did not fit.
     """
 
@@ -100,34 +100,34 @@ class Attempt:
     planned: Planned | None = None
 
 
-#: Plans with some overrides more.
+#: Function that plans with additional overrides.
 Plan = Callable[[Sequence[str]], Planned]
 
 
 class FeasibilitySearch:
-    """Looks for settings that fit.
+    """Searches for settings that fit.
 
     Args:
-        setup: What may be changed.
-        plan: Plans with overrides; raises `SbpError` for those that lead to no plan.
+        setup: The settings that may be changed.
+        plan: Plans with overrides; raises `SbpError` if there is no plan.
         failed: The plan that does not fit; None if the planner found none.
     """
 
     def __init__(self, setup: Setup, plan: Plan, failed: Planned | None) -> None:
         self.setup, self.plan, self.failed = setup, plan, failed
         self.attempts: list[Attempt] = []
-        #: Whether there was no time for other settings.
+        #: Whether settings were skipped for lack of time.
         self.is_cut_short = False
         self._begun_s = perf_counter()
         self._attempt_s = setup.attempt_s
 
     @property
     def found(self) -> list[Attempt]:
-        """What fits: what changes least first, then what is fastest."""
+        """The settings that fit: fewest changes first, then the fastest."""
         fits = [one for one in self.attempts if one.fits]
 
         def cost(one: Attempt) -> tuple[int, float]:
-            # A planner with its settings is one change.
+            # A planner and its settings count as one change.
             groups = {text.partition("=")[0].partition(".")[0] for text in one.overrides}
             return len(groups), one.step_s
 
@@ -135,7 +135,7 @@ class FeasibilitySearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are enough answers, or too little time for another."""
+        """Whether there are enough results, or too little time for another attempt."""
         return len(self.found) >= MOST_FOUND or self._is_late()
 
     def _is_late(self) -> bool:
@@ -170,7 +170,7 @@ class FeasibilitySearch:
         return made
 
     def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
-        """Try recomputation in addition to what was not enough."""
+        """Try recomputation in addition to settings that did not fit."""
         rank = fullest(planned.memory) if planned is not None else None
         if planned is None or rank is None:
             return None
@@ -178,7 +178,7 @@ class FeasibilitySearch:
         room = self.setup.limit_bytes - (rank.peak - active)
         budget_bytes = len(planned.plan.ranks) * room
         if not 0 < room < active or budget_bytes < least_recompute_budget(planned.graph):
-            return None  # none would make it fit
+            return None  # no budget would make it fit
         # Tenths of a megabyte, rounded down.
         budget = f"{int(budget_bytes / 1e5) / 10:.1f}MB"
         return self._try((*also, f"compile.passes.recompute.memory_bytes={budget}"))
@@ -217,7 +217,7 @@ def _more_micro_batches(setup: Setup) -> list[int]:
 
 
 def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
-    """Yield what was found, and what was not enough."""
+    """Yield lines with the settings that fit, and the nearest that do not."""
     found = search.found
     if found:
         yield "these settings fit, what changes least first:"
@@ -246,14 +246,14 @@ def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
         )
 
 
-#: Returns the run that a command line with more overrides asks for.
+#: Function that composes the run for a command line with additional overrides.
 Recompose = Callable[[Sequence[str]], RunConfig]
 
 
 def with_overrides(overrides: Sequence[str], more: Sequence[str]) -> list[str]:
     """Return a command line with more overrides, which replace those of the same keys.
 
-    Another planner goes without the settings of the one before.
+    If the planner is replaced, the settings of the former planner are dropped.
     """
     keys = {key_of(text) for text in more}
     kept = []
@@ -271,7 +271,7 @@ def recomposing(
     registry: PluginRegistry,
     overrides: Sequence[str],
 ) -> Recompose:
-    """Return what composes the command line anew; called inside a job of Hydra."""
+    """Return a function that composes the command line again; called inside a job of Hydra."""
     sources = HydraConfig.get().runtime.config_sources
     own = next((one.path for one in sources if one.provider == "command-line"), None)
     catalog = make_catalog(registry, own)
@@ -286,7 +286,7 @@ def recomposing(
 
 @contextmanager
 def outside_of_hydra() -> Iterator[None]:
-    """Let a config be composed inside a job of Hydra, which else allows one at a time."""
+    """Allow composing a config inside a job of Hydra, which otherwise allows one at a time."""
     state = GlobalHydra.instance()
     running = state.hydra
     state.clear()
@@ -300,11 +300,11 @@ def outside_of_hydra() -> Iterator[None]:
 
 
 def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) -> ConfigError:
-    """Return the error of a plan that does not fit, with what would make it fit.
+    """Return the error of a plan that does not fit, with settings that would make it fit.
 
     Args:
-        error: That the plan was refused with.
-        desk: What planned; it has no plan if the planner found none.
+        error: The error with which the plan was refused.
+        desk: The planning session; it has no plan if the planner found none.
         recompose: Returns the run with other settings.
     """
     run, program = desk.run, desk.program
@@ -312,13 +312,13 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
     planner = config.planner
     limit = planner.settings.get("memory_bytes")
     changes_count = trainer.micro_batches != "auto" and trainer.loss == "whole_batch"
-    # Of a planner that leaves offloading to its settings.
+    # Only if the planner leaves offloading to its settings.
     can_offload = device.host_memory_bytes is not None and "offload" in planner.settings
     offloads = can_offload and not planner.settings.get("offload")
     # Twice as many ranks along the axis over which data are split.
     at = config.axes.index("data") if "data" in config.axes else len(config.axes) - 1
     sizes = [size * (1 + (axis == at)) for axis, size in enumerate(config.mesh)]
-    # Planners that search within a limit of memory, and are not used.
+    # Planners that search within a memory limit.
     searching = [name for name in ("ilp", "auto") if name in run.registry.names("planner")]
     setup = Setup(
         limit_bytes=limit if isinstance(limit, int | float) else device.memory_bytes,
@@ -336,7 +336,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
     def plan(overrides: Sequence[str]) -> Planned:
         config = recompose(overrides)
         quiet = replace(run, config=config, console=Console(quiet=True))
-        # A step that is captured already is taken.
+        # Capture the step only once for equal settings.
         key = config.trainer.micro_batches, config.compile, config.mesh
         if key not in known:
             same = config.mesh == run.config.mesh
@@ -352,7 +352,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
 
 
 def _sharding(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
-    """Return the overrides that shard the states of a run; nothing if it shards them already."""
+    """Return the overrides that shard the states of a run; empty if they are sharded already."""
     axes = [axis for axis, size in zip(config.axes, config.mesh, strict=True) if size > 1]
     planners = registry.names("planner")
     if not axes or PIPE_AXIS in axes or "manual/zero" in config.planner.file:

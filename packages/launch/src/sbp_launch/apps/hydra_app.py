@@ -1,7 +1,7 @@
-"""What the apps share: read the command line, check everything cheap, then hand over to Hydra.
+"""The common part of the commands: parse the command line, check all settings, run Hydra.
 
-A wrong setting is answered before Hydra starts a job: no run folder, no traceback, exit code 2.
-What a run does is the trainer's.
+A wrong setting is reported before Hydra starts a job: without run folder and traceback, with exit
+code 2. The task of each command is a function of its `Application`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from sbp_launch.settings.help import overrides_of, render_help, render_topics, s
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
 from sbp_launch.settings.resumed import quoted
 
-#: What is said of a run of a sweep until it has ended.
+#: Failure of a run of a sweep as long as it has not ended.
 _UNTOLD = "it goes on, or its process was ended before it could say why"
 
-#: Hydra's variable: with the value 1, errors keep their whole traceback.
+#: Environment variable of Hydra: with the value 1, errors are printed with their traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -78,7 +78,7 @@ def run(app: Application[ConfigT]) -> int:
     except HydraException as error:
         return _report(app, as_hydra_says(error))
     except KeyboardInterrupt:
-        # Libraries that were interrupted half imported would log statistics at exit.
+        # Libraries that were interrupted during their import would log statistics at exit.
         logging.disable(logging.INFO)
         sys.stderr.write(f"\n{app.name}: interrupted\n")
         return INTERRUPTED
@@ -112,7 +112,7 @@ def _run(app: Application[ConfigT]) -> int:
         if words is not None:
             sys.stdout.write("\n".join(words) + "\n")
             return 0
-    # One that replaces the primary folder or reruns an old job is checked when its job starts.
+    # If the primary folder is replaced or an old job is rerun, the job itself is checked later.
     elif not (options.hydra_help or options.config_path or options.experimental_rerun):
         if options.config_name:
             app = replace(app, config_name=options.config_name)
@@ -141,7 +141,7 @@ def _run(app: Application[ConfigT]) -> int:
                 )(_job(app, catalog, notes))()
         except SystemExit as error:
             if error.code == BAD_CONFIG and before is not None:
-                before.restore()  # nothing is left of a run that is refused
+                before.restore()  # a run that is refused leaves no files
             raise
         finally:
             if notes is not None and (jobs := notes.read()):
@@ -158,14 +158,14 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
 def _check_jobs(
     app: Application[Any], catalog: Catalog, options: Namespace
 ) -> tuple[FolderBefore | None, Path | None, list[str]]:
-    """Check every job that the command line asks for; one that is only shown must just compose.
+    """Check every job of the command line; a job that is only printed need only compose.
 
     Returns:
-        What the folder of a single run was before, the folder of a sweep, and overrides to add,
-        which name it.
+        The former state of the folder of a single run, the folder of a sweep, and overrides to add
+        that name the folder.
 
     Raises:
-        ConfigError: something is wrong with one of them, or with their folder.
+        ConfigError: a job or its folder is invalid.
     """
     _check_name(Path.cwd(), "the working folder")
     overrides = list(options.overrides)
@@ -180,7 +180,7 @@ def _check_jobs(
             checked = app.check(read(config, catalog), catalog.registry)
     if config is None or checked is None:
         return None, None, []
-    # The jobs of a sweep have folders of their own in it.
+    # The jobs of a sweep have their own subfolders.
     if sweep or config.hydra.mode == RunMode.MULTIRUN:
         made, more = _take_folder(config, "sweep", overwrite=True)
         return None, made.folder.absolute(), more
@@ -194,14 +194,14 @@ def _check_jobs(
 def _take_folder(
     config: DictConfig, mode: str, *, overwrite: bool
 ) -> tuple[FolderBefore, list[str]]:
-    """Make the folder of a run or a sweep; return what it was, and the override that names it.
+    """Create the folder of a run or sweep; return its former state, and overrides that name it.
 
-    A folder that is named for the time is made anew, because others may start in the same second.
+    A folder whose name contains the time gets a unique name: others may start in the same second.
 
     Args:
         config: Composed, with Hydra's own node.
         mode: `run` or `sweep`.
-        overwrite: Whether it may hold an earlier run.
+        overwrite: Whether the folder may contain an earlier run.
 
     Raises:
         ConfigError: see `_folder_of` and `take_folder`.
@@ -220,7 +220,7 @@ def _folder_of(config: DictConfig, mode: str) -> Path:
     """Return the folder of a run or a sweep.
 
     Raises:
-        ConfigError: its name has no value, or one that Hydra would not take as it is.
+        ConfigError: its name has no value, or a value that Hydra would change.
     """
     key = f"hydra.{mode}.dir"
     try:
@@ -232,7 +232,7 @@ def _folder_of(config: DictConfig, mode: str) -> Path:
 
 
 def _check_name(folder: Path, where: str) -> None:
-    """Refuse a folder of a run in whose name Hydra would replace `${...}`."""
+    """Refuse a folder whose name contains `${...}`, which Hydra would replace."""
     if "${" in str(folder):
         raise ConfigError(
             f"the folder {folder} cannot be written to: Hydra reads ${{...}} as a setting",
@@ -244,16 +244,16 @@ def _check_name(folder: Path, where: str) -> None:
 def _job(
     app: Application[ConfigT], catalog: Catalog, notes: SweepNotes | None
 ) -> Callable[[DictConfig], float | None]:
-    """Return what Hydra calls for each job; `notes` takes those of a sweep that goes on."""
+    """Return the function that Hydra calls for each job; `notes` records the jobs of a sweep."""
 
     def run_one(config: DictConfig, folder: Path) -> None:
-        # Hydra prints a traceback for what a job raises; what a user can mend needs none.
+        # Hydra prints a traceback for an exception of a job; errors of the user need none.
         whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
         assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
         composed = read(whole, catalog)
         with blaming(composed, catalog.registry):
             checked = app.check(composed, catalog.registry)
-            if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
+            if app.may_overwrite is not None:  # again: each job of a sweep has its own folder
                 check_unused(folder, overwrite=app.may_overwrite(checked))
                 with writing(folder):
                     save_run(composed, folder)
@@ -268,8 +268,8 @@ def _job(
             except SbpError as error:
                 raise SystemExit(_report(app, error)) from error
             return None
-        # Whatever happens, a job returns: launchers of plugins, which run it in another process,
-        # would end the sweep with what it raises.
+        # A job must always return: with launcher plugins that run it in another process, an
+        # exception would end the sweep.
         overrides = tuple(map(str, node.overrides.task))
         number, place = int(node.job.num), folder.absolute()
         begun = SweepJob(number=number, overrides=overrides, folder=place, failure=_UNTOLD)

@@ -1,7 +1,7 @@
-"""`sbp-plan pipeline=NAME`: how long a schedule of a pipeline takes, without a model or a config.
+"""`sbp-plan pipeline=NAME`: print and draw a pipeline schedule, without a model or a config.
 
-What the command line says goes to `sbp_core.pipeline`; the answer is a line of figures, a timeline
-in the terminal, and the same timeline as SVG and as a page.
+The settings are passed to `sbp_core.pipeline`. The output is a line of figures, a timeline in the
+terminal, and the same timeline as SVG and as an HTML page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ABOUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """What one call of `sbp-plan pipeline=NAME` says, as `_ABOUT` has it; None if it does not."""
+    """The settings of `sbp-plan pipeline=NAME`, see `_ABOUT`; None if not given."""
 
     pipeline: str
     stages: int
@@ -48,12 +48,12 @@ class PipelineSettings:
 
 
 def is_asked(arguments: Sequence[str]) -> bool:
-    """Tell whether a command line asks for a schedule instead of a plan."""
+    """Return whether a command line asks for a schedule instead of a plan."""
     return any(argument.startswith("pipeline=") for argument in arguments)
 
 
 def run_pipeline(arguments: Sequence[str]) -> int:
-    """Answer a command line; return the exit code."""
+    """Run the command; return the exit code."""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write("sbp-plan pipeline=NAME stages=N micro_batches=N [KEY=VALUE ...]\n\n")
         sys.stdout.writelines(f"  {key}=  {about}\n" for key, about in _ABOUT.items())
@@ -83,10 +83,10 @@ def run_pipeline(arguments: Sequence[str]) -> int:
 
 
 def read_settings(arguments: Sequence[str]) -> PipelineSettings:
-    """Return what a command line says.
+    """Parse a command line.
 
     Raises:
-        ConfigError: A key is unknown, missing or given twice, or a value is not of its kind.
+        ConfigError: A key is unknown, missing or given twice, or a value has the wrong type.
     """
     given: dict[str, str] = {}
     for argument in arguments:
@@ -137,7 +137,7 @@ def _number(text: str, key: str) -> Fraction:
 
 
 def _times(text: str) -> Sequence[object]:
-    # Decimals are kept as they are written: a bubble of 0.3 is not 0.30000000000000004.
+    # Decimals are parsed exactly: a bubble of 0.3 is not 0.30000000000000004.
     whole = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     try:
         times = json.loads(whole, parse_float=Fraction)
@@ -153,7 +153,7 @@ def _times(text: str) -> Sequence[object]:
 
 
 def facts_of(simulated: SimulatedSchedule) -> dict[str, str]:
-    """Return the figures of a schedule, by what they are called."""
+    """Return the figures of a schedule by name, as texts."""
     schedule = simulated.schedule
     share = 100 * float(simulated.bubble / simulated.makespan)
     facts = {

@@ -1,11 +1,14 @@
-"""The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
+"""The command `sbp-plan`: check the config, plan a training step, and print the plan.
 
-With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step, with `trace=FILE` it writes it for Perfetto, with `page=FILE` all of
-the plan, with `figures=FILE` what it costs, for scripts, and with `calls=FILE` what ranks may be
-asked to call, to be measured. `explain=...` asks what another SBP would
-cost, and `compare=...` puts another plan next to this one; both print their answer in place of the
-plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
+No step is run. Further settings:
+
+    out=FILE        write the strategy, to edit and to use with `planner=file`
+    timeline=NAME   draw the simulated step; trace=FILE: write it for the viewer Perfetto
+    page=FILE       write the whole plan as an HTML page; figures=FILE: its costs as JSON
+    calls=FILE      list the operator calls of ranks, for `sbp-calibrate ops=FILE` to measure
+    explain=...     print the costs with other SBPs of some tensors, in place of the plan
+    compare=...     print a comparison with another plan, in place of the plan
+    pipeline=NAME   print a pipeline schedule, without planning
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
 from sbp_launch.settings.resumed import quoted
 
-#: What `planner=file` reads.
+#: Endings of files that `planner=file` reads.
 _ENDINGS = (".yaml", ".yml", ".json")
 
 
@@ -44,14 +47,14 @@ class PlanConfig:
 
     Args:
         out: File to write the strategy to; None for none.
-        timeline: Where drawings of the simulated step go, without ending; None for none.
+        timeline: Path for drawings of the simulated step, without ending; None for none.
         trace: File to write the simulated step to as a trace, `.json`; None for none.
         page: File to write the plan to as a page, `.html`; None for none.
-        calls: File for a list of what ranks may be asked to call, `.json`, which `sbp-calibrate
+        calls: File for a list of the operator calls of ranks, `.json`, which `sbp-calibrate
             ops=FILE` measures; None for none.
-        figures: File to write what the plan costs to, `.json`; None for none.
+        figures: File to write the costs of the plan to, `.json`; None for none.
         explain: Tensors, and an SBP to compare with: what would it cost? None to ask nothing.
-        compare: A strategy file or a run folder, whose plan is put next to this one; None for none.
+        compare: A strategy file or a run folder to compare this plan with; None for none.
         overwrite: Whether `out` may exist.
     """
 
@@ -108,14 +111,14 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRun:
-    """One call of `sbp-plan`: what is planned and how, its own settings, and the overrides."""
+    """A checked command line of `sbp-plan`: the run to plan, own settings, and the overrides."""
 
     run: RunConfig
     settings: PlanConfig
     overrides: tuple[str, ...] = ()
 
 
-#: The names of its own settings.
+#: Names of the settings of `sbp-plan` itself.
 _OWN = tuple(field.name for field in fields(PlanConfig))
 
 
@@ -136,14 +139,14 @@ def check_plan(composed: ComposedConfig, registry: PluginRegistry) -> PlanRun:
 
 
 def next_command(path: str, overrides: Sequence[str]) -> str:
-    """Return the command that trains by a strategy, with the other settings as they were."""
+    """Return the `sbp-train` command that uses the strategy file, with the other overrides."""
     own = ("planner", *_OWN)
     kept = [text for text in overrides if key_of(text).partition(".")[0] not in own]
     return shlex.join(["sbp-train", "planner=file", f"planner.path={path}", *kept])
 
 
 def save_strategy(strategy: Strategy, path: str) -> None:
-    """Write a strategy as its file's ending says.
+    """Write a strategy in the format of the file's ending.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -156,7 +159,7 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
-    # Here and not above: a wrong setting is answered without waiting for torch.
+    # Imported here: a wrong setting is reported without waiting for torch.
     from sbp_launch.apps.answers import (
         answer_compare,
         answer_explain,
@@ -175,7 +178,7 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     except MemoryLimitError as error:
         if not HydraConfig.initialized():
             raise
-        # Without a look at the files that are written.
+        # Do not check the output files again.
         check_run = partial(check, own=_OWN)
         recompose = recomposing(application(), check_run, registry, config.overrides)
         raise told_what_fits(error, desk, recompose) from error
@@ -208,7 +211,7 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
 
 
 def with_quoted_question(arguments: Sequence[str]) -> list[str]:
-    """Return a command line on which Hydra takes the text of `explain=` as it is."""
+    """Quote the text of `explain=`, so that Hydra does not parse it; accept the old name `why=`."""
     asked, found = re.compile(r"explain=(?!['\"]|null$)."), []
     for text in arguments:
         if text.startswith("why="):

@@ -1,11 +1,11 @@
-"""What came of the runs of `--multirun`: one table, also if some of them have failed.
-
-Runs of `sbp-plan` have no numbers: it says which of them have a plan.
+"""The table of results of a sweep (`--multirun`), printed also if some of its runs have failed.
 
 run  optimizer.lr  steps  loss    held-out  best            tokens/s  folder
 0    0.001         100    2.4101  2.4272    2.4272          14,452    0
 1    0.1           3      nan                                         1
 run 1 failed: the loss is nan; the last finite loss was 5.2, of step 2
+
+Runs of `sbp-plan` have no numbers; the table shows which of them have a plan.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sbp_launch.run.folder import as_typed
 from sbp_launch.run.result import read_result
 from sbp_launch.settings.config import key_of
 
-#: A line below the heads, and no others.
+#: Table style with a line below the heads only.
 _BOX = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
 
-#: Most columns that the name of a setting takes in any case.
+#: Width that the column of a setting may always take, in characters.
 _KEY = 24
 
 _NUMBERS = ("steps", "loss", "held-out", "best")
@@ -41,10 +41,10 @@ class SweepJob:
     """One run of a sweep that has begun.
 
     Args:
-        number: Its place in the sweep.
-        overrides: What the command line said of it.
+        number: Its index in the sweep.
+        overrides: Its overrides.
         folder: Its run folder.
-        failure: Why it failed, in a line; empty if it did not.
+        failure: Why it failed, in a line; empty if it did not fail.
     """
 
     number: int
@@ -55,18 +55,18 @@ class SweepJob:
 
 @dataclass(frozen=True, slots=True)
 class SweepNotes:
-    """What the runs of a sweep, which may be in other processes, leave for the one that began it.
+    """Records of the runs of a sweep, which may be in other processes, as files in a folder.
 
     Args:
-        folder: That all of these processes see.
+        folder: Folder that all of these processes can access.
     """
 
     folder: Path
 
     def write(self, job: SweepJob) -> None:
-        """Write how far a run is, in place of what was said of it before."""
+        """Write or replace the record of a run."""
         part = self.folder / f"{job.number}.part"
-        # A job of a cluster may outlast the process that began it, which takes the folder along.
+        # A cluster job may outlive the process that started the sweep, which removes the folder.
         with suppress(FileNotFoundError):
             part.write_text(json.dumps(asdict(job), default=str), "utf-8")
             part.replace(part.with_suffix(".json"))
@@ -82,7 +82,7 @@ class SweepNotes:
 
 
 def objective(folder: Path) -> float | None:
-    """Return what a sweeper is to minimise: the best held-out loss of a run, or else its loss."""
+    """Return the objective for a sweeper: the best held-out loss of a run, or else its loss."""
     result = read_result(folder)
     if result is None:
         return None
@@ -90,9 +90,9 @@ def objective(folder: Path) -> float | None:
 
 
 def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
-    """Print what came of the runs of a sweep, in a table with a row for each."""
+    """Print the results of a sweep, in a table with a row for each run."""
     results = [read_result(job.folder) for job in jobs]
-    # The overrides that are not the same in all runs; none of a single one.
+    # Only overrides that differ between runs get a column.
     common = set.intersection(*(set(job.overrides) for job in jobs))
     texts = (text for job in jobs for text in job.overrides if text not in common)
     keys = list(dict.fromkeys(key_of(text) for text in texts))
@@ -126,7 +126,7 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
     console.print(table)
     for job, result in zip(jobs, results, strict=True):
         if job.failure:
-            # What ended the training says more than how its process has ended.
+            # The failure of the training is more precise than that of its process.
             failure = (result.failure if result is not None else "") or job.failure
             failure = failure.partition("\n")[0]
             text = f"run {job.number} failed: {failure}"

@@ -1,15 +1,15 @@
-"""The command `sbp-train`: check the config, then train. Imports no torch until it trains.
+"""The command `sbp-train`: check the config, then train. It imports torch only for training.
 
-It may be one of several processes, which torchrun, mpiexec or srun started. Then rank 0 does what
-is said here, and the others follow it.
+If torchrun, mpiexec or srun started several processes, rank 0 runs this command, and the other
+ranks follow its orders.
 
-`sbp-train resume=RUN` goes on with a run, in its folder and with its settings:
+`sbp-train resume=RUN` continues a run, in its folder and with its settings:
 
     resume=runs/first trainer.steps=900
 
-composes the settings that the run has left in `runs/first/config.yaml`, with those that are given
-instead of its own. Nothing else of the run folder counts: it may come from elsewhere, and what the
-command line of the run said to Hydra (`--config-dir`, `hydra.*`) is not repeated.
+composes the settings in `runs/first/config.yaml` with the given overrides. No other setting is
+read from the run folder, because it may come from elsewhere; Hydra's own settings of the earlier
+run (`--config-dir`, `hydra.*`) are not repeated.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from sbp_launch.world import World
 
 _KEY = "resume"
 
-#: What chooses other settings than those of the run, besides overrides.
+#: Flags that would choose other settings than those of the run.
 _FLAGS = ("-m", "--multirun", "-cn", "--config-name", "-cp", "--config-path")
 
-#: What batch scripts are made of, so that commands may be in it.
+#: Parameters of batch scripts, which may contain shell commands.
 _COMMANDS = "launcher.parameters"
 
 
 def expand_resume(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with `resume=RUN` replaced by what goes on with that run.
+    """Replace `resume=RUN` in a command line by overrides that continue that run.
 
     Raises:
-        ConfigError: RUN is no folder of a run, or a setting is given that says otherwise.
+        ConfigError: RUN is not a run folder, or another override contradicts it.
     """
     wanted = [text for text in arguments if text.startswith(f"{_KEY}=")]
     if not wanted:
@@ -78,7 +78,7 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     offer(earlier)
 
     def is_added(text: str) -> bool:
-        """Whether an override adds a setting, also one that the run has."""
+        """Whether an override adds a setting inside a group of the run's settings."""
         key = key_of(text)
         adds = text.startswith("+") and not text.startswith("++")
         return adds and "." in key and key.partition(".")[0] in earlier.values
@@ -96,7 +96,7 @@ def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
     """Return the settings of a run, without those that are not repeated.
 
     Raises:
-        ConfigError: they cannot be read, or commands would be taken from them.
+        ConfigError: they cannot be read, or they contain shell commands.
     """
     try:
         earlier = load_run(folder)
@@ -113,7 +113,7 @@ def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
     trainer, launcher = values.get("trainer"), values.get("launcher")
     units = get_args(Unit)
     if isinstance(trainer, Mapping) and not keys.isdisjoint(f"trainer.{unit}" for unit in units):
-        # A run has one budget.
+        # A run has only one unit of its budget.
         values["trainer"] = {**trainer, **{unit: None for unit in units if unit in trainer}}
     if isinstance(launcher, Mapping) and (commands := launcher.get("parameters")):
         if keys.isdisjoint({"launcher", _COMMANDS}):
@@ -130,11 +130,11 @@ _NAME = "sbp-train"
 
 
 def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: World) -> RunConfig:
-    """Return the run that a composed config describes, with the launcher that it means.
+    """Return the run that a composed config describes, with its launcher chosen.
 
     Raises:
         ConfigError: see `check` and `choose_launcher`; or there are no weights to start from, or no
-            checkpoint to go on from.
+            checkpoint to resume from.
     """
     composed = close_mesh(composed, world)
     config = check(composed, registry)
@@ -146,10 +146,10 @@ def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: Wo
 
 
 def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> None:
-    """Look whether there is what a setting names, if that is on this machine.
+    """Check that the path of a setting exists and can be used, unless it is an address.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: it cannot.
     """
     if place is None or "://" in place:
         return
@@ -160,7 +160,7 @@ def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> 
 
 
 def make_application(world: World, meeting: Rendezvous | None = None) -> Application[RunConfig]:
-    """Return the command, in a process that stands somewhere among others."""
+    """Return the command for a process with the given rank and number of processes."""
 
     def train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
         of_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -215,10 +215,10 @@ def main() -> None:
         world = World.of_environment()
         code = _run(world) if world.size == 1 else _run_among(world)
     except SbpError as error:
-        # Once, where all ranks say the same; of a failure each has its own to say.
+        # An error of the config is equal on all ranks, so rank 0 prints it; failures may differ.
         is_said = not world.rank or not isinstance(error, ConfigError)
         code = ended_by(error, _NAME) if is_said else BAD_CONFIG
-    except KeyboardInterrupt:  # while it met the others, or waited for the next run
+    except KeyboardInterrupt:  # while connecting, or while waiting for the next run
         code = INTERRUPTED
     sys.exit(code)
 

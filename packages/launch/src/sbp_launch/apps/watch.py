@@ -1,8 +1,8 @@
-"""`sbp-watch RUN`: what each rank of a running run is at, as a table that goes on.
+"""`sbp-watch RUN`: show what each rank of a running job is doing, as a live table.
 
-It asks the socket of each process (`sbp_launch.run.status`), which costs the run what it takes to
-list its registers. Of them it shows those that are full: whoever fills these waits for a credit of
-the actor that reads last.
+It queries the socket of each process (`sbp_launch.run.status`); the cost for the run is to list its
+registers (buffers between actors). The table shows registers that are full: their writer waits for
+a credit, that is until the slowest reader frees a place.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _REGISTER = re.compile(r"    (?P<name>.+): (?P<alive>\d+) of (?P<quota>\d+), for
 
 _COUNT = re.compile(r"  registers: (?P<count>\d+ of \d+) (is|are) full.*")
 
-#: Most registers that are named of a thread: those that are full.
+#: Largest number of full registers that are named for a thread.
 _MOST = 4
 
-#: Most processes that are asked at once.
+#: Largest number of processes that are queried at once.
 _MOST_AT_ONCE = 64
 
 
 @standard_output("sbp-watch")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Show a run until it ends; `--once` shows it once.
+    """Show a run until it ends; with `--once`, show it once.
 
     Exits with 0 if the run was there, 2 if there is none, 130 after Ctrl-C.
     """
@@ -66,7 +66,7 @@ def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
     """Show a run until its processes end.
 
     Raises:
-        ConfigError: no process of it runs here, or the time between two looks is none.
+        ConfigError: no process of it runs here, or the interval is invalid.
     """
     if not 0.05 <= every_s <= 3600:
         raise ConfigError(f"--every {every_s:g}", accepted="0.05 to 3600 seconds")
@@ -95,7 +95,7 @@ def _number(path: Path) -> int:
 
 
 def picture(sockets: Iterable[Path]) -> RenderableType:
-    """Return a table of what the processes at some sockets say, and the registers that are full."""
+    """Return a table of the status of the processes at some sockets, with their full registers."""
     table = plain_table()
     table.add_column("rank", justify="right", no_wrap=True)
     for name in ("at", "of the step", "does", "registers"):
@@ -109,17 +109,17 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
         except SbpError as error:
             return Text(f"process {_number(path)}: {error.what}", style="red")
 
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as asking:  # a process that is stuck takes seconds
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as asking:  # a process that hangs takes seconds
         answers = list(asking.map(answer_of, sockets))
     for answer in answers:
         if isinstance(answer, Text):
             heads.append(answer)
             continue
         head, *lines = answer
-        # What is not of a thread, such as how many steps are done.
+        # Lines about the whole process, such as the number of steps.
         whole = [line for line in lines if not line.startswith(("rank ", " "))]
         heads.append(Text(" · ".join((head, *whole)), style="dim"))
-        # The first line of each thread, and those below it.
+        # The first line of each thread, and the lines that belong to it.
         starts = [(at, one) for at, one in enumerate(map(_HEAD.fullmatch, lines)) if one]
         ends = [at for at, _ in starts[1:]] + [len(lines)] * bool(starts)
         for (index, start), end in zip(starts, ends, strict=True):
@@ -131,11 +131,11 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
                 f"{start['rank']}{thread}",
                 at["actor"] if at else start["rest"],
                 at["done"] if at else "",
-                # Without an actor, what comes next are lists: of boxing, of registers.
+                # Lines without an actor are lists: of boxing, of registers.
                 inside[0].strip() if at and inside else "",
                 "".join(f"{count} full" for count in counts),
             )
-            # Registers of several places: one place is full whenever it is used.
+            # Only registers of several places: a single place is full whenever it is used.
             found = [one for line in inside if (one := _REGISTER.fullmatch(line))]
             found = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
             told = [

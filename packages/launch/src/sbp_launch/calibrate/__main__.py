@@ -1,7 +1,7 @@
-"""One process of a calibration: `python -m sbp_launch.calibrate FOLDER`.
+"""Entry point of one process of a calibration: `python -m sbp_launch.calibrate FOLDER`.
 
-It ends quietly: at Ctrl-C without a word, as the program that started it says so, and at an error
-that was foreseen with its message alone.
+It prints no traceback: at Ctrl-C nothing, because the program that started it reports that; at an
+expected error only its message.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sbp_core.errors import SbpError
 
 
 def main(folder: Path) -> None:
-    """Do the job in a folder; exit with code 1 and the message if it cannot be done."""
+    """Run the job in a folder; after an `SbpError`, exit with code 1 and its message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Here and not above: importing torch takes seconds, in which Ctrl-C may come.
+    # Imported here: importing torch takes seconds, during which Ctrl-C may come.
     from sbp_launch.calibrate.measuring_rank import run_job
 
     try:

@@ -1,6 +1,6 @@
-"""Start the ranks of a calibration, show how far they are, make a cluster of it, and print it.
+"""Run a calibration: start the ranks, show progress, make a cluster of the results, print it.
 
-What is printed says how fast each kind of call is, and how far predictions are off.
+The report gives the speed of each kind of call, and the errors of predictions.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from sbp_launch.tracing.times import OperatorTimes
 
 T = TypeVar("T")
 
-#: Copies of a message that a rank and its transport hold, at most, while it is under way.
+#: Upper bound of the copies of a message that a rank and its transport hold during a call.
 _COPIES = 5
 
-#: Message that tells the bandwidth of a link, in bytes.
+#: Size in bytes of the message from which the bandwidth of a link is derived.
 _LARGE = 2**26
 
-#: A link whose messages take so much longer when all ranks send at once is shared.
+#: A link counts as shared if messages take so much longer when all ranks send at once.
 _SHARED = 1.5
 
-#: What is said of links if there is but one rank.
+#: The link of a cluster with only one rank.
 _NO_LINK = Link(latency_s=2e-5, bytes_per_s=5e9)
 
-#: Seconds that starting the processes, computing and copying may take besides the calls.
+#: Seconds allowed for starting the processes, computing and copying, in addition to the calls.
 _BESIDE_S = 600.0
 
 
 def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
-    """Measure this machine through a backend, print what was found, and write the cluster file.
+    """Measure this machine through a backend, print the results, and write the cluster file.
 
     Raises:
-        RunError: a rank ended badly.
+        RunError: a rank failed.
     """
     console = make_console()
     settings, among = run.settings, _among(run.settings.ranks)
@@ -109,10 +109,10 @@ def _among(num_ranks: int) -> str:
 
 
 def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
-    """Measure what the calls of a list take, and add it to the cluster file.
+    """Measure the times of a list of operator calls, and add them to the cluster file.
 
     Raises:
-        RunError: a rank ended badly.
+        RunError: a rank failed.
     """
     console = make_console()
     settings, among = run.settings, _among(run.settings.ranks)
@@ -152,10 +152,10 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
 def measure(
     run: CalibrateRun, registry: PluginRegistry, console: Console, load: Callable[[Path], T]
 ) -> T:
-    """Start the ranks, and return what they found.
+    """Start the ranks, and return their results.
 
     Raises:
-        RunError: a rank ended badly, or they took far too long.
+        RunError: a rank failed, or they took far too long.
     """
     settings = run.settings
     backend = cast(BoxingBackend, registry.make("boxing", run.boxing.name, run.boxing.settings))
@@ -185,10 +185,10 @@ def measure(
 
 @contextmanager
 def _shown(console: Console) -> Iterator[Callable[[Line], None]]:
-    """Show how far the ranks are: a bar on a terminal, plain lines elsewhere.
+    """Show the progress of the ranks: a bar on a terminal, plain lines elsewhere.
 
     Yields:
-        What takes a line that a process wrote.
+        A function to call with each line that a process wrote.
     """
     bar = Bar(
         *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")),
@@ -219,7 +219,7 @@ def _shown(console: Console) -> Iterator[Callable[[Line], None]]:
 def make_cluster(
     run: CalibrateRun, found: CalibrationResult
 ) -> tuple[Cluster, tuple[HeldOut, ...]]:
-    """Return the measured machine, and the predictions behind the errors of its calibration."""
+    """Return the measured machine, and the predictions from which its errors were computed."""
     settings, name = run.settings, run.boxing.name
     calibrations = dict(run.kept.calibrations)
     held_out: tuple[HeldOut, ...] = ()
@@ -276,19 +276,19 @@ def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:
         return time_s
 
     small_s, large_s = message_s(1, _LARGE // 4), message_s(1, _LARGE)
-    # A transport that only hands over a reference takes as long for any size.
+    # A transport that only passes a reference takes the same time for any size.
     step_s = max(large_s - small_s, 1e-3 * large_s, 1e-9)
     link = Link(latency_s=message_s(1, 0), bytes_per_s=(_LARGE - _LARGE // 4) / step_s)
     return link, message_s(num_ranks, _LARGE) > _SHARED * large_s
 
 
-#: What errors should stay below: the median, and the 90th percentile.
+#: Targets for the relative errors of predictions: the median, and the 90th percentile.
 GOALS = (0.15, 0.35)
 
-#: A call whose repetitions disagree by more was disturbed.
+#: A call whose repetitions differ by more was disturbed by other load.
 _DISTURBED = 0.15
 
-#: Below this, nothing is copied: faster than any memory, in seconds a byte.
+#: A lower slope, in seconds per byte, is faster than any memory: nothing is copied.
 _NO_COPY_S_PER_BYTE = 1e-14
 
 _LEGEND = """\
@@ -302,7 +302,7 @@ error: of predictions for sizes that were left out of the fit
 
 
 def rate_lines(cluster: Cluster) -> Iterator[str]:
-    """Yield what one rank computes and copies."""
+    """Yield lines with the rates at which one rank computes and copies."""
     device = cluster.device
     rates = ", ".join(f"{plain(rate / 1e9)} ({name})" for name, rate in device.flop_per_s.items())
     yield f"matrix multiplication of one rank, in GFLOP/s: {rates}"
@@ -323,12 +323,12 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def plain(number: float) -> str:
-    """Return a number with three digits, or all before the point: `9.81`, `116`, `1,030`."""
+    """Return a number with three digits, or all digits before the point: `9.81`, `116`, `1,030`."""
     return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
-    """Return a row for every kind of call that was measured in more than one size."""
+    """Return a table with a row for each kind of call that was measured in several sizes."""
     table = Table(
         title=f"boxing={calibration.backend}",
         # Fits into 80 columns.
@@ -370,7 +370,7 @@ def bandwidth(curve: Curve) -> str:
 
 
 def error_lines(calibration: Calibration) -> Iterator[str]:
-    """Yield how far predictions are off what was left out of the fit, and whether that is much."""
+    """Yield lines with the errors of predictions for samples that were left out of the fit."""
     yield "error of predictions for what was left out of the fit (one size of a call,"
     yield "all of a call in groups of one size, all calls of a collective):"
     for error in calibration.errors:

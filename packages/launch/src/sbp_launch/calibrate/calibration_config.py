@@ -1,4 +1,4 @@
-"""The settings of `sbp-calibrate`, checked."""
+"""The settings of `sbp-calibrate` (measure this machine), and their checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sbp_launch.settings.config import ComposedConfig, PluginChoice
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
 
-#: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
+#: Kinds of boxing steps to measure, as in `sbp_core.calibration.CALL_KINDS`.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
 #: The config groups of `sbp-calibrate`.
 GROUPS = ("boxing", "runtime")
 
-#: Ranks for each core of the machine, at most; beyond, starting them takes for ever.
+#: Largest number of ranks per core of the machine; more would take very long to start.
 _RANKS_PER_CORE = 16
 
 _AT_LEAST_ONE = ("ranks", "repetitions", "min_bytes", "max_bytes")
@@ -36,22 +36,21 @@ class CalibrateConfig:
     Args:
         ranks: Ranks to start on this machine, >= 1; one measures no communication.
         out: Cluster file to write.
-        name: How reports call the machine.
-        overwrite: Whether all that `out` already holds may be lost. Otherwise calibrations of other
-            backends stay in it, and a file in which they cannot is refused.
+        name: Name of the machine in reports.
+        overwrite: Whether to discard all that `out` already holds. Otherwise calibrations of other
+            backends stay in it, and a file in which they cannot stay is refused.
         kinds: Kinds of steps to measure, of `CALL_KINDS`.
-        min_bytes: Smallest message, in bytes, >= 1; each size is twice the one before.
-        max_bytes: Largest message, in bytes.
+        min_bytes: Smallest message in bytes, >= 1; each size is twice the one before.
+        max_bytes: Largest message in bytes.
         sizes: Sizes of messages in bytes, in place of `min_bytes` and `max_bytes`.
-        group_sizes: Ranks of the groups to measure, >= 2; empty for those of meshes of `ranks`.
-        repetitions: Most times that all calls are repeated, in another order each time, >= 1.
-        time_s: Seconds that measuring may take once the ranks are connected; fewer repetitions are
-            made, and sizes left out, to keep to it. Below 20 the small model has fewer layers.
+        group_sizes: Sizes of groups to measure, >= 2; empty: those in meshes of `ranks`.
+        repetitions: Most repetitions of all calls, in another order each time, >= 1.
+        time_s: Seconds that measuring may take once the ranks are connected; it limits repetitions
+            and sizes. Below 20 the small model has fewer layers.
         deadline_s: Seconds that one call may wait for other ranks.
-        ops: Run folders whose times of operators are added to `out`, or one of them, once made a
-            tuple; then nothing is measured, and no other setting counts. Or one file of `sbp-plan
-            calls=FILE`: then its calls are measured within `time_s`, on as many ranks as `out` is
-            for, and added.
+        ops: Run folder or folders whose times of operators are added to `out`; nothing is measured
+            then, and no other setting counts. Or one file of `sbp-plan calls=FILE`: its calls are
+            measured within `time_s`, on as many ranks as `out` is for, and added.
     """
 
     ranks: int = 2
@@ -100,7 +99,7 @@ class CalibrateConfig:
                 f"ranks={self.ranks}",
                 accepted=f"2 .. {self.ranks}",
             )
-        # Here, so that nobody measures for minutes what then cannot be written.
+        # Checked here, before minutes of measuring whose result could not be written.
         check_writable("out", self.out, example="a.json")
 
     @property
@@ -115,7 +114,7 @@ class CalibrateConfig:
 
     @property
     def chosen_group_sizes(self) -> tuple[int, ...]:
-        """The sizes of groups: those along the axes of a mesh of all ranks, unless given."""
+        """The sizes of groups; by default those along the axes of meshes of all ranks."""
         if self.group_sizes:
             return tuple(sorted(set(self.group_sizes)))
         return tuple(size for size in range(2, self.ranks + 1) if self.ranks % size == 0)
@@ -123,16 +122,16 @@ class CalibrateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateRun:
-    """What a command line of `sbp-calibrate` asks for.
+    """A checked command line of `sbp-calibrate`.
 
     Args:
-        boxing: The backend that is measured.
-        runtime: What runs the steps that say how long launches take.
-        device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
-        settings: What to measure.
-        kept: What stays in the file.
-        with_operators: If operators of runs are added: what the file then says.
-        calls: If operators are measured: the file that lists their calls.
+        boxing: The backend to measure.
+        runtime: The runtime that runs the steps from which launch overheads are derived.
+        device: Device of the tensors, such as `cpu` or `cuda`: each process finds out which GPU.
+        settings: The settings.
+        kept: Parts of the existing file that stay.
+        with_operators: The new contents of the file, if operators of runs are added.
+        calls: The file with calls of operators, if these are measured.
     """
 
     boxing: PluginChoice
@@ -148,7 +147,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     """Return the calibration that a composed config describes.
 
     Raises:
-        ConfigError: the backend or a setting is unknown, missing or refused, or what the file says
+        ConfigError: the backend or a setting is unknown, missing or invalid, or data of the file
             would be lost.
     """
     known = [entry.name for entry in fields(CalibrateConfig)]
@@ -156,7 +155,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     settings = {name: value for name, value in composed.values.items() if name not in GROUPS}
     choice, backend = choose(composed, registry, "boxing")
     runtime, _ = choose(composed, registry, "runtime")
-    # A backend that chooses a GPU for each process calls that `auto`.
+    # The setting `auto` of a backend means: choose a GPU for each process.
     device = str(getattr(backend, "device", "cpu"))
     overrides = [text for name in known for text in composed.overrides_of(name)]
     calibrate = merge_settings(
@@ -164,7 +163,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     )
     with_operators, kept, calls = None, KeptMeasurements(), ""
     if calibrate.ops:
-        # Here and not above: config errors are answered without numpy.
+        # Imported here: config errors are reported without importing numpy.
         from sbp_launch.calibrate.operators import add_operators, ranks_of_list
 
         if any(map(os.path.isfile, calibrate.ops)):

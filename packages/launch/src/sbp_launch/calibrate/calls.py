@@ -1,6 +1,7 @@
-"""What is measured: one call of a kind, in groups of a size, with a number of bytes.
+"""The boxing calls that a calibration measures: kinds, group sizes and numbers of bytes.
 
-A call is the step that the router makes for it, on a mesh of the first ranks.
+A call is one boxing step (a collective or a transfer), on a mesh of the first ranks: the step that
+`route` chooses for a conversion between two layouts. `measuring` times the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import Broadcast, NdSbp, Partial, Sbp, Split
 from sbp_launch.calibrate.calibration_config import CalibrateConfig
 
-#: Type of the elements that are sent: that of most activations and gradients on CPUs.
+#: Dtype of the messages: that of most activations and gradients on CPUs.
 DTYPE = "float32"
 
 _ITEM_BYTES = 4
@@ -24,12 +25,12 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationCall:
-    """One call that is measured.
+    """One call to measure.
 
     Args:
         case: Its kind and groups.
-        shared_bytes: S, as `sbp_core.calibration.Measurement` counts it.
-        step: What runs.
+        shared_bytes: S, the bytes that a group shares, as in `sbp_core.calibration.Measurement`.
+        step: The boxing step to run.
     """
 
     case: MeasuredCase
@@ -38,10 +39,10 @@ class CalibrationCall:
 
 
 def cases_of(config: CalibrateConfig) -> tuple[MeasuredCase, ...]:
-    """Return the cases to measure: one group alone, and as many as the ranks allow.
+    """Return the cases to measure: with one group, and with as many as the ranks allow.
 
-    Of transfers: one message, one from each rank of the first half to one of the second, and one
-    from each rank to the next, the last one sending to the first.
+    Transfers are measured with one message, with one from each rank of the first half to a rank of
+    the second, and with one from each rank to the next, the last one sending to the first.
     """
     cases: list[MeasuredCase] = []
     for kind in config.kinds:
@@ -64,24 +65,24 @@ def calls_of(config: CalibrateConfig) -> Iterator[tuple[CalibrationCall, ...]]:
 
 
 def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> CalibrationCall:
-    """Return the call of a case whose S is about `size_bytes`: rounded so that shards are even.
+    """Return the call of a case whose S is about `size_bytes`, rounded so that shards are even.
 
     Args:
         case: Kind and groups.
         size_bytes: Bytes, >= 1.
-        num_ranks: Ranks of the run.
+        num_ranks: Number of ranks of the run.
     """
     elements = max(1, size_bytes // _ITEM_BYTES)
     if case.kind == "transfer":
         return _transfer(case, elements, num_ranks)
     n, groups = case.group_size, case.concurrent_groups
     width = n * max(1, isqrt(elements) // n)
-    # What a collective of n ranks makes of what, and a shape that n divides.
+    # For each collective of n ranks: layouts before and after, and a shape that n divides.
     conversions: dict[str, tuple[Sbp, Sbp, tuple[int, ...]]] = {
         "all-reduce": (Partial("sum"), Broadcast(), (elements,)),
         "reduce-scatter": (Partial("sum"), Split(0), (_multiple(elements, n),)),
         "all-gather": (Split(0), Broadcast(), (_multiple(elements, n),)),
-        # Not far from a square.
+        # Nearly square.
         "all-to-all": (Split(0), Split(1), (_multiple(round(elements / width), n), width)),
     }
     before, after, shape = conversions[case.kind]
@@ -90,7 +91,7 @@ def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> Calibratio
         mesh = Placement.grid((n,))
         step = _only_step(case, shape, (mesh, NdSbp(before)), (mesh, NdSbp(after)))
     else:
-        # Each group has a slice of dim 0 of its own.
+        # Each group has its own slice of dim 0.
         mesh, own = Placement.grid((groups, n)), Split(0)
         source, target = (
             NdSbp(own, Split(entry.dim + 1) if isinstance(entry, Split) else entry)
@@ -101,7 +102,7 @@ def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> Calibratio
 
 
 def _transfer(case: MeasuredCase, elements: int, num_ranks: int) -> CalibrationCall:
-    """Return the transfer of one message a sender, each to another rank."""
+    """Return the transfer of one message from each sender to a different rank."""
     messages, ranks = case.concurrent_groups, list(range(num_ranks))
     if messages == num_ranks:
         senders, receivers = ranks, [*ranks[1:], ranks[0]]

@@ -1,4 +1,4 @@
-"""The command `sbp-calibrate`. Imports no torch until it measures."""
+"""Entry point of the command `sbp-calibrate`. It imports torch only for measuring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbp_launch.settings.config import Application
 
 
 def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path) -> None:
-    # Here and not above: a wrong setting is answered without waiting for torch.
+    # Imported here: a wrong setting is reported without waiting for torch.
     from sbp_launch.calibrate.calibration import calibrate_machine, measure_calls
     from sbp_launch.calibrate.operators import save_operators
 

@@ -1,4 +1,4 @@
-"""Messages between the command and its processes: job file, result file, lines of progress."""
+"""Messages between `sbp-calibrate` and its processes: job file, result file, lines of progress."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _MARK = "sbp-calibrate-progress "
 
 
 class _InFolder:
-    """What the command and its processes tell each other by a file in their folder."""
+    """A message as a JSON file in the folder that the command and its processes share."""
 
     __slots__ = ()
 
     FILE: ClassVar[str] = "found.json"
 
     def save(self, folder: Path) -> None:
-        """Write it where `load` finds it."""
+        """Write the file that `load` reads."""
         (folder / self.FILE).write_text(json.dumps(dump(self, type(self))), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read what `save` wrote."""
+        """Read the file that `save` wrote."""
         return load(parse(read_text(folder / cls.FILE)), cls, root=cls.FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob(_InFolder):
-    """What every process is to measure.
+    """The job of every process.
 
     Args:
         boxing: The backend to measure.
-        runtime: The runtime whose launches are measured.
-        device: Where its tensors live.
-        settings: What to measure.
+        runtime: The runtime whose launch overheads are measured.
+        device: Device of the tensors.
+        settings: The settings of the measurement.
         max_call_bytes: Largest S for which a rank has the memory.
-        calls: The file of a list of calls of operators, which then are all that is measured.
+        calls: File with a list of operator calls; if given, only these are measured.
     """
 
     FILE: ClassVar[str] = "job.json"
@@ -61,11 +61,11 @@ class CalibrationJob(_InFolder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one rank computes and copies, while all others do the same.
+    """Rates at which one rank computes and copies, while all other ranks do the same.
 
     Args:
         flop_per_s: Rate of a matrix multiplication by dtype, in flop/s.
-        memory_bytes_per_s: Bytes read and written by a copy, a second.
+        memory_bytes_per_s: Bytes read and written per second by a copy.
         launch_s: Seconds to start one small operator.
     """
 
@@ -81,13 +81,13 @@ class CalibrationResult(_InFolder):
     Args:
         rates: Rates of the slowest rank.
         samples: The measured calls.
-        rounds: Times that all calls were repeated.
+        rounds: Number of repetitions of all calls.
         skipped: Sizes that were left out, with the reason; empty if none were.
         library: Version of torch.
-        measured_s: Seconds from the ranks being connected to the last call.
-        step_s: Seconds that a step of each plan of `launch_overhead` takes; empty if none was run.
+        measured_s: Seconds from connecting the ranks to the last call.
+        step_s: Seconds of a step of each plan of `launch_overhead`; empty if none was run.
         large_s: Seconds of each large all-reduce in steps, by its bytes; empty if there was none.
-        busy: What `Device` calls `boxing_busy`; None if it was not measured.
+        busy: The value for `Device.boxing_busy`; None if it was not measured.
     """
 
     rates: Rates
@@ -103,15 +103,15 @@ class CalibrationResult(_InFolder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTimes(_InFolder):
-    """What the calls of a list take, of the slowest rank.
+    """Times of the calls of a list, on the slowest rank.
 
     Args:
         operators: The calls with their times.
-        rounds: Times that all calls were repeated.
-        failed: Calls that could not be made, and what was said.
-        left_out: Calls for which time or memory was short.
+        rounds: Number of repetitions of all calls.
+        failed: Calls that failed, each with its error message.
+        left_out: Number of calls for which time or memory was short.
         library: Version of torch.
-        measured_s: Seconds that it took.
+        measured_s: Duration of the measurement in seconds.
     """
 
     operators: tuple[MeasuredOperator, ...]
@@ -127,10 +127,10 @@ class Progress:
     """The progress of the measurement.
 
     Args:
-        what: The phase that it is in.
-        done: Calls that were made since `what` began.
-        of: Calls that it takes.
-        left_s: Seconds until all is done, as far as known; 0 if not.
+        what: The current phase.
+        done: Calls made in this phase.
+        of: Calls of this phase.
+        left_s: Estimated seconds until the end of the measurement; 0 if unknown.
     """
 
     what: str
@@ -139,12 +139,12 @@ class Progress:
     left_s: float = 0.0
 
     def to_line(self) -> str:
-        """Return it as a line of text."""
+        """Return the progress as a line of text."""
         return _MARK + json.dumps(dump(self, Progress))
 
     @classmethod
     def of_line(cls, line: str) -> Progress | None:
-        """Read what `to_line` made; None for any other line."""
+        """Parse the output of `to_line`; return None for any other line."""
         if not line.startswith(_MARK):
             return None
         try:

@@ -1,7 +1,7 @@
-"""What stays of a cluster file that a calibration writes to: times of other backends, operators.
+"""The parts of an existing cluster file that a new calibration keeps: other backends, operators.
 
-A file is for one machine and one number of ranks. Nothing that it says is lost unless that is asked
-for: what cannot stay in it is refused before anything is measured.
+A file is for one machine and one number of ranks. Unless `overwrite` is set, nothing in it is lost:
+a file whose contents cannot be kept is refused before anything is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
     from sbp_core.operators import MeasuredOperator
 
-#: What tells machines apart, of `describe_machine`: versions of libraries do not.
+#: Keys of `describe_machine` that identify a machine; versions of libraries do not.
 _MACHINE = ("processor", "cores", "system")
 
 _TODO = "choose another file with out=FILE, or overwrite=true to lose what this one says"
@@ -27,11 +27,11 @@ _TODO = "choose another file with out=FILE, or overwrite=true to lose what this 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptMeasurements:
-    """What stays in a file.
+    """The parts of a file that are kept.
 
     Args:
-        calibrations: Of other backends than the one that is measured.
-        operators: What `sbp-calibrate ops=` has added of the one that is measured.
+        calibrations: Calibrations of backends other than the one that is measured.
+        operators: Operators of the measured backend, which `sbp-calibrate ops=` has added.
     """
 
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
@@ -39,21 +39,21 @@ class KeptMeasurements:
 
 
 def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
-    """Return what stays in a file that a calibration of a backend writes to.
+    """Return the parts of a file that stay when a calibration of a backend is written to it.
 
     Args:
         out: The file, which need not exist.
-        ranks: Ranks that are measured, >= 1.
+        ranks: Number of ranks that are measured, >= 1.
         boxing: The backend that is measured.
 
     Raises:
-        ConfigError: there is such a file, and it is no cluster file, or one of another machine or
+        ConfigError: the file exists, but is not a cluster file, or is for another machine or
             another number of ranks.
     """
     path = Path(out)
     if not path.exists():
         return KeptMeasurements()
-    # Here and not above: config errors are answered without numpy.
+    # Imported here: config errors are reported without importing numpy.
     from sbp_core.cluster import Cluster
 
     try:
@@ -88,5 +88,5 @@ def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
 
 
 def differing_part(cluster: Cluster, machine: Mapping[str, str]) -> str:
-    """Return what tells the machine of a cluster file from another one; "" if it is the same."""
+    """Return the first key in which a cluster's machine differs from another; "" if none."""
     return next((key for key in _MACHINE if cluster.machine.get(key) != machine.get(key)), "")

@@ -1,22 +1,21 @@
-"""How long a runtime takes to start operators and boxing steps: from steps of a small model.
+"""Measure the overhead to start an operator and a boxing step (collective) inside a training step.
 
-A tight loop starts an operator in far less time than a training step does, where many different
-ones follow each other and threads of one process wait for its interpreter; and a collective that
-ranks call at one moment is over sooner than one between two segments, which they reach and leave
-one after the other. So two plans of one small model are run and timed as training would run them:
+A benchmark loop underestimates both: in a step, different operators follow each other, ranks that
+are threads compete for the interpreter, and ranks enter a collective at different moments. So two
+plans of one small model are timed:
 
-    apart       every rank computes the step of a small batch: operators, and the commit of a step
-    together    every rank has such a batch, and a slice of each parameter: the same operators, and
-                between them an all-gather for each use of a parameter and a reduce-scatter of its
+    apart       replicated: each rank computes a small batch; operators only, and the commit
+    together    sharded: each rank has such a batch, and a slice of each parameter; the same
+                operators, an all-gather for each use of a parameter, and a reduce-scatter of each
                 gradient
 
-The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
-both, less what the model says of computing, copying and calls, which small tensors keep short.
+The predicted step time is linear in `Device.launch_s` and `Device.boxing_launch_s`. So the two
+measured times give both, after the predicted times for compute, copies and communication are
+subtracted; these are short, because the tensors are small.
 
-Large tensors take longer in steps, too: calls that follow each other find their data in the
-processor's caches, and a transport that is warm. So the all-reduces of a model of a few large
-matrices are timed between its segments, by a trace, and what their bytes take there over what they
-take in a loop is `Calibration.in_steps`.
+Large all-reduces, too, take longer in a step than in a loop, where the processor's caches and the
+transport are warm. `measure_large` times them between the segments of a model of a few large
+matrices, by a trace; `in_steps` returns the ratio to the loop, for `Calibration.in_steps`.
 """
 
 from __future__ import annotations
@@ -44,30 +43,30 @@ from sbp_core.simulation import simulate
 from sbp_launch.calibrate.measuring import Stopwatch
 from sbp_torch.graph_capture import capture, initial_states
 
-#: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
+#: Plan -> SBPs: of batch and activations; of parameters, optimizer states, gradients and updates.
 _PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}
 
 _WIDTH, _TOKENS, _SAMPLES = 64, 16, 2
 _WARM_UP_STEPS = 3
 
-#: Of the model of large matrices: their width and number, samples of a rank, and steps. They are
-#: few, because each takes a transport some milliseconds.
+#: The model of large matrices: their width and number, samples of a rank, and steps. The model is
+#: small, because each all-reduce takes a transport some milliseconds.
 _LARGE_WIDTH, _LARGE_LAYERS, _LARGE_SAMPLES, _LARGE_STEPS = 1024, 3, 32, 24
 
-#: Seconds that a call may wait for others.
+#: Seconds that a call may wait for other ranks.
 _DEADLINE_S = 60.0
 
-#: More than that is no matter of caches: the machine was disturbed.
+#: Upper bound of `in_steps`; a larger ratio is a disturbed measurement.
 _MOST_IN_STEPS = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
-    """How large the small model is, and how many of its steps are timed.
+    """Size of the small model, and number of its steps.
 
     Args:
-        layers: Of the model, >= 1: its step has some 200 operators for each.
-        steps: Of each plan, >= 1, after those that do not count.
+        layers: Layers of the model, >= 1; each has some 200 operators in a step.
+        steps: Timed steps of each plan, >= 1, after the warm-up.
     """
 
     layers: int = 4
@@ -75,12 +74,12 @@ class SmallModel:
 
     @classmethod
     def within(cls, time_s: float) -> SmallModel:
-        """Return the one for a calibration that may take so many seconds."""
+        """Return the size for a calibration that may take `time_s` seconds."""
         return cls() if time_s >= _LONG_S else cls(layers=2, steps=10)
 
 
-#: A calibration of so many seconds has the time for a model of all layers: to plan one of fewer is
-#: quicker, but what a step takes once is then a larger part of it, and counted as launches.
+#: A calibration of at least this many seconds uses the full model. A smaller one is planned faster,
+#: but the constant cost of a step is then a larger part of it, and counted as launches.
 _LONG_S = 20.0
 
 
@@ -105,7 +104,7 @@ def _batch(name: str, num_ranks: int) -> dict[str, Tensor]:
 def make_plans(
     num_ranks: int, clusters: Sequence[Cluster], size: SmallModel = SmallModel()
 ) -> Mapping[str, list[PhysicalPlan]]:
-    """Return the plans, each compiled for every cluster; one rank has no boxing to run."""
+    """Return the plans, each compiled for every cluster; with one rank, only `apart`."""
     model, optimizer = _model(size.layers)
     plans: dict[str, list[PhysicalPlan]] = {}
     for name, (batch, states) in _PLANS.items():
@@ -126,11 +125,11 @@ def _compiled(
     pins: Mapping[str, str],
     options: Sequence[CompileOptions],
 ) -> list[PhysicalPlan]:
-    """Return the plan of a step, whose strategy is that of the pins, for each of the options."""
+    """Compile a step with the strategy that pins (given SBPs) determine, with each option."""
     model, optimizer, batch = step
     graph = prepare_step(capture(model, _loss, batch, optimizer))
     mesh = Placement.grid((num_ranks,), ("data",))
-    # The same strategies, whatever the clusters say.
+    # One nominal cluster, so that the strategy does not depend on measurements.
     request = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(num_ranks))
     strategy = infer_strategy(request, planner="calibrate", pins=pins)
     return [compile_plan(graph, strategy, one) for one in options]
@@ -141,13 +140,13 @@ def measure_steps(
 ) -> Mapping[str, float]:
     """Return the median time of a step of each plan, in seconds, on the ranks of this process.
 
-    Nothing is returned where the runtime, such as `reference`, moves data without the backend.
+    The result is empty if the runtime, such as `reference`, moves data without the backend.
 
     Args:
-        backend: Open on all ranks; stays open.
-        runtime: Runs the plans.
-        num_ranks: Of the run.
-        size: Of the model, and how many steps; the same in every process.
+        backend: The backend, open on all ranks; it stays open.
+        runtime: The runtime that runs the plans.
+        num_ranks: Number of ranks of the run.
+        size: Size of the model and number of steps; the same in every process.
     """
     found: dict[str, float] = {}
     for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)], size).items():
@@ -176,17 +175,17 @@ def launches(
     """Return `launch_s` and `boxing_launch_s`, in seconds, that explain the measured steps.
 
     Args:
-        cluster: With measured rates and calls, and the `launch_s` of a loop, which a step exceeds.
-        step_s: Of `measure_steps`, not empty.
-        size: Of the model whose steps they are.
+        cluster: Cluster with measured rates and calls, and the `launch_s` of a loop as lower bound.
+        step_s: Result of `measure_steps`, not empty.
+        size: Size of the model of these steps.
     """
     none, operators, boxing = (
         replace(cluster, device=replace(cluster.device, launch_s=one, boxing_launch_s=other))
         for one, other in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
     plans = make_plans(cluster.num_devices, (none, operators, boxing), size)
-    # Of each plan: what its step takes besides rest_s, = launch_s * l + boxing_launch_s * b, and
-    # the counts l and b of starts that follow one another. Even `apart` boxes: its ranks commit.
+    # For each plan: step time - rest_s = launch_s * l + boxing_launch_s * b, with the numbers l and
+    # b of starts on the critical path. Even `apart` has boxing: its ranks commit.
     known = {}
     for name, took_s in step_s.items():
         rest_s, operators_s, boxing_s = (simulate(one).step_s for one in plans[name])
@@ -205,16 +204,16 @@ def launches(
 def measure_large(
     backend: BoxingBackend, runtime: Runtime, num_ranks: int
 ) -> Mapping[int, tuple[float, ...]]:
-    """Return what all-reduces of large tensors take between the segments of steps.
+    """Measure the times of all-reduces of large tensors between the segments of steps.
 
     Args:
-        backend: Open on all ranks; stays open.
-        runtime: Runs the plan.
-        num_ranks: Of the run, >= 2.
+        backend: The backend, open on all ranks; it stays open.
+        runtime: The runtime that runs the plan.
+        num_ranks: Number of ranks of the run, >= 2.
 
     Returns:
-        By their bytes, the seconds of each, from the last rank's beginning to the last one's end;
-        nothing where the runtime moves data without the backend.
+        Bytes -> seconds of each all-reduce, from the begin on the last rank to the end on the last
+        rank; empty if the runtime moves data without the backend.
     """
     torch.manual_seed(0)
     layers = [nn.Linear(_LARGE_WIDTH, _LARGE_WIDTH, bias=False) for _ in range(_LARGE_LAYERS)]
@@ -260,12 +259,12 @@ def measure_large(
 def in_steps(
     calibration: Calibration, num_ranks: int, large: Mapping[int, Sequence[float]]
 ) -> float:
-    """Return `Calibration.in_steps` from what `measure_large` found.
+    """Return `Calibration.in_steps` from the result of `measure_large`.
 
     Args:
-        calibration: What calls take that follow each other, and `boxing_launch_s`.
-        num_ranks: Of the run.
-        large: Seconds of all-reduces by their bytes; empty if there are none.
+        calibration: Times of calls in a loop, and `boxing_launch_s`.
+        num_ranks: Number of ranks of the run.
+        large: Bytes -> seconds of all-reduces; may be empty.
     """
     ratios: list[float] = []
     for size, times_s in large.items():
@@ -273,14 +272,14 @@ def in_steps(
             calibration.time_s(StepKind.ALL_REDUCE.value, num_ranks, 1, of) for of in (0, size)
         )
         if none_s is not None and call_s is not None and call_s > none_s:
-            # The first quartile, as of calls that follow each other.
+            # The first quartile, as for calls in a loop.
             took_s = sorted(times_s)[(len(times_s) - 1) // 4] - (calibration.boxing_launch_s or 0.0)
             ratios.append((took_s - none_s) / (call_s - none_s))
     return min(_MOST_IN_STEPS, max(1.0, median(ratios))) if ratios else 1.0
 
 
 class _Open(BoxingBackend):
-    """A backend that is open already and stays open: a session neither opens nor closes it."""
+    """A wrapper of an open backend that ignores `open` and `close`, so a session leaves it open."""
 
     def __init__(self, backend: BoxingBackend) -> None:
         self._backend = backend

@@ -1,21 +1,21 @@
-"""How fast one rank among all computes, copies and starts operators, and how long its calls take.
+"""Measure on every rank: rates of computing and copying, launch time of operators, times of calls.
 
-Calls of a communicator are repeated in rounds, each in another order, so that what slows the
-machine down for a while does not look like the curve of one size. A repetition begins at a moment
-that the ranks have agreed on, awake; its time is from the last one's beginning to the last one's
-end, by the clock that all processes of a machine share. All ranks do the same in the same order,
-and agree on what they leave out.
+Calls of a communicator (collectives and transfers) are repeated in rounds, each in another order,
+so that a temporary slowdown of the machine does not distort the curve of one size. Before a call,
+all ranks agree on a start time and spin until then. The time of a call is from the start on the
+last rank to the end on the last rank, by the clock that all processes of a machine share. All ranks
+make the same calls in the same order, and agree on what they leave out.
 
-`measure_busy` tells how much of a call a rank cannot compute in, though it has begun the call and
-goes on:
+`measure_busy` measures for which part of an asynchronous call a rank cannot compute:
 
     call         | ------- call ------- |
     compute      | ---------------- products ---------------- |
     both         | begin | products ..., progress between them, wait ... |
 
-What both take beyond the products, over what the call takes alone, is the part that overlap does
-not hide: 0 where another processor moves the data, 1 where all of it is done by the rank itself, or
-by a thread that shares its core.
+    busy = (both - compute) / call
+
+The result is 0 if another processor moves the data, and 1 if the rank itself, or a thread that
+shares its core, does all of the work.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from sbp_core.units import format_bytes
 from sbp_launch.calibrate.calls import CalibrationCall, calls_of, cases_of, make_call
 from sbp_launch.calibrate.job import CalibrationJob, Progress, Rates
 
-#: Dtypes whose matrix multiplications are timed; half precision is that of GPUs.
+#: Dtypes whose matrix multiplications are timed; float16 on GPUs only.
 _DTYPES = ("float32", "float64", "bfloat16")
 _GPU_DTYPES = (*_DTYPES, "float16")
 
-#: Seconds that one multiplication or copy takes at least, for the clock and the caches to matter
-#: little, and most that all repetitions of it take where there is time.
+#: Least seconds of one multiplication or copy, so that clock and caches matter little; and most
+#: seconds of all repetitions, if there is enough time.
 _AT_LEAST_S, _AT_MOST_S = 0.02, 1.0
 
 _LARGEST_SIDE = 16_384
@@ -52,7 +52,7 @@ _RATE_REPETITIONS = 7
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -60,16 +60,16 @@ def synchronize(device: torch.device) -> None:
 def measure_rates(
     device: torch.device, ready: Callable[[], None], at_most_s: float = _AT_MOST_S
 ) -> Rates:
-    """Measure one rank.
+    """Measure the rates of one rank.
 
     Args:
-        device: What it computes with.
-        ready: Waits until all ranks have come here; called before each measurement.
-        at_most_s: Seconds that the repetitions of each measurement may take; three are made anyway.
+        device: The device to compute with.
+        ready: Barrier of all ranks; called before each measurement.
+        at_most_s: Seconds for the repetitions of each measurement; at least three are made.
     """
 
     def median_s(work: Callable[[], object]) -> float:
-        """Return the median time of some work, which was done before."""
+        """Return the median time of a function that was called once before."""
         times: list[float] = []
         while len(times) < _RATE_REPETITIONS and (len(times) < 3 or sum(times) < at_most_s):
             times.append(_once_s(device, work))
@@ -109,16 +109,16 @@ def _once_s(device: torch.device, work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-#: Seconds that the first call of each kind may take: it connects the ranks.
+#: Seconds allowed for the first call of each kind, which connects the ranks.
 _CONNECT_S = 300.0
 
-#: A round repeats a short call for this many seconds, so many times at most.
+#: Seconds that a round spends on repetitions of a short call, and their largest number.
 _SHORT_S, _MOST_AT_ONCE = 0.05, 15
 
-#: Seconds between the ranks' agreement on when to begin, and that moment: waking up takes less.
+#: Seconds between the agreement on a start time and that time; longer than a thread's wake-up.
 _HEAD_START_S = 3e-4
 
-#: Sizes are left out until the time is enough for so many rounds.
+#: Large sizes are left out until there is time for at least this many rounds.
 _FEWEST_ROUNDS = 3
 
 #: Seconds between two lines of progress.
@@ -129,10 +129,10 @@ class Stopwatch:
     """Times calls on one rank, and reduces times over all ranks.
 
     Args:
-        communicator: Of this rank.
-        num_ranks: Of the run.
-        device: Where tensors live.
-        deadline_s: Seconds that a call may wait for others.
+        communicator: The communicator of this rank.
+        num_ranks: Number of ranks of the run.
+        device: Device of the tensors.
+        deadline_s: Seconds that a call may wait for other ranks.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Stopwatch:
         """Wait for all ranks, and return on all of them at the same time."""
         (begin_s,) = self.slowest([time.perf_counter() + _HEAD_START_S])
         while time.perf_counter() < begin_s:
-            time.sleep(0)  # lets the other threads of this process, and other processes, run
+            time.sleep(0)  # yield to other threads and processes
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each value over all ranks."""
+        """Return for each value its maximum over all ranks."""
         if self._everyone.size == 1 or not values:
             return list(values)
         given = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -164,13 +164,13 @@ class Stopwatch:
     def time(
         self, step: BoxingStep, shard: torch.Tensor | None, *, first: bool = False
     ) -> tuple[float, float]:
-        """Return when one call began and ended on this rank, in seconds of the machine's clock.
+        """Return start and end of one call on this rank, in seconds of the machine's clock.
 
-        A rank that has no part in it says 0 and 0.
+        A rank without a part in the call returns 0 and 0.
         """
         self.barrier()
         start_s = time.perf_counter()
-        # The result lives until the clock was read: to free it is not part of the call.
+        # The result lives until the clock was read: freeing it is not part of the call.
         result = self.call(step, shard, first=first)
         end_s = time.perf_counter()
         return (start_s, end_s) if result is not None else (0.0, 0.0)
@@ -178,13 +178,13 @@ class Stopwatch:
     def call(
         self, step: BoxingStep, shard: torch.Tensor | None, *, first: bool = False
     ) -> torch.Tensor | None:
-        """Make one call, and wait for the device; None on a rank that has no part in it."""
+        """Make one call, and wait for the device; None on a rank without a part in the call."""
         result = self._run(step, shard, _CONNECT_S if first else self._deadline_s)
         synchronize(self._device)
         return result
 
     def durations(self, spans_s: Sequence[tuple[float, float]]) -> list[float]:
-        """Return the seconds from the last rank's beginning to the last one's end of each call."""
+        """Return for each call the seconds from the last rank's start to the last rank's end."""
         starts_s = self.slowest([start_s for start_s, _ in spans_s])
         ends_s = self.slowest([end_s for _, end_s in spans_s])
         return [end_s - start_s for start_s, end_s in zip(starts_s, ends_s, strict=True)]
@@ -210,11 +210,11 @@ class Stopwatch:
 
 
 class CalibrationShards:
-    """The input shards of a rank: views of one block of memory that is already touched.
+    """The input shards of a rank: views of one block of memory whose pages are mapped already.
 
     Args:
-        rank: Whose.
-        device: Where they live.
+        rank: The rank.
+        device: Device of the shards.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -222,7 +222,7 @@ class CalibrationShards:
         self._block = torch.ones(0, device=device)
 
     def of(self, step: BoxingStep) -> torch.Tensor | None:
-        """Return the part of a step, float32, contiguous; None if the rank holds none."""
+        """Return the rank's shard for a step, float32, contiguous; None if the rank has none."""
         mesh, sbp = step.source
         if self._rank not in mesh:
             return None
@@ -236,9 +236,9 @@ class RankMeasurer:
     """Measures the calls of one job on one rank.
 
     Args:
-        job: What to measure.
+        job: The job.
         watch: The stopwatch of this rank.
-        rank: Which.
+        rank: The rank.
         report: Called with the progress, on every rank.
         time_s: Seconds that it may take, the same on every rank.
     """
@@ -262,7 +262,7 @@ class RankMeasurer:
         self.skipped = ""
 
     def run(self) -> tuple[Measurement, ...]:
-        """Measure; return one sample a call, the same on every rank."""
+        """Measure; return one sample for each call, equal on every rank."""
         self._began = time.monotonic()
         self._warm_up()
         self._times_s = [[] for _ in self._calls]
@@ -288,10 +288,10 @@ class RankMeasurer:
         )
 
     def _warm_up(self) -> None:
-        """Make every call once, from small to large; leave out what there is no time or room for.
+        """Make every call once, from small to large; stop at sizes without enough time or memory.
 
-        A size is tried if the one before lets expect that `_FEWEST_ROUNDS` of all sizes and of this
-        one, which should take twice as long, end in time.
+        A size is tried only if `_FEWEST_ROUNDS` rounds of all smaller sizes and of this one are
+        expected to end in time; calls of the next size are expected to take twice as long.
         """
         settings = self._job.settings
         fewest = min(_FEWEST_ROUNDS, settings.repetitions)
@@ -324,7 +324,7 @@ class RankMeasurer:
                 return
 
     def _round(self) -> None:
-        """Repeat every call, in an order of its own."""
+        """Repeat every call, in a random order."""
         repeats = [self._repeats(first_s) for first_s in self._first_s]
         order = [index for index, times in enumerate(repeats) for _ in range(times)]
         random.Random(self.rounds).shuffle(order)
@@ -339,17 +339,17 @@ class RankMeasurer:
             self._least_left_s = min(self._least_left_s, left_s)  # it never grows
             self._report_progress(what, done, len(order), left_s=self._least_left_s)
             step = self._calls[index].step
-            # Once more just before it is timed: so that it finds caches and memory as a call of its
-            # own size leaves them, as in the steps of a training, and not as any other does.
+            # First once without timing: a timed call then finds caches and memory as a call of the
+            # same size leaves them, as in training steps, and not as some other call does.
             self._watch.call(step, self._shards.of(step))
             spans_s.append(self._watch.time(step, self._shards.of(step)))
         for index, time_s in zip(order, self._watch.durations(spans_s), strict=True):
             self._times_s[index].append(time_s)
 
     def _repeats(self, first_s: float) -> int:
-        """Return how often a round makes a call that takes so many seconds.
+        """Return how often a round repeats a call whose first run took `first_s` seconds.
 
-        Short calls together take half of the time at most, however many there are.
+        All short calls together take at most half of the time.
         """
         settings = self._job.settings
         count = len(settings.chosen_sizes) * len(cases_of(settings))
@@ -357,7 +357,7 @@ class RankMeasurer:
         return max(1, min(_MOST_AT_ONCE, int(short_s / max(first_s, 1e-9))))
 
     def _expected_round_s(self, first_s: Sequence[float]) -> float:
-        """Return the seconds of a round of calls that take so many each; it makes each twice."""
+        """Return the seconds of a round, given the seconds of each call; it makes each twice."""
         return sum((2 * call_s + self._barrier_s) * self._repeats(call_s) for call_s in first_s)
 
     def _report_progress(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
@@ -367,15 +367,15 @@ class RankMeasurer:
             self._report(Progress(what=what, done=done, of=of, left_s=left_s))
 
 
-#: Of the call, an all-reduce.
+#: Bytes of the all-reduce.
 _CALL_BYTES = 4 * 2**20
 
-#: Of the matrices that are multiplied while it is under way: a product takes about a millisecond.
+#: Side of the matrices that are multiplied meanwhile: a product takes about a millisecond.
 _SIDE = 384
 
 _BUSY_WARM_UP, _BUSY_REPETITIONS, _DEADLINE_S = 2, 24, 60.0
 
-#: So many times as long as the call the products take.
+#: Time of all products, as a multiple of the time of the call.
 _LONGER = 2.0
 
 
@@ -413,7 +413,7 @@ def measure_busy(communicator: Communicator, watch: Stopwatch, num_ranks: int) -
 
 
 def _times_s(watch: Stopwatch, works: Sequence[Callable[[], None]]) -> list[float]:
-    """Return the first quartile of the times of each work, in turns, on the slowest rank."""
+    """Return the first quartile of each function's times, run alternately, on the slowest rank."""
     times_s: list[float] = []
     for _ in range(_BUSY_WARM_UP + _BUSY_REPETITIONS):
         for work in works:

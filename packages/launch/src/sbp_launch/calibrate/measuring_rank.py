@@ -1,6 +1,6 @@
-"""What one process of a calibration does; `calibrate.__main__` starts it.
+"""One process of a calibration: open the backend, and measure on each of its ranks in a thread.
 
-Opens the backend, and measures on each rank that lives here, in a thread each.
+`calibrate.__main__` calls `run_job`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sbp_launch.calibrate.launch_overhead import SmallModel, measure_large, meas
 from sbp_launch.calibrate.measuring import RankMeasurer, Stopwatch, measure_busy, measure_rates
 from sbp_torch.call_times import CallTimer
 
-#: Each rate of computing and copying may take this part of the time; there are five or six.
+#: Fraction of the time for each rate of computing and copying (1/60); there are five or six rates.
 _RATES_SHARE = 60.0
 
 
 def run_job(folder: Path) -> None:
-    """Do the job in a folder; the first rank leaves there what was found."""
+    """Run the job in a folder; the process of rank 0 saves the results there."""
     job = CalibrationJob.load(folder)
     ranks = range(job.settings.ranks)
     backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
     runtime = None
-    # No session has run on a GPU yet: there, launches are those of a loop.
+    # Sessions do not run on GPUs yet: there, launch times are those of a loop.
     if job.device == "cpu" and not job.calls:
         runtime = cast(Runtime, discover().make("runtime", job.runtime.name, job.runtime.settings))
     errors: list[Exception] = []
@@ -81,14 +81,14 @@ def run_job(folder: Path) -> None:
 
 
 def indexed_device(device: str) -> torch.device:
-    """Return a device with its number: the GPU that an open backend has chosen for this process."""
+    """Return a device with its index: the GPU that an open backend has chosen for this process."""
     if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device)
 
 
 def measure(job: CalibrationJob, backend: BoxingBackend, rank: int) -> CalibrationResult:
-    """Measure on one rank, together with all others; return what was found."""
+    """Measure on one rank, together with all other ranks; return the results."""
     device, settings = torch.device(job.device), job.settings
     watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
 
@@ -102,7 +102,7 @@ def measure(job: CalibrationJob, backend: BoxingBackend, rank: int) -> Calibrati
     began = time.monotonic()
     at_most_s = min(1.0, settings.time_s / _RATES_SHARE)
     rates = measure_rates(device, watch.barrier, at_most_s)
-    # Those of the slowest rank.
+    # Take the rates of the slowest rank.
     names = list(rates.flop_per_s)
     times_s = [1 / rates.flop_per_s[name] for name in names]
     *flop_s, byte_s, launch_s = watch.slowest(
@@ -114,7 +114,7 @@ def measure(job: CalibrationJob, backend: BoxingBackend, rank: int) -> Calibrati
         launch_s=launch_s,
     )
     (spent_s,) = watch.slowest([time.monotonic() - began])
-    # Never nothing: the smallest calls are measured however long a rank computes.
+    # Never 0: the smallest calls are measured even if measuring the rates took long.
     time_s = max(settings.time_s / 2, settings.time_s - spent_s)
     measurer = RankMeasurer(job, watch, rank, report, time_s)
     samples = measurer.run()
@@ -133,7 +133,7 @@ def measure(job: CalibrationJob, backend: BoxingBackend, rank: int) -> Calibrati
 
 
 def time_calls(job: CalibrationJob, backend: BoxingBackend, rank: int) -> CallTimes:
-    """Time the calls of a list on one rank, together with all others; return what was found."""
+    """Time the calls of a list on one rank, together with all other ranks; return the results."""
     device, settings = torch.device(job.device), job.settings
     watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
     began = time.monotonic()

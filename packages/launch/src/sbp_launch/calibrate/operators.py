@@ -1,7 +1,7 @@
-"""Add to a cluster file what operators took: of traced runs, or of a list that was measured.
+"""Add measured times of operators to a cluster file: from traced runs, or from a list.
 
-A file is for one machine and one number of ranks, and the times of operators are of one backend
-beside: ranks that are threads of one process wait for its interpreter, and processes do not.
+A file is for one machine and one number of ranks. Times of operators also belong to one backend,
+because ranks that are threads of one process wait for its interpreter, and processes do not.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sbp_launch.tracing.times import OPERATORS, OperatorTimes
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:
-    """Return what a cluster file says once the operators of some runs are in it.
+    """Return a cluster file's contents with the times of the operators of some runs added.
 
-    A call that it knows already has its newest time; of several folders the last one counts.
+    A new time replaces the old time of a call; of several folders, the last one counts.
 
     Args:
         out: The file, which `sbp-calibrate` wrote.
-        folders: Of runs whose operators were traced.
+        folders: Folders of runs whose operators were traced.
 
     Raises:
-        ConfigError: there is no such file, or no times in a folder; or they are of another machine,
-            another number of ranks, or a backend that the file does not know.
+        ConfigError: there is no such file, or no times in a folder; or they are for another
+            machine, another number of ranks, or a backend that the file does not know.
     """
     found = [(folder, OperatorTimes.load(Path(folder) / OPERATORS)) for folder in folders]
     _, first = found[0]
@@ -42,11 +42,11 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
 
 
 def ranks_of_list(out: str, file: str, boxing: str) -> int:
-    """Return on how many ranks the calls of a list are measured: as many as a file is for.
+    """Return on how many ranks to measure the calls of a list: the number of the cluster file.
 
     Args:
         out: The cluster file, which `sbp-calibrate` wrote.
-        file: The list, of `sbp-plan calls=FILE`.
+        file: The list, written by `sbp-plan calls=FILE`.
         boxing: The backend that starts the ranks.
 
     Raises:
@@ -75,16 +75,16 @@ def _cluster_file(out: str, boxing: str, num_ranks: int) -> Cluster:
 
 
 def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) -> Cluster:
-    """Return a machine whose operators are known to take some times, in place of older ones.
+    """Return a cluster with times of operators added; they replace older times.
 
     Args:
-        cluster: The machine.
+        cluster: The cluster.
         out: Its file, for messages.
-        folder: What the times are of, likewise.
+        folder: The folder or file of the times, for messages.
         times: The times.
 
     Raises:
-        ConfigError: they are of another machine, another number of ranks, or a backend that the
+        ConfigError: they are for another machine, another number of ranks, or a backend that the
             file does not know.
     """
     if times.num_ranks != cluster.num_devices:
@@ -119,13 +119,13 @@ def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) ->
 def merged(
     old: Sequence[MeasuredOperator], new: Sequence[MeasuredOperator]
 ) -> tuple[MeasuredOperator, ...]:
-    """Return both, sorted, the new one of each call."""
+    """Return the operators of both, sorted; for a call in both, the new time."""
     by_call = {one.call: one for one in (*old, *new)}
     return tuple(by_call[call] for call in sorted(by_call))
 
 
 def save_operators(cluster: Cluster, out: str) -> None:
-    """Write a cluster file to which operators were added, and say so."""
+    """Write a cluster file to which operators were added, and print how many it has."""
     cluster.save(Path(out))
     console = make_console()
     known = {"": cluster.device.operators} | {

@@ -1,14 +1,14 @@
-"""Checkpoints: the states of a run in a folder, from any mesh and for any other.
+"""Checkpoints: the states of a run (parameters, buffers, optimizer) in a folder, for any mesh.
 
     checkpoints/
       step-00000100/
-        manifest.json              what is where, and where the run was; written last
-        rank-00000.safetensors     what each process owns of the states
+        manifest.json              index of the pieces, and position of the run; written last
+        rank-00000.safetensors     the slices of states that each process owns
         rank-00001.safetensors
 
-`manifest` has the values, `cover` checks that pieces make up a tensor, `writing` makes files of
-pieces, `reading` cuts any part of a tensor out of them. `folder_storage` is a storage in a folder.
-`formats` are files of others, in the names of the model.
+`manifest` defines the index, `cover` checks that pieces make up a tensor, `writing` writes files
+of pieces, and `reading` reads any slice of a tensor from them. `folder_storage` stores checkpoints
+in a local folder, `objects` at an address. `formats` are the file formats of other libraries.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A checkpoint that is written while steps run, from a snapshot of the session.
+"""Asynchronous checkpoints: background threads write them while training continues.
 
-                 step 100    101          102          103          104
-    main thread  snapshot    asks         asks         asks         asks
-    process 0    writes ...... is through              commits ...  it is there
-    process 1    writes ................. is through
+                 step 100    101          102          103           104
+    main thread  snapshot    vote         vote         vote          vote
+    process 0    writes ...... done                    commits ...   complete
+    process 1    writes ................. done
 
-Behind each step the processes tell each other whether they are through, in a vote that the caller
-has: when all are, the first one commits; when that is done, the checkpoint is there for all of
-them. So each phase ends after the same step in all processes, and so does what went wrong in it.
+A save has two phases. First, every process writes its part from a snapshot of the states. Then
+process 0 commits the checkpoint. After each step the processes vote on whether all have finished
+the phase; the caller runs this vote. So all processes end a phase after the same step, and an error
+of one process is raised in all of them after the same step.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.writing import commit, write_part
 
-#: Seconds that `finish` waits for what this process writes.
+#: Seconds that `finish` waits for the thread of this process.
 LIMIT_S = 600.0
 
 
 class BackgroundSave:
-    """One checkpoint on its way to the storage; one thread of each process at a time works on it.
+    """One checkpoint that is being written; one thread of each process works on it.
 
-    All processes make it between the same steps, and from then on call the same methods in the same
-    order, until `is_done`.
+    All processes create it between the same two steps, and then call the same methods in the same
+    order until `is_done`.
 
     Args:
-        storage: Where.
-        name: Of its folder.
-        metadata: Where the run is; equal in all processes.
-        snapshot: What the ranks of this process own; released when it is written.
-        processes: All of them.
-        behind_commit: What the first process does when the checkpoint is there, on the thread.
+        storage: The storage to write to.
+        name: Name of the folder of the checkpoint.
+        metadata: The position of the run; equal in all processes.
+        snapshot: The slices of states that this process owns; released when they are written.
+        processes: The processes of the run.
+        behind_commit: Called by the first process on its thread, after the commit.
     """
 
     def __init__(
@@ -64,15 +65,15 @@ class BackgroundSave:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this process still works on the phase that all are in."""
+        """Whether this process still works on the current phase."""
         return self._thread.is_alive()
 
     def advance(self) -> None:
-        """Go on to the next phase; all processes call it when none of them is busy.
+        """Advance to the next phase; all processes call it when none of them is busy.
 
         Raises:
-            RunError: it cannot be written, here or in another process; it is given up.
-            BoxingError: another process has failed, or did not come.
+            RunError: this or another process cannot write; the checkpoint is given up.
+            BoxingError: another process has failed, or did not answer.
         """
         what, where = f"the checkpoint {self.name} cannot be written", self._storage.place()
 
@@ -80,7 +81,7 @@ class BackgroundSave:
             if isinstance(self._error, OSError | SbpError):
                 raise self._error
             if self._error is not None:
-                # Or the other processes would wait for this one.
+                # A bare exception would skip the vote, and the other processes would wait.
                 raise RunError(f"{type(self._error).__name__}: {self._error}") from self._error
 
         def commit_it() -> None:
@@ -102,11 +103,11 @@ class BackgroundSave:
             self._thread = self._begin(commit_it)
 
     def finish(self) -> None:
-        """Wait until the checkpoint is there; all processes call it.
+        """Wait until the checkpoint is complete; all processes call it.
 
         Raises:
-            RunError: as of `advance`; or it takes longer than `LIMIT_S`.
-            BoxingError: as of `advance`.
+            RunError: see `advance`; or it takes longer than `LIMIT_S`.
+            BoxingError: see `advance`.
         """
         while not self.is_done:
             self._thread.join(LIMIT_S)
@@ -120,9 +121,9 @@ class BackgroundSave:
             self.advance()
 
     def abandon(self) -> bool:
-        """Wait until this process writes nothing more, and give up; return whether it is there.
+        """Wait for the thread and give up; return whether the checkpoint is known to be complete.
 
-        That it is not is what processes other than the first say of it in any case.
+        Only the first process can know; all other processes return False.
         """
         self._thread.join(LIMIT_S)
         self.is_done = True
@@ -133,7 +134,7 @@ class BackgroundSave:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # SystemExit, too, ends a thread in silence
+            except BaseException as error:  # even SystemExit would end a thread silently
                 self._error = error
 
         thread = threading.Thread(target=run, name="sbp checkpoint", daemon=True)
@@ -142,46 +143,46 @@ class BackgroundSave:
 
 
 class BackgroundSaves:
-    """At most one checkpoint under way; all processes call the same methods in the same order."""
+    """At most one checkpoint in progress; all processes call the same methods in the same order."""
 
     def __init__(self) -> None:
         self._under_way: BackgroundSave | None = None
 
     @property
     def name(self) -> str:
-        """What is under way; empty if nothing is."""
+        """Name of the checkpoint in progress; empty if there is none."""
         return "" if self._under_way is None else self._under_way.name
 
     @property
     def is_busy(self) -> bool:
-        """Whether this process works on it."""
+        """Whether this process works on a checkpoint."""
         return self._under_way is not None and self._under_way.is_busy
 
     def begin(self, save: BackgroundSave) -> None:
-        """Take on a checkpoint, when the one before it is there."""
+        """Begin a checkpoint; the one before it must be complete."""
         assert self._under_way is None, "there is one at a time"
         self._under_way = save
 
     def go_on(self) -> str:
-        """Go on with what is under way, because no process is busy.
+        """Advance the checkpoint in progress, if any; call it when no process is busy.
 
         Returns:
-            The name of what is there now; empty if it is not yet, or if nothing was under way.
+            Name of the checkpoint if it is complete now; else empty.
 
         Raises:
-            RunError, BoxingError: as of `BackgroundSave.advance`; nothing is under way any more.
+            RunError, BoxingError: see `BackgroundSave.advance`; none is in progress any more.
         """
         return self._with_it(BackgroundSave.advance)
 
     def finish(self) -> str:
-        """Wait until what is under way is there; see `go_on`."""
+        """Wait until the checkpoint in progress is complete; see `go_on`."""
         return self._with_it(BackgroundSave.finish)
 
     def abandon(self) -> tuple[str, bool]:
-        """Give up what is under way, as another process is lost; see `BackgroundSave.abandon`.
+        """Give up the checkpoint in progress, after the loss of a process.
 
         Returns:
-            Its name, empty if nothing was under way; and whether it is there.
+            Its name, empty if none was in progress; and the result of `BackgroundSave.abandon`.
         """
         save, self._under_way = self._under_way, None
         return ("", False) if save is None else (save.name, save.abandon())

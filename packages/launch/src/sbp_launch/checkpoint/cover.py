@@ -1,10 +1,11 @@
-"""Cut a tensor into slices, and see whether slices make up one, each element once.
+"""Cut a tensor into slices, and check that slices cover a tensor, each element once.
 
-The slices of a layout, also where a rank's slice is cut up further, can be parted by straight cuts
-through the whole: between columns first, and then between the rows of each column.
+The check accepts slices that straight cuts through the whole tensor separate recursively: for
+example first between columns, then between the rows of each column. The slices of a layout are
+always of this kind, even if the slice of a rank is cut into blocks. Manifests are checked so.
 
-    +-----+---+        cut 1 parts the columns; then each column is
-    |  a  | d |        parted by its own rows
+    +-----+---+        cut 1 separates the columns; then each column is
+    |  a  | d |        cut between its own rows
     +-----+   |
     |  b  +---+
     +-----+ e |
@@ -20,23 +21,23 @@ from math import prod
 
 from sbp_core.boxing import Bounds
 
-#: Most dims of a tensor.
+#: Largest number of dims of a tensor.
 MOST_DIMS = 64
 
-#: Most cuts inside each other; a layout has one for each mesh axis and dim, and one for blocks.
+#: Largest depth of nested cuts; a layout has one for each mesh axis and dim, and one for blocks.
 _DEEPEST = 64
 
 
 def cut(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bounds]:
-    """Yield blocks of a tensor that are each one run of its bytes, in their order.
+    """Yield the blocks of a tensor, each one contiguous range of its bytes, in their order.
 
-    Rows are taken together as far as a block holds them; where one alone is too large, it is cut
-    up likewise.
+    A block has as many rows as fit into it. A row that is larger than a block is cut in the same
+    way.
 
     Args:
-        shape: Of the tensor.
-        item_bytes: Of an element.
-        block_bytes: Most bytes of a block, >= `item_bytes`.
+        shape: Shape of the tensor.
+        item_bytes: Bytes of an element.
+        block_bytes: Largest size of a block, >= `item_bytes`.
     """
     dim, inner = len(shape), item_bytes  # the first dim of which a block may have several rows
     while dim and inner * shape[dim - 1] <= block_bytes:
@@ -54,33 +55,33 @@ def cut(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bou
 
 
 def can_be(shape: Sequence[int]) -> bool:
-    """Whether there can be a tensor of a shape: strides of an empty one may be too large, too."""
+    """Whether a tensor can have a shape; the strides of an empty tensor are limited, too."""
     is_plain = len(shape) <= MOST_DIMS and min(shape, default=0) >= 0
     return is_plain and prod(max(extent, 1) for extent in shape) < 2**60
 
 
 def within(inner: Bounds, outer: Sequence[tuple[int, int]]) -> Bounds:
-    """Return the bounds of a slice as counted from the start of another one."""
+    """Return the bounds of a slice relative to the start of an outer slice."""
     pairs = zip(inner, outer, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
 def index_of(bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Return the index of a slice, as tensors take it."""
+    """Return the index of a slice for `tensor[...]`."""
     return tuple(slice(*dim) for dim in bounds)
 
 
 def bounds_text(bounds: Sequence[tuple[int, int]]) -> str:
-    """Return a slice as Python writes it: `[0:4, 2:3]`."""
+    """Return a slice in Python notation: `[0:4, 2:3]`."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 def covers(slices: Sequence[Bounds], shape: Sequence[int]) -> bool:
-    """Whether slices make up a tensor, each element once; parted by straight cuts.
+    """Whether slices cover a tensor, each element once, and straight cuts separate them.
 
     Args:
-        slices: Each inside of `shape`, with a dim for each of it.
-        shape: Of the tensor; whatever slices of an empty one make it up.
+        slices: Slices of the tensor, (start, stop) of each dim.
+        shape: Shape of the tensor; an empty tensor is covered by any slices.
     """
     if 0 in shape:
         return True
@@ -108,7 +109,7 @@ def _covers(slices: list[Bounds], whole: Bounds, depth: int) -> bool:
 
 
 def _parted(slices: list[Bounds], dim: int) -> list[tuple[int, int, list[Bounds]]]:
-    """Return groups of slices that no straight cut across a dim parts: start, stop, the slices."""
+    """Return groups of slices that no straight cut across a dim separates: start, stop, slices."""
     groups: list[tuple[int, int, list[Bounds]]] = []
     for bounds in sorted(slices, key=lambda bounds: bounds[dim]):
         start, stop = bounds[dim]

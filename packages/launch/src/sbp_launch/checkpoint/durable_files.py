@@ -1,15 +1,15 @@
-"""Files that last: whole whenever they are there, and written past the page cache of the system.
+"""Atomic and durable writing of files, and direct writes that bypass the page cache.
 
-`writing_aside` writes a file aside, syncs it, and then renames it. `DirectFile` goes from memory to
-the disk, without a copy in the page cache:
+`writing_aside` writes a temporary file, syncs it, and renames it. `DirectFile`, which checkpoints
+use, writes from memory to the disk without a copy in the page cache:
 
-    given       |   piece   |      piece      |  piece  |    the end
-    gathered    |     4 MiB     |     4 MiB     |  rest  |
+    writes      |   piece   |      piece      |  piece  |    the end
+    buffer      |     4 MiB     |     4 MiB     |  rest  |
     disk             direct          direct     through the page cache
 
-What a run saves it seldom reads again, and to fill the page cache and to empty it takes the
-processor several times as long as a copy in memory: time that steps next to it lack. The disk takes
-whole blocks only, from memory that begins at one: what is written is gathered into such.
+A run seldom reads what it has saved. To fill the page cache and to flush it takes several times as
+much CPU time as a copy in memory, and concurrent training steps lack this time. Direct writes need
+whole blocks of the disk in aligned memory, so data are gathered in such a buffer first.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-#: Bytes that are written at a time: many blocks of any disk.
+#: Size of the buffer in bytes: many blocks of any disk.
 GATHERED_BYTES = 4 * 2**20
 
-#: What opens a file for such writes; 0 where the system has none.
+#: Flag of `open` for direct writes; 0 on systems without them.
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile(FileIO):
-    """A new file, written from its beginning to its end.
+    """A new file, written sequentially, with direct writes where the file system has them.
 
     Args:
-        path: Where; nothing is there.
+        path: Path of the file, which must not exist.
 
     Raises:
-        OSError: it cannot be made; of `write`, `flush` and `close`: it cannot be written.
+        OSError: the file cannot be created; from `write`, `flush` and `close`: cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        # Before it is open, as closing it looks at them.
+        # Before the file is open: `close` uses the buffer.
         self._pages = mmap.mmap(-1, GATHERED_BYTES)
         self._gathered = np.frombuffer(self._pages, np.uint8)
         self._gathered_bytes = 0
@@ -60,7 +60,7 @@ class DirectFile(FileIO):
         self._turn(is_direct=True)
 
     def write(self, data: Buffer) -> int:
-        """Write all of some bytes, now or by `flush`; return how many these are."""
+        """Write bytes, now or in `flush`; return their number."""
         given = memoryview(data)
         left = np.frombuffer(given, np.uint8)
         while left.size:
@@ -73,11 +73,11 @@ class DirectFile(FileIO):
         return given.nbytes
 
     def flush(self) -> None:
-        """Write what is gathered."""
+        """Write the contents of the buffer."""
         self._put()
 
     def _put(self) -> None:
-        """Write what is gathered, or let go of it: after an error nothing is written twice."""
+        """Write the buffer, and empty it even on an error, so that nothing is written twice."""
         left = memoryview(self._pages)[: self._gathered_bytes]
         self._gathered_bytes = 0
         while left:
@@ -86,12 +86,12 @@ class DirectFile(FileIO):
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                # This is no whole blocks, as at the end or after a short write; or the file
-                # system says only now that it has no such writes.
+                # The rest is not a whole number of blocks, as at the end or after a short write;
+                # or the file system reports only now that it has no direct writes.
                 self._turn(is_direct=False)
 
     def _turn(self, *, is_direct: bool) -> None:
-        """Have writes go past the page cache or through it; the latter where there is no other."""
+        """Switch direct writes on or off; they stay off where the system has none."""
         flags = fcntl.fcntl(self, fcntl.F_GETFL) & ~_DIRECT
         try:
             fcntl.fcntl(self, fcntl.F_SETFL, flags | (_DIRECT if is_direct else 0))
@@ -101,7 +101,7 @@ class DirectFile(FileIO):
 
 
 def sync(path: Path) -> None:
-    """Wait until the names in a folder would survive a power cut."""
+    """Sync a folder, so that the names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -110,23 +110,23 @@ def sync(path: Path) -> None:
 
 
 def fresh_path(path: Path) -> Path:
-    """Return a path next to another that nobody could have foreseen; it is to be made, not opened.
+    """Return an unpredictable path in the same folder, for a new temporary file.
 
-    What had a name that is known beforehand would be written to, and a link to a file followed.
+    With a predictable name, somebody could put a file or a link there that would be written to.
     """
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
 
 
 @contextmanager
 def writing_aside(path: Path) -> Iterator[BufferedWriter]:
-    """Open a file next to `path`, which takes its place at the end of the block.
+    """Open a temporary file, which replaces `path` at the end of the block.
 
-    Its folder is made if it is not there.
+    The folder is created if it does not exist.
 
-    Whatever fails in between, `path` is what it was, and nothing else is left behind.
+    After an error in the block, `path` is unchanged, and the temporary file is removed.
 
     Raises:
-        RunError: it cannot be written, such as on a full disk.
+        RunError: the file cannot be written, for example because the disk is full.
     """
     aside = fresh_path(path)
     try:

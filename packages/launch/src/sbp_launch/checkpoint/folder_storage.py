@@ -1,15 +1,15 @@
-"""A storage in a folder of this machine, or of a disk that hosts share.
+"""Storage of checkpoints in a local folder, or in a folder of a disk that hosts share.
 
     checkpoints/
       .step-00000200.part/     being written
-      step-00000100/           committed: it was renamed when all of it was on the disk
-      .step-00000100.old/      what it has replaced, if a kill has kept it from being removed
+      step-00000100/           committed: renamed after all of it was on the disk
+      .step-00000100.old/      the folder that it replaced, if a kill prevented its removal
       .step-00000050.gone/     being removed
       .lock                    held by the run that writes here
 
-A rename is the commit, and folders are synced before and after it, so that after a power cut there
-is either the former folder or the new one. No link in this folder is followed: one that has a name
-of those above is removed as a link. What is no checkpoint is never replaced by one.
+A rename commits a checkpoint. Folders are synced before and after it, so after a power cut either
+the former folder or the new one exists. Symbolic links in this folder are not followed; a link with
+one of the names above is removed. A folder that is not a checkpoint is never replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sbp_core.plugins import StagedFolder, StorageFactory
 from sbp_core.serialize import open_file
 from sbp_launch.checkpoint.durable_files import DirectFile, sync
 
-#: The file that makes a folder a committed one.
+#: The file that marks a folder as committed.
 MANIFEST_FILE = "manifest.json"
 
 _LOCK = ".lock"
@@ -48,23 +48,23 @@ class LocalStorageConfig:
 
 
 def build_local(config: LocalStorageConfig) -> StorageFactory:
-    """Return a maker of `LocalStorage`."""
+    """Return a function from a run folder to its `LocalStorage`."""
     return lambda run_folder: LocalStorage(run_folder / config.folder)
 
 
 class LocalStorage:
-    """Folders in a folder.
+    """Checkpoints as subfolders of a folder.
 
     Args:
-        root: Made when it is claimed, or something is staged; once: a disk that has gone away is
-            not to be replaced by a folder in its place.
+        root: The folder. It is created once, by `claim` or before the first file is written. If it
+            disappears later, as with a disk that is unmounted, writing fails.
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self._was_made = root, False
 
     def names(self) -> Sequence[str]:
-        """Return the committed folders."""
+        """Return the names of committed checkpoints."""
         there = [path.name for path in self.root.glob("*") if _is_folder(path)]
         found = {name for name in there if not name.startswith(".")}
         found |= {name[1:-4] for name in there if re.fullmatch(r"\..*\.old", name)}
@@ -76,18 +76,18 @@ class LocalStorage:
             return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file, no link and no device."""
+        """Open a regular file of a checkpoint; links and devices are refused."""
         return cast(BinaryIO, open_file(self._path(name) / file, follow=False))
 
     def stage(self, name: str) -> StagedFolder:
-        """Return a folder to write to, in the place of none or of a committed one."""
+        """Return a folder to write to, for a new checkpoint or to replace a committed one."""
         return _StagedLocal(self, name)
 
     def make(self) -> None:
-        """Make the folder, the first time.
+        """Create the folder on the first call; later, check that it still exists.
 
         Raises:
-            OSError: it cannot be made, or it is no longer there.
+            OSError: it cannot be created, or no longer exists.
         """
         if not self._was_made:
             new = [path for path in (self.root, *self.root.parents) if not path.exists()]
@@ -99,7 +99,7 @@ class LocalStorage:
             raise FileNotFoundError(errno.ENOENT, "the folder has gone", str(self.root))
 
     def remove(self, name: str) -> None:
-        """Remove a folder; as it goes it is none."""
+        """Remove a checkpoint; a rename makes the removal atomic."""
         gone = self.root / f".{name}.gone"
         _remove(gone)
         self._path(name).rename(gone)
@@ -108,9 +108,9 @@ class LocalStorage:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the lock of this folder, and remove what was begun here.
+        """Hold the lock of this folder, and remove the remains of unfinished operations.
 
-        The folder is removed again if it was made for this, and nothing was saved.
+        At the end, the folder is removed if this call created it and nothing was saved.
         """
         is_new = not self.root.exists()
         try:
@@ -127,7 +127,7 @@ class LocalStorage:
                 committed = self.root / path.name[1:].removesuffix(".old")
                 is_old = path.suffix == ".old" and _is_folder(path)
                 if is_old and not os.path.lexists(committed):
-                    path.rename(committed)  # a kill between two renames
+                    path.rename(committed)  # the process was killed between two renames
                 elif path.suffix in (".part", ".old", ".gone"):
                     _remove(path)
             yield
@@ -140,11 +140,11 @@ class LocalStorage:
             os.close(lock)
 
     def _hold(self) -> int:
-        """Return the descriptor of the lock of this folder, which is held.
+        """Take the lock of this folder; return its file descriptor.
 
         Raises:
-            OSError: it cannot be made.
-            ConfigError: somebody else holds it.
+            OSError: the lock file cannot be created.
+            ConfigError: another process holds the lock.
         """
         path = self.root / _LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -154,7 +154,7 @@ class LocalStorage:
             lock = os.open(path, flags, 0o644)
             try:
                 _lock(lock, self.root)
-                # Whoever held it before may have removed it since it was opened.
+                # The former holder may have removed the file after it was opened here.
                 if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
                     return lock
             except BaseException:
@@ -168,13 +168,13 @@ class LocalStorage:
         return str((self._path(name) if name else self.root) / file)
 
     def _path(self, name: str) -> Path:
-        """Return where a committed folder is: one that was to be replaced may still be aside."""
+        """Return the path of a committed folder: during a replacement, its `.old` path."""
         path, aside = self.root / name, self.root / f".{name}.old"
         return aside if _is_folder(aside) and not path.is_dir() else path
 
 
 class _StagedLocal:
-    """A folder that is renamed when all of it is on the disk."""
+    """A folder that is renamed when all of its files are on the disk."""
 
     def __init__(self, storage: LocalStorage, name: str) -> None:
         self.storage, self.root, self.name = storage, storage.root, name
@@ -185,7 +185,8 @@ class _StagedLocal:
         """Write a file, and sync it.
 
         Raises:
-            OSError: it cannot be written, or something that is no checkpoint has its name.
+            OSError: it cannot be written, or the final name is taken by something that is no
+                checkpoint.
         """
         self.storage.make()
         target = self.root / self.name
@@ -238,7 +239,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a folder is a committed one, or what a kill has left of one that was removed."""
+    """Whether a folder is a committed checkpoint, or the remains of one after a kill."""
     if not _is_folder(path):
         return False
     with os.scandir(path) as entries:
@@ -248,7 +249,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder as far as it can be, or a link as a link."""
+    """Remove a folder as far as possible; remove a link itself, not its target."""
     if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -257,10 +258,10 @@ def _remove(path: Path) -> None:
 
 
 def _lock(descriptor: int, root: Path) -> None:
-    """Take the lock, and write into it who holds it.
+    """Take the lock, and write the holder's process id and host into the file.
 
     Raises:
-        ConfigError: somebody else does.
+        ConfigError: another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,7 +273,7 @@ def _lock(descriptor: int, root: Path) -> None:
             todo="wait for it, stop it, or name another folder: hydra.run.dir=FOLDER",
         ) from error
     except OSError:
-        return  # a file system without locks: as good as it can
+        return  # a file system without locks: continue unprotected
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on host {os.uname().nodename}\n".encode(), 0)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: which piece of which tensor lies where, and where the run was.
+"""The manifest of a checkpoint: an index of the pieces of all tensors, and the run's position.
 
-It is a JSON document of one version. Its last line has the checksum of all bytes before it, and it
-has the checksum of every other byte of the checkpoint: of the header of each file, and of each
-piece, which together are the whole file. So a flipped byte is found wherever it is.
+It is a JSON document with a version. Its last line is a checksum of all bytes before it. It also
+has checksums of the header and of all pieces of each file. Together the checksums cover every byte
+of the checkpoint, so any flipped byte is found.
 
     {
       "format": "sbp-checkpoint",
@@ -19,7 +19,7 @@ piece, which together are the whole file. So a flipped byte is found wherever it
       "xxh3_128": "5d41402abc4b2a76b9719d911017c592"
     }
 
-A manifest comes from elsewhere: what it says is checked before memory is taken or a file opened.
+A manifest is untrusted input: it is validated before memory is allocated or a file is opened.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
 from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.steps import step_name, step_of
 
-#: Most bytes of a piece, and so of the buffer of who reads one.
+#: Largest size of a piece in bytes, and so of a read buffer.
 MAX_PIECE_BYTES = 64 * 2**20
 
-#: Most bytes of a manifest: about 400,000 pieces.
+#: Largest size of a manifest in bytes: about 400,000 pieces.
 MAX_MANIFEST_BYTES = 64 * 2**20
 
-#: What to do about a checkpoint that is damaged.
+#: Advice in messages about a damaged checkpoint.
 ANOTHER = "take another checkpoint; sbp-checkpoint verify FOLDER says which are whole"
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 _CHECKSUM = re.compile("[0-9a-f]{32}")
@@ -56,7 +56,7 @@ _LAST_LINE = re.compile(rb',\n"xxh3_128": "([0-9a-f]{32})"\}\n')
 
 
 class DamagedError(ConfigError):
-    """A checkpoint that is not what was written: another one may be whole."""
+    """The error for a checkpoint that was changed after it was written; another may be intact."""
 
 
 def _refuse(what: str, accepted: str) -> None:
@@ -68,13 +68,13 @@ _damaged = partial(DamagedError, todo=ANOTHER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPiece:
-    """A slice of a tensor, in one run of bytes of a file.
+    """A slice of a tensor, stored as one contiguous range of bytes of a file.
 
     Args:
-        file: Its name in the folder of the checkpoint.
-        offset: Of its first byte in the file.
-        bounds: Where it is in the tensor: (start, stop) of each dim.
-        xxh3_128: Of its bytes: rows one after the other, little-endian.
+        file: Name of the file in the folder of the checkpoint.
+        offset: Position of the first byte in the file.
+        bounds: The slice: (start, stop) of each dim.
+        xxh3_128: Checksum of its bytes, which are row-major and little-endian.
     """
 
     file: str
@@ -94,11 +94,11 @@ class SavedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A tensor in pieces that make it up, each element once.
+    """A tensor as pieces that cover it, each element once.
 
     Args:
-        shape, dtype: Of the whole.
-        pieces: Of at most 64 MiB each, wherever they lie.
+        shape, dtype: Shape and dtype of the whole tensor.
+        pieces: Its pieces, of at most 64 MiB each, in any files.
     """
 
     shape: tuple[int, ...]
@@ -125,18 +125,18 @@ class SavedTensor:
                 _refuse(f"pieces are too large: {bounds_text(bounds)}", "at most 64 MiB each")
 
     def piece_bytes(self, piece: SavedPiece) -> int:
-        """Return the bytes of one of the pieces."""
+        """Return the size of one of the pieces in bytes."""
         return itemsize(self.dtype) * prod(stop - start for start, stop in piece.bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file: its header, and after it pieces without a gap.
+    """A file: a header, followed by pieces without gaps.
 
     Args:
-        size_bytes: Of the whole file.
-        header_bytes: Of what is before the first piece.
-        xxh3_128: Of the header.
+        size_bytes: Size of the whole file.
+        header_bytes: Size of the header, which ends at the first piece.
+        xxh3_128: Checksum of the header.
     """
 
     size_bytes: int
@@ -159,14 +159,14 @@ class Metadata:
     """The position of a run, and its description.
 
     Args:
-        step: Updates done, >= 0.
-        seed: Of random numbers in the step.
-        cursor: Where the data go on, as the order of the data writes it.
-        trainer: What the trainer keeps over steps, as it writes it.
-        settings: Of the update and the schedule, by key: what a run that goes on should share.
-        graph_hash: Of the captured step.
-        config_hash: Of the settings that the run was started with, but for those of what it prints.
-        versions: Of Python and packages, by name.
+        step: Number of updates done, >= 0.
+        seed: Seed of random numbers in the step.
+        cursor: Position in the data, in the format of `sbp_launch.data`.
+        trainer: State of the trainer between steps, in its own format.
+        settings: Settings of the update and the schedule, by key; a resumed run should share them.
+        graph_hash: Hash of the captured step.
+        config_hash: Hash of the settings at the start of the run, except settings of printing.
+        versions: Versions of Python and packages, by name.
     """
 
     step: int
@@ -185,12 +185,12 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """All of a checkpoint but the bytes of its tensors.
+    """The contents of a checkpoint, except the bytes of its tensors.
 
     Args:
-        metadata: Where the run was.
-        tensors: By the names of `Session.state_dict`.
-        files: By name.
+        metadata: The position of the run.
+        tensors: Tensors by name, as in `Session.state_dict`.
+        files: Files by name.
     """
 
     metadata: Metadata
@@ -199,18 +199,18 @@ class CheckpointManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(file.size_bytes for file in self.files.values())
 
 
-#: A manifest, and what each process says of its own file, as JSON.
+#: JSON format of a manifest, and of the part of it that each process writes about its own file.
 MANIFEST = Document(
     kind=CheckpointManifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
 )
 
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
-    """Return the whole file of a manifest, with its checksum."""
+    """Return a manifest as the bytes of its file, with its checksum."""
     dumps = partial(json.dumps, allow_nan=False)
 
     def lines(value: Any) -> str:
@@ -226,15 +226,15 @@ def manifest_bytes(manifest: CheckpointManifest) -> bytes:
 
 
 def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> CheckpointManifest:
-    """Read what `manifest_bytes` made.
+    """Parse the output of `manifest_bytes`.
 
     Args:
-        data: Of the file.
-        where: Its name, for messages.
-        is_whole: Whether it is of a checkpoint, and not of the file of one process only.
+        data: Bytes of the file.
+        where: Name of the file, for messages.
+        is_whole: Whether it is the manifest of a checkpoint; False for the file of one process.
 
     Raises:
-        DamagedError: it was changed, is of another version, or says what cannot be.
+        DamagedError: it was changed, has another version, or is invalid.
     """
     last, accepted = _LAST_LINE.search(data, max(0, len(data) - 64)), "a manifest as it was written"
     if last is None or last.end() != len(data):
@@ -281,7 +281,7 @@ def read_manifest(storage: CheckpointStorage, name: str) -> CheckpointManifest:
 
 
 def _check_together(manifest: CheckpointManifest, where: str, *, is_whole: bool) -> None:
-    """Check that pieces make up the tensors, and the files after their headers.
+    """Check that pieces cover the tensors, and fill the files after their headers.
 
     Raises:
         DamagedError: they do not.

@@ -1,7 +1,9 @@
-"""Which tensors are meant, and how they are called.
+"""Names of tensors in checkpoints: find owners, strip wrapper prefixes, select and rename.
 
-A tensor is a state of the optimizer if it is called by another one and a key: `weight.exp_avg` of
-`weight`. No parameter or buffer is: what has parts is a module. Some states belong to no parameter.
+The commands of `sbp-checkpoint` use it, and the code that loads weights. The name of an optimizer
+state is the name of its parameter and a key: `weight.exp_avg` belongs to `weight`. Parameters and
+buffers never have such names, because only modules have children. A few states belong to no
+parameter (`SHARED`).
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ AVERAGE = "ema"
 #: States of an update that belong to no parameter.
 SHARED = frozenset({"loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"})
 
-#: What wrappers call the module that they wrap: `DataParallel` and its like, `torch.compile`,
-#: `checkpoint_wrapper`, `FullyShardedDataParallel`, Lightning Fabric.
+#: Attributes in which wrappers keep the wrapped module: `DataParallel` and its like,
+#: `torch.compile`, `checkpoint_wrapper`, `FullyShardedDataParallel`, Lightning Fabric.
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 )
 
 
 def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
-    """Return the parameter that a state of the optimizer belongs to; empty for all others.
+    """Return the parameter that an optimizer state belongs to; empty for all other tensors.
 
     >>> owner_of("layer.weight.exp_avg", {"layer.weight", "layer.weight.exp_avg"})
     'layer.weight'
@@ -37,7 +39,7 @@ def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
 
 
 def beginning_of(names: Iterable[str]) -> str:
-    """Return what all names begin with, as far as a dot; empty if there is nothing.
+    """Return the common prefix of all names, which ends in a dot; empty if there is none.
 
     >>> beginning_of(["model.layer.weight", "model.layers"])
     'model.'
@@ -48,7 +50,7 @@ def beginning_of(names: Iterable[str]) -> str:
 
 
 def model_names(names: Iterable[str]) -> list[str]:
-    """Return the names of parameters and buffers, in whatever all names begin with."""
+    """Return the names of parameters and buffers; a prefix that all names share is ignored."""
     known = set(names)
     beginning = beginning_of(known)
     shared = SHARED | {beginning + name for name in SHARED}
@@ -56,12 +58,12 @@ def model_names(names: Iterable[str]) -> list[str]:
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return names, each without what wrappers of modules add to it.
+    """Map names to the same names without the parts that wrappers of modules add.
 
     >>> without_wrappers(["h.0._orig_mod.weight", "module.h.1.weight"])
     {'h.0._orig_mod.weight': 'h.0.weight', 'module.h.1.weight': 'h.1.weight'}
 
-    Names that would become one stay as they are, all of them.
+    If two names would become equal, no name is changed.
 
     >>> without_wrappers(["module.weight", "weight"])
     {'module.weight': 'module.weight', 'weight': 'weight'}
@@ -73,14 +75,14 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def called_here(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
-    """Return the names of a checkpoint by what a step calls them: other modules may be wrapped.
+    """Map the names of a step to those in a checkpoint, which may differ in wrapper prefixes.
 
-    States of the optimizer, and averages, follow their parameter.
+    Optimizer states and moving averages follow their parameter.
 
     >>> called_here(["h._orig_mod.w", "h._orig_mod.w.exp_avg"], ["h.w"])
     {'h.w': 'h._orig_mod.w', 'h.w.exp_avg': 'h._orig_mod.w.exp_avg'}
 
-    What could be two, there or here, stays as it is.
+    Ambiguous names are kept.
 
     >>> called_here(["module.w", "w", "module.b"], ["_orig_mod.w", "b"])
     {'module.w': 'module.w', 'w': 'w', 'b': 'module.b'}
@@ -108,10 +110,10 @@ def _unwrapped(name: str) -> str:
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
-    """Return parameters and buffers, each by the name of its moving average if it has one.
+    """Map parameters and buffers to the names of their moving averages, or to themselves.
 
     Raises:
-        ConfigError: there is no average.
+        ConfigError: there is no moving average.
     """
     known = set(names)
     found = {}
@@ -128,10 +130,10 @@ def averaged(names: Iterable[str]) -> dict[str, str]:
 
 
 def without(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """Return the names that no pattern of the shell fits.
+    """Return the names that match none of the shell patterns.
 
     Raises:
-        ConfigError: a pattern fits none.
+        ConfigError: a pattern matches no name.
     """
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -149,10 +151,10 @@ def without(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]
 
 
 def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return beginnings of names and what to put in their place, of `OLD=NEW`.
+    """Parse `OLD=NEW`: return each prefix of names with its replacement.
 
     Raises:
-        ConfigError: one has no `=`.
+        ConfigError: a text has no `=`.
     """
     for text in texts:
         if "=" not in text:
@@ -164,18 +166,18 @@ def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return names with other beginnings: the first that fits is replaced.
+    """Return names with replaced prefixes; the first rename that fits a name is used.
 
     >>> renamed({"network.wte": "network.wte"}, [("network.", "")])
     {'wte': 'network.wte'}
 
-    What begins with a dot is replaced in the middle, wherever it is.
+    An OLD that begins with a dot is replaced anywhere in a name.
 
     >>> renamed({"h.0._orig_mod.weight": ""}, [("._orig_mod.", ".")])
     {'h.0.weight': ''}
 
     Raises:
-        ConfigError: no name begins so, or two become one.
+        ConfigError: no name has the prefix, or two names become equal.
     """
     found: dict[str, str] = {}
     used = set()

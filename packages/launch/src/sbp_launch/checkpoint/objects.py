@@ -1,13 +1,13 @@
-"""A storage in whatever `fsspec` reaches: object stores, or folders, by the address of one.
+"""Storage of checkpoints at an address that `fsspec` can access, such as an object store.
 
     s3://bucket/run/
       step-00000100/
         rank-00000.safetensors
         manifest.json            written last: with it the folder is a checkpoint
-      step-00000100@2/           what replaces it, once it has a manifest
+      step-00000100@2/           replaces step-00000100 when it has a manifest
 
-An object store renames nothing, and an object is there whole or not at all. So files go where they
-stay, and the manifest is the commit. Nothing here keeps two runs from writing to one address.
+An object store has no rename, and an object appears atomically. So files are written to their final
+place, and the manifest is the commit. There is no lock: two runs must not use one address.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FsspecConfig:
     """Settings of the storage `fsspec`.
 
     Args:
-        url: Of the folder that has the checkpoints of the run, such as `s3://bucket/run`; `{run}`
-            in it stands for the name of the run folder.
+        url: Address of the folder for the checkpoints of the run, such as `s3://bucket/run`;
+            `{run}` in it stands for the name of the run folder.
         options: Further options of the file system, such as `anon` of `s3`.
     """
 
@@ -48,21 +48,21 @@ class FsspecConfig:
 
 
 def build_fsspec(config: FsspecConfig) -> StorageFactory:
-    """Return a maker of `FsspecStorage`."""
+    """Return a function from a run folder to its `FsspecStorage`."""
     return lambda run_folder: FsspecStorage(
         config.url.replace("{run}", run_folder.absolute().name), config.options
     )
 
 
 class FsspecStorage:
-    """Folders at an address.
+    """Checkpoints as folders at an address.
 
     Args:
-        url: Of what has them.
-        options: Of the file system.
+        url: Address of the parent folder.
+        options: Options of the file system.
 
     Raises:
-        ConfigError: fsspec is not installed, or knows no such address; or it holds a password.
+        ConfigError: fsspec is not installed or cannot handle the address, or it has a password.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -73,7 +73,7 @@ class FsspecStorage:
                 "storage=fsspec needs fsspec, which is not installed",
                 todo="pip install 'sbp-launch[fsspec]', and what the address needs, such as s3fs",
             ) from error
-        # It is part of what is printed and recorded.
+        # The address is printed and recorded.
         refuse_secret_address(url, "the address of checkpoints")
         self.url = url.rstrip("/")
         try:
@@ -87,7 +87,7 @@ class FsspecStorage:
         self._root = str(found[1]).rstrip("/")
 
     def names(self) -> Sequence[str]:
-        """Return the folders with a manifest."""
+        """Return the names of folders with a manifest."""
         return sorted(self.committed())
 
     def sizes(self, name: str) -> Mapping[str, int]:
@@ -114,7 +114,7 @@ class FsspecStorage:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Remove what was begun or replaced; an object store has no locks."""
+        """Remove unfinished and replaced folders; an object store has no locks."""
         try:
             kept = set(self.committed().values())
             for folder in self._folders():
@@ -132,7 +132,7 @@ class FsspecStorage:
         return "/".join(filter(None, (self.url, name, file)))
 
     def committed(self) -> dict[str, str]:
-        """Return the path of each committed folder, by name: of several, that of the last."""
+        """Return the path of each committed folder by name; the last one if it was replaced."""
         found: dict[str, tuple[int, str]] = {}
         for folder in self._folders():
             name, _, attempt = folder.partition("@")
@@ -144,7 +144,7 @@ class FsspecStorage:
         return {name: path for name, (_, path) in found.items()}
 
     def path(self, folder: str) -> str:
-        """Return the path of a folder, as the file system knows it."""
+        """Return the path of a folder in the file system."""
         return f"{self._root}/{folder}"
 
     def _committed(self, name: str) -> str:
@@ -154,7 +154,7 @@ class FsspecStorage:
         return path
 
     def _folders(self) -> list[str]:
-        self.files.invalidate_cache()  # others write here, too
+        self.files.invalidate_cache()  # other processes write here, too
         try:
             entries = self.files.ls(self._root, detail=True)
         except FileNotFoundError:
@@ -167,10 +167,10 @@ class FsspecStorage:
 
 
 class _StagedObjects:
-    """A folder that is committed when it has a manifest.
+    """A new folder, committed by its manifest.
 
-    It is another one than that which it replaces, and all who write to it find the same: nothing is
-    committed before they have written.
+    It differs from the folder that it replaces. All processes that write choose the same folder,
+    because nothing is committed before all have written.
     """
 
     def __init__(self, storage: FsspecStorage, name: str) -> None:
@@ -204,7 +204,7 @@ class _StagedObjects:
         return cast(BinaryIO, self._storage.files.open(f"{self._path}/{file}", "rb"))
 
     def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
-        """Write the manifest, which lets the folder appear, and remove the former one."""
+        """Write the manifest, which makes the folder visible, and remove the former one."""
         store = self._storage.files
         store.invalidate_cache()
         with suppress(FileNotFoundError):

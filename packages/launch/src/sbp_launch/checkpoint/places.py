@@ -1,7 +1,8 @@
-"""Where users say that checkpoints are, by their steps, and what is at a path.
+"""Find checkpoints and weights at a path or an address, and open them.
 
-That is a checkpoint, a run with some, or weights in a format of others. `look` says it, and where
-the tensors lie, without torch; `open_tensors` reads them.
+A place may be a checkpoint, a run with checkpoints, or weights in the format of another library.
+`look` detects the format, and `read_index` lists the tensors, both without torch; `open_tensors`
+reads them. `sbp-checkpoint` uses this, and so do the settings `resume` and `init_from`.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
     from sbp_launch.checkpoint.tensors import LazyTensors
 
 
-#: `trainer.resume`: the newest checkpoint of the run folder, if there is one.
+#: Value of `trainer.resume`: the newest checkpoint of the run folder, if there is one.
 AUTO = "auto"
 
-#: Folder of a run that has its checkpoints, unless its storage says otherwise.
+#: Subfolder of a run folder with its checkpoints, unless the storage sets another.
 FOLDER = "checkpoints"
 
 
 def newest_first(storage: CheckpointStorage) -> list[str]:
-    """Return the checkpoints of a storage, the newest first; none without a place.
+    """Return the names of checkpoints in a storage, the newest first.
 
     Raises:
         ConfigError: they cannot be listed.
@@ -62,10 +63,11 @@ def newest_first(storage: CheckpointStorage) -> list[str]:
 
 
 def find_checkpoints(place: str | Path) -> tuple[CheckpointStorage, list[str]]:
-    """Return the checkpoints that a path or address means, the newest first, and their storage.
+    """Return the checkpoints at a path or address, the newest first, and their storage.
 
     Args:
-        place: Of a checkpoint, of a folder of them, or of a run; with `://`, as fsspec has it.
+        place: A checkpoint, a folder of checkpoints, or a run folder; an fsspec address if it
+            contains `://`.
 
     Raises:
         ConfigError: there is none.
@@ -104,19 +106,19 @@ def find_checkpoints(place: str | Path) -> tuple[CheckpointStorage, list[str]]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the newest checkpoint that a path means; see `find_checkpoints`.
+    """Open the newest checkpoint at a path; see `find_checkpoints`.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    # Here and not above: what only looks takes no torch.
+    # Imported here, because `look` and `read_index` need no torch.
     from sbp_launch.checkpoint.reading import Checkpoint
 
     storage, names = find_checkpoints(path)
     return Checkpoint(storage, names[0])
 
 
-#: How our own format is called.
+#: Name of our own format.
 FORMAT = "sbp"
 
 _READERS: Mapping[str, Callable[[Path], TensorIndex]] = {
@@ -125,7 +127,7 @@ _READERS: Mapping[str, Callable[[Path], TensorIndex]] = {
     "dcp": read_distributed_checkpoint,
 }
 
-#: What holds pickles, by the ends of names.
+#: Suffixes of files that contain pickles.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 ACCEPTED = (
@@ -136,15 +138,15 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTensors:
-    """What is at a place.
+    """Tensors found at a place, and their format.
 
     Args:
         format: `sbp`, `safetensors`, `hf` or `dcp`.
-        place: Of the file or the folder of one set of tensors: its path, or an address.
-        storage: That a checkpoint is in; None for other formats.
-        name: Of a checkpoint in it.
-        others: The names of the older checkpoints next to it, if a folder with several was asked
-            for; the newest is taken.
+        place: Path or address of the file or the folder with the tensors.
+        storage: Storage of the checkpoint; None for other formats.
+        name: Name of the checkpoint in its storage.
+        others: Names of older checkpoints in the same folder, if the place is a folder of several;
+            the newest one is taken.
     """
 
     format: str
@@ -155,10 +157,10 @@ class FoundTensors:
 
 
 def look(place: str | Path) -> FoundTensors:
-    """Return what is at a path or an address; of a folder of checkpoints the newest one.
+    """Detect the format of tensors at a path or an address; in a folder take the newest checkpoint.
 
     Raises:
-        ConfigError: nothing that is known is there.
+        ConfigError: there is nothing, or nothing in a known format.
     """
 
     def newest(place: str | Path) -> FoundTensors:
@@ -167,7 +169,7 @@ def look(place: str | Path) -> FoundTensors:
 
     if "://" in str(place):
         return newest(str(place))
-    if "\0" not in str(place):  # which is named below, as it is no text for people
+    if "\0" not in str(place):  # such a path cannot be opened; the error below quotes it
         place = user_path(place)
     path = Path(place)
     try:
@@ -201,7 +203,7 @@ def look(place: str | Path) -> FoundTensors:
         return FoundTensors(format="dcp", place=str(path))
     if is_hugging_face(path):
         return FoundTensors(format="hf", place=str(path))
-    # What is like it is said of a folder that holds nothing known.
+    # A folder with nothing known: the error suggests similar files and folders.
     names = sorted(entry.name for entry in path.iterdir())
     if pickles := [name for name in names if name.endswith(_PICKLES)]:
         raise _pickled(path / pickles[0])
@@ -220,12 +222,12 @@ def look(place: str | Path) -> FoundTensors:
 
 
 def found_in(storage: CheckpointStorage, name: str) -> FoundTensors:
-    """Return a checkpoint of a storage."""
+    """Describe a checkpoint of a storage."""
     return FoundTensors(format=FORMAT, place=storage.place(name), storage=storage, name=name)
 
 
 def checkpoints_of(place: str | Path) -> CheckpointStorage | None:
-    """Return the checkpoints of a run, or of a folder or an address of them; None without any."""
+    """Return the storage at a run folder, or a folder or address of checkpoints; None if none."""
     is_one = "://" not in str(place) and (Path(place) / MANIFEST_FILE).is_file()
     if is_one:
         return None
@@ -233,12 +235,12 @@ def checkpoints_of(place: str | Path) -> CheckpointStorage | None:
         storage, names = find_checkpoints(place)
     except ConfigError:
         return None
-    # The address of one is one, too.
+    # The address of a single checkpoint is not a folder of them.
     return None if storage.place(names[0]) == str(place).rstrip("/") else storage
 
 
 def read_index(found: FoundTensors) -> TensorIndex:
-    """Return where the tensors lie.
+    """Return the index of the tensors: file, offset and shape of each.
 
     Raises:
         ConfigError: something is missing or damaged.
@@ -259,7 +261,7 @@ def manifest_of(found: FoundTensors) -> CheckpointManifest:
 
 
 def manifest_index(manifest: CheckpointManifest, found: FoundTensors) -> TensorIndex:
-    """Return where the tensors of a checkpoint lie."""
+    """Return the index of the tensors of a checkpoint."""
     tensors = {
         name: StoredTensor(
             shape=tensor.shape,
@@ -276,12 +278,12 @@ def manifest_index(manifest: CheckpointManifest, found: FoundTensors) -> TensorI
 
 @contextmanager
 def open_tensors(found: FoundTensors) -> Iterator[LazyTensors]:
-    """Open the tensors, read when they are asked for; those of checkpoints are verified then.
+    """Open tensors that are read on access; reading from a checkpoint verifies its checksums.
 
     Raises:
         ConfigError: something is missing or damaged.
     """
-    # Here and not above: what only looks takes no torch.
+    # Imported here, because `look` and `read_index` need no torch.
     from sbp_launch.checkpoint.formats.indexed import IndexedTensors
     from sbp_launch.checkpoint.reading import Checkpoint
 
@@ -303,14 +305,14 @@ def _pickled(path: Path) -> ConfigError:
 
 
 def place_of_checkpoint(target: str, step: int | None) -> tuple[CheckpointStorage, str, int]:
-    """Return storage, name and step of a checkpoint that is to be written.
+    """Return storage, name and step for a checkpoint that will be written.
 
     Args:
-        target: Path or address of the checkpoint, or of the run or the folder that is to have it.
-        step: That it is of; None if nothing is known of it but what `target` says.
+        target: Path or address of the checkpoint, or of the run or the folder to put it in.
+        step: Step of the checkpoint; None to take it from `target`.
 
     Raises:
-        ConfigError: `target` is called by another step.
+        ConfigError: `target` names another step.
     """
     parent, _, last = target.rstrip("/").rpartition("/")
     named = step_of(last)

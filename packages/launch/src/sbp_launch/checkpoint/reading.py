@@ -1,14 +1,14 @@
-"""A checkpoint as a mapping of tensors, of which any part can be read, and is verified as it is.
+"""Read slices of the tensors in a checkpoint, and verify checksums while reading.
 
-    pieces in the files          what a rank asks for
+    pieces in the files          slice of a rank
 
     +-------+-------+            . . . . . . . .
     |   0   |   1   |            . +-------+ . .      reads pieces 0, 1 and 2, whole, one at a time,
-    +-------+-------+            . |       | . .      compares their checksums, and takes what is
-    |   2   |   3   |            . +-------+ . .      common
+    +-------+-------+            . |       | . .      compares their checksums, and copies the
+    |   2   |   3   |            . +-------+ . .      intersections
     +-------+-------+            . . . . . . . .
 
-A piece that is asked for whole goes into its place at once; of any other, one at a time is held.
+A piece that is needed whole is read directly into its target; other pieces go through one buffer.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from sbp_launch.checkpoint.manifest import (
 )
 from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
-#: Most files that are open at a time.
+#: Largest number of files that are open at a time.
 _MOST_FILES = 64
 
 
 class Checkpoint(StoredTensors):
-    """The states of a checkpoint: each is read when it is asked for, and verified as it is read.
+    """The states of a checkpoint: a mapping whose tensors are read and verified on access.
 
     Attributes:
-        manifest: What it holds.
+        manifest: The manifest of the checkpoint.
 
     Args:
-        storage: Where it is.
-        name: Of its folder.
+        storage: The storage of the checkpoint.
+        name: Name of its folder.
 
     Raises:
-        DamagedError: its manifest, or a file, is missing, damaged, or of another size.
+        DamagedError: its manifest or a file is missing or damaged, or a file has another size.
     """
 
     def __init__(self, storage: CheckpointStorage, name: str) -> None:
@@ -75,7 +75,7 @@ class Checkpoint(StoredTensors):
                 self._compare(file, "its header", header, saved.xxh3_128)
 
     def read(self, name: str, piece: SavedPiece, bounds: Bounds, target: Tensor) -> None:
-        """Read a part of a piece into a tensor; `bounds` are those within the piece.
+        """Read a part of a piece into a tensor; `bounds` are relative to the piece.
 
         Raises:
             DamagedError: the piece is damaged.
@@ -89,7 +89,7 @@ class Checkpoint(StoredTensors):
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """Path or address of the checkpoint, for messages."""
         return self._storage.place(self.name)
 
     def verify(
@@ -98,11 +98,11 @@ class Checkpoint(StoredTensors):
         """Read everything, or a share of it.
 
         Args:
-            tell: Is told the bytes of every piece that was read.
-            share: Which of how many, about equal in bytes, that together are everything.
+            tell: Called with the bytes of every piece that was read.
+            share: (index, count): read one of `count` shares of about equal bytes.
 
         Raises:
-            DamagedError: something is damaged; names the file and the tensor.
+            DamagedError: something is damaged; the message names the file and the tensor.
         """
         index, count = share
         pieces = [
@@ -120,7 +120,7 @@ class Checkpoint(StoredTensors):
             before += size_bytes
 
     def close(self) -> None:
-        """Close the files; they are opened again if something is read."""
+        """Close the files; a later read opens them again."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -131,7 +131,7 @@ class Checkpoint(StoredTensors):
         self.close()
 
     def _held(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
-        """Return a whole piece, in the buffer of this checkpoint."""
+        """Return a whole piece; it uses the buffer of this checkpoint."""
         size = saved.piece_bytes(piece)
         if len(self._buffer) < size:
             self._buffer = bytearray(size)
@@ -147,10 +147,10 @@ class Checkpoint(StoredTensors):
         self._compare(piece.file, what, into, piece.xxh3_128)
 
     def _fill(self, file: str, offset: int, into: memoryview) -> None:
-        """Read bytes of a file.
+        """Fill a buffer with bytes of a file.
 
         Raises:
-            DamagedError: they cannot be read, or there are fewer.
+            DamagedError: they cannot be read, or the file is too short.
         """
         try:
             if file not in self._open:
@@ -185,7 +185,7 @@ class Checkpoint(StoredTensors):
 
 
 def none_is_whole(storage: CheckpointStorage, count: int) -> ConfigError:
-    """Return the error to raise where all of `count` checkpoints are damaged."""
+    """Return the error for a storage whose checkpoints are all damaged."""
     return ConfigError(
         f"none of the {count} checkpoints is whole",
         where=storage.place(),

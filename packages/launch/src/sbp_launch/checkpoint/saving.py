@@ -1,10 +1,10 @@
-"""Checkpoints saved and loaded together with the other processes of a run.
+"""Save and load a checkpoint collectively: all processes of a run together.
 
-    process 0     writes its file --+                +-- commits --+
-    process 1     writes its file --+-- all have? ---+             +-- it is there
-    process 2     writes its file --+                              |
+    process 0     writes its file --+                       +-- commits --+
+    process 1     writes its file --+-- have all written? --+             +-- complete
+    process 2     writes its file --+                                     |
 
-Nobody goes on before all know how it ended. Each process reads and writes its own part only.
+No process continues before all know the result. Each process reads and writes its own part only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """The processes of a run, of which this is one.
+    """The processes of a run, seen from one of them.
 
     Args:
         rank: The lowest rank of this process.
-        ranks: That of every process, in order; the first commits.
-        gather: Returns a text of every process, in order; all of them call it at the same time.
-        elsewhere: How one saves to another place, for messages.
+        ranks: The lowest rank of every process, in order; the first process commits.
+        gather: Collective call that returns the texts of all processes, in order.
+        elsewhere: Advice in messages: how to save to another place.
     """
 
     rank: int = 0
@@ -57,16 +57,16 @@ class Processes:
         return self.rank == self.ranks[0]
 
     def agree(self, action: Callable[[], object], what: str, where: str) -> None:
-        """Do something in every process, and see that it went well in all.
+        """Run an action in every process, and check that it succeeds in all.
 
         Args:
-            action: What to do.
-            what: What failed, if it does.
+            action: The action of this process.
+            what: Start of the error message: what has failed.
             where: The place, for messages.
 
         Raises:
             RunError: it failed here, or in another process.
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         problem: OSError | SbpError | None = None
         try:
@@ -92,21 +92,21 @@ def save(
     pieces: Iterable[LazySlice],
     processes: Processes,
 ) -> None:
-    """Save a checkpoint; all processes call this, between the same steps.
+    """Save a checkpoint; all processes call this between the same steps.
 
-    It is there whole and durable when this returns, or it is not there at all; an earlier one of
-    its name is there until then.
+    When this returns, the checkpoint is complete and durable. On an error, there is none; an
+    earlier checkpoint with the same name is replaced only at the commit.
 
     Args:
-        storage: Where.
-        name: Of its folder.
-        metadata: Where the run is; equal in all processes.
-        pieces: What the ranks of this process own, such as `Session.pieces()`.
-        processes: All of them.
+        storage: The storage to write to.
+        name: Name of the folder of the checkpoint.
+        metadata: The position of the run; equal in all processes.
+        pieces: Slices of states that the ranks of this process own, such as `Session.pieces()`.
+        processes: The processes of the run.
 
     Raises:
         RunError: it cannot be written, or the states cannot be read.
-        BoxingError: another process has failed, or did not come.
+        BoxingError: another process has failed, or did not answer.
     """
     staged = storage.stage(name)
     what, where = f"the checkpoint {name} cannot be written", storage.place()
@@ -122,19 +122,19 @@ def save(
 
 
 def prune(storage: CheckpointStorage, keep: int, kept: Collection[str] = ()) -> None:
-    """Remove all checkpoints of steps but the newest; one that cannot be removed is left.
+    """Remove all checkpoints of steps except the newest; failures to remove are logged.
 
     Args:
-        storage: Where.
-        keep: How many stay; 0 for all.
-        kept: Names of others that stay.
+        storage: The storage of the checkpoints.
+        keep: Number of newest checkpoints that stay; 0 for all.
+        kept: Names of further checkpoints that stay.
     """
     if keep:
         remove(storage, [name for name in newest_first(storage)[keep:] if name not in kept])
 
 
 def remove(storage: CheckpointStorage, names: Iterable[str]) -> None:
-    """Remove checkpoints; one that cannot be removed is left, and a warning says so."""
+    """Remove checkpoints; log a warning for a checkpoint that cannot be removed."""
     for name in names:
         try:
             storage.remove(name)
@@ -146,19 +146,19 @@ def open_together(storage: CheckpointStorage, name: str, processes: Processes) -
     """Open a checkpoint in every process; all of them call this.
 
     Raises:
-        DamagedError: its manifest, or a file, is missing or damaged, here or for another process.
+        DamagedError: its manifest or a file is missing or damaged, as seen by any process.
         ConfigError: the processes open different checkpoints.
-        BoxingError: another process has failed, or did not come.
+        BoxingError: another process has failed, or did not answer.
     """
     return _together(processes, name, lambda: Checkpoint(storage, name))
 
 
 def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
-    """Read all of a checkpoint, each process a share of it; all of them call this.
+    """Verify all of a checkpoint, a share in each process; all of them call this.
 
     Raises:
-        DamagedError: something of it is damaged.
-        BoxingError: another process has failed, or did not come.
+        DamagedError: a part of it is damaged.
+        BoxingError: another process has failed, or did not answer.
     """
     share = processes.ranks.index(processes.rank), len(processes.ranks)
 
@@ -170,7 +170,7 @@ def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
 
 
 def _together(processes: Processes, name: str, action: Callable[[], T]) -> T:
-    """Do something with a checkpoint in every process; raises as `open_together`."""
+    """Run an action on a checkpoint in every process; raises as `open_together`."""
     made, problem = [], None
     try:
         made.append(action())
@@ -184,11 +184,11 @@ def _together(processes: Processes, name: str, action: Callable[[], T]) -> T:
 def damage_of_any(
     processes: Processes, read: str, problem: DamagedError | None
 ) -> DamagedError | None:
-    """Return what is damaged, here or for another process; None if nothing is. All call this.
+    """Return the error about damage that any process found, else None; all processes call this.
 
     Raises:
         ConfigError: the processes have read different checkpoints.
-        BoxingError: another process has failed, or did not come.
+        BoxingError: another process has failed, or did not answer.
     """
     texts = processes.gather(f"{read}\n{_said(problem) if problem else ''}")
     for rank, text in zip(processes.ranks, texts, strict=True):
@@ -205,14 +205,14 @@ def damage_of_any(
 
 
 class ReadTogether(LazyTensors):
-    """A checkpoint that every process reads its part of, until all know whether it is whole.
+    """A checkpoint of which every process reads its part; `agree` tells whether all is intact.
 
-    What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
-    leave the others waiting. Nobody may go on with it before `agree`.
+    After damage, all reads return zeros and `problem` has the error: a process that stopped here
+    would leave the other processes waiting. The values must not be used before `agree`.
 
     Args:
-        checkpoint: Open.
-        reading: Called before a part is read; names and shapes are known without.
+        checkpoint: The open checkpoint.
+        reading: Called before a part is read, but not for names and shapes.
     """
 
     def __init__(self, checkpoint: Checkpoint, reading: Callable[[], None] = lambda: None) -> None:
@@ -226,7 +226,7 @@ class ReadTogether(LazyTensors):
         return self._tensors.names
 
     def call(self, own: Collection[str]) -> None:
-        """Call the states as a step does, of which other modules may be wrapped."""
+        """Use the names of a step, in which other modules may be wrapped than in the checkpoint."""
         self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
@@ -234,18 +234,18 @@ class ReadTogether(LazyTensors):
         return self._tensors.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part of a state, or zeros in its place."""
+        """Return a part of a state; zeros after damage."""
         self._reading()
         return self._read(name, bounds) if bounds else self._scalars[name].clone()
 
     def ahead(self, name: str) -> Tensor:
-        """Return a whole state while nothing is replaced, or zeros in its place."""
+        """Return a whole state, before any state is replaced; zeros after damage."""
         shape = self.like(name).shape
         return self._read(name, [(0, size) for size in shape]) if shape else self._scalars[name]
 
     @cached_property
     def _scalars(self) -> Mapping[str, Tensor]:
-        """The states without dims: of several that ranks keep as one number, none is zero alone."""
+        """The states without dims; all are zero after damage, as ranks need equal numbers."""
         found = {name: self._read(name, ()) for name in self.names if not self.like(name).dim()}
         if self.problem is None:
             return found
@@ -260,11 +260,11 @@ class ReadTogether(LazyTensors):
         return torch.zeros([stop - start for start, stop in bounds], dtype=self.like(name).dtype)
 
     def agree(self, processes: Processes) -> DamagedError | None:
-        """Return what is damaged, here or for another process; None if all have read it whole.
+        """Return the error about damage that any process found; None if all is intact.
 
         Raises:
             ConfigError: the processes have read different checkpoints.
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not answer.
         """
         self.checkpoint.close()
         step = self.checkpoint.manifest.metadata.step
@@ -279,7 +279,7 @@ def _said(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A slice of a tensor, read when its value is asked for."""
+    """A slice of a tensor, read when `value` is accessed."""
 
     tensors: LazyTensors
     name: str
@@ -295,16 +295,16 @@ class _Part:
 def write_checkpoint(
     storage: CheckpointStorage, name: str, tensors: LazyTensors, metadata: Metadata
 ) -> None:
-    """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
+    """Write tensors as a checkpoint of a run with one process; an existing one is replaced.
 
     Args:
-        storage: Where.
-        name: Of its folder.
-        tensors: By the names of `Session.state_dict`, of which 64 MiB at a time are in memory.
-        metadata: Where the run was.
+        storage: The storage to write to.
+        name: Name of the folder of the checkpoint.
+        tensors: Tensors by the names of `Session.state_dict`; 64 MiB at a time are in memory.
+        metadata: The position of the run.
 
     Raises:
-        ConfigError: one has a dtype that no state has.
+        ConfigError: a tensor has a dtype that no state has.
         RunError: it cannot be written.
     """
     parts = []

@@ -1,4 +1,4 @@
-"""How often a run saves, and how many checkpoints it keeps."""
+"""Settings of saving: how often a run saves a checkpoint, and how many it keeps."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 
 
-#: Most bytes of copies of states, by itself: with the blocks of who writes, less than 256 MB.
+#: Default of `copy_bytes`; with the buffers of the writer, less than 256 MB.
 COPY_BYTES = 240 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are saved besides the one at the end, and which are kept.
+    """When checkpoints are saved (one is always saved at the end), and how many are kept.
 
     Args:
-        every: Steps between two of them, >= 1, or a time: `10min`, `90s`, `1.5h`. None for none.
-        keep: Newest ones that are kept, >= 1; 0 for all. The one with the lowest held-out loss
-            stays, too, if there is one of that step.
-        best: Whether one is saved after each evaluation that finds a lower loss than all before.
+        every: Steps between two checkpoints, >= 1, or a time: `10min`, `90s`, `1.5h`. None: never.
+        keep: Number of newest checkpoints to keep, >= 1; 0 for all. The checkpoint with the lowest
+            held-out loss is kept, too, if there is one of that step.
+        best: Whether to save after each evaluation whose loss is lower than all before.
         wait: Whether the next step waits until a checkpoint is written. If not, it is written while
-            steps go on, from copies of the states, for which there has to be memory.
-        copy_bytes: Most bytes of these copies in a process, >= 0; an update that finds no room for
-            one waits until others are written. None for all.
+            training continues, from copies of the states, which need memory.
+        copy_bytes: Most bytes of these copies in a process, >= 0. An update that finds no room for
+            a copy waits until others are written. None for no limit.
     """
 
     every: int | str | None = "10min"
@@ -49,12 +49,12 @@ class CheckpointConfig:
 
     @property
     def every_steps(self) -> int | None:
-        """Steps between two checkpoints; None if it is a time, or there are none."""
+        """Steps between two checkpoints; None if `every` is a time or None."""
         text = str(self.every)
         return int(text) if text.isdecimal() else None
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between two checkpoints; None if it is a number of steps, or there are none."""
+        """Seconds between two checkpoints; None if `every` is a number of steps or None."""
         found = _TIME.fullmatch(str(self.every))
         return float(found[1]) * _SECONDS[found[2]] if found else None

@@ -1,10 +1,10 @@
-"""Training that starts from weights in a file or folder, by the model's own names.
+"""Start training from weights in a file or folder (`trainer.init_from`), and check them.
 
     file: wte.weight   -->   states: network.wte.weight            read in parts
                                      network.wte.weight.exp_avg    as before the first step
 
-Parameters and buffers are read, each process its ranks' parts of them. What begins as a copy of a
-parameter, such as its moving average, begins as a copy of what was read.
+Parameters and buffers are read; each process reads only the parts of its ranks. States that start
+as a copy of a parameter, such as its moving average, start as a copy of the weights from the file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sbp_torch.interchange.torch_states import graph_names, stored_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Where a state comes from.
+    """The source of one state.
 
     Args:
-        names: What it is called in the file; several names are one tied tensor.
-        shape, dtype: That it has in the model.
+        names: Its names in the file; several names are one tied tensor.
+        shape, dtype: Shape and dtype in the model.
     """
 
     names: tuple[str, ...]
@@ -45,8 +45,8 @@ class StartingWeights:
     """Weights that fit a model.
 
     Args:
-        found: Where they are.
-        sources: Of the states that are read, by the graph's names.
+        found: The place of the weights.
+        sources: The states to read, by their names in the graph.
     """
 
     found: FoundTensors
@@ -54,7 +54,7 @@ class StartingWeights:
 
     @contextmanager
     def over(self, states: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """Open the weights; yields states with them in the place of the model's own."""
+        """Open the weights; yield the states, with the weights in place of the initial values."""
         with open_tensors(self.found) as tensors:
             yield _States(states, tensors, self.sources)
 
@@ -67,30 +67,30 @@ def find_weights(
     *,
     where: str,
 ) -> StartingWeights:
-    """See which of the weights in a file or folder is which state of a model.
+    """Match the weights in a file or folder to the states of a model, by name.
 
-    Names may have one more beginning here or there, such as `network.` or `model.`: the one with
-    which most of them fit is taken. What wrappers add to names, also in their middle, is passed
-    over, such as `_orig_mod.` of `torch.compile`.
+    The names may differ by one prefix, such as `network.` or `model.`: the prefix with which most
+    names fit is used. Parts that wrappers add, such as `_orig_mod.` of `torch.compile`, are
+    ignored anywhere in a name.
 
     Args:
-        path: A checkpoint, or what `sbp_launch.checkpoint.places.look` knows.
+        path: A checkpoint, or any place that `sbp_launch.checkpoint.places.look` accepts.
         model: The one-device program; its values may be deferred.
-        optimizer: Over its parameters.
-        update: As given to `capture`.
-        where: What asks for it, for messages.
+        optimizer: The optimizer of its parameters.
+        update: The options of the update, as for `capture`.
+        where: The setting that names the path, for messages.
 
     Raises:
-        ConfigError: there is nothing there, a name is missing or unknown, or a shape is another.
+        ConfigError: there are no weights, a name is missing or unknown, or a shape differs.
         SbpValueError: a hook makes tensors of `model.state_dict()`, which the model has not.
     """
     found = look(path)
     with open_tensors(found) as tensors:
-        # Those that a state_dict() leaves out may be there: our own checkpoints have them.
+        # Checkpoints of ours also have tensors that a state_dict() leaves out.
         possible = graph_names(model)
         renamed = _renamed(model_names(tensors), possible)
         place = (found.place, where)
-        # Counters that PyTorch lets weights leave out, which older ones do.
+        # Counters that are optional in PyTorch, as older weights lack them.
         counters = {
             f"{path}.num_batches_tracked".removeprefix(".")
             for path, module in model.named_modules()
@@ -118,15 +118,15 @@ def find_weights(
 
 
 def named_as_in(states: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """Return states by the names that a model has, of which other modules may be wrapped."""
+    """Return states by the names of a model, in which other modules may be wrapped."""
     own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if all(name in states for name in own):
-        return states  # which may be made when they are asked for
+        return states  # a lazy mapping stays lazy
     return {here: states[there] for here, there in called_here(states, own).items()}
 
 
 def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Return the given names by what the model calls them, as far as it knows them.
+    """Map the model's names to the given names; unknown names keep theirs.
 
     >>> _renamed(["h.w", "h.b"], {"network.h.w": "", "network.h.b": "", "network.x": ""})
     {'network.h.w': 'h.w', 'network.h.b': 'h.b'}
@@ -156,7 +156,7 @@ def _misnamed(
     possible: Mapping[str, str],
     place: tuple[str, ...],
 ) -> ConfigError:
-    """Return the error for names that are unknown, or else missing; it says the nearest."""
+    """Return the error for unknown or else missing names; it suggests the most similar name."""
     if unknown:
         near = nearest(unknown[0], missing or possible)
         more = f" (nor {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
@@ -180,10 +180,10 @@ def _misnamed(
 
 
 def _check_form(name: str, tensors: LazyTensors, own: Tensor, place: tuple[str, ...]) -> None:
-    """Check that a tensor can be taken for one of the model's, as PyTorch takes it.
+    """Check that a tensor can be loaded into one of the model's, by the rules of PyTorch.
 
     Raises:
-        ConfigError: it has another shape, or numbers that the model's cannot hold.
+        ConfigError: its shape differs, or the dtype of the model cannot hold its values.
     """
     given = tensors.like(name)
     if given.shape != own.shape and (own.dim(), given.shape) != (0, (1,)):
@@ -194,7 +194,7 @@ def _check_form(name: str, tensors: LazyTensors, own: Tensor, place: tuple[str, 
         )
     if given.dtype == own.dtype or (given.is_floating_point() and own.is_floating_point()):
         return
-    # Counters and indices of another width: they are small, and so can be read.
+    # Counters and indices of another width: small tensors, so their values can be compared.
     whole = not (own.is_floating_point() or own.is_complex() or given.is_complex())
     if not (whole and torch.equal(value := tensors[name], value.to(own.dtype).to(given.dtype))):
         raise ConfigError(
@@ -209,9 +209,9 @@ class _States(LazyTensors):
     """States of which some are read from a file, in parts.
 
     Args:
-        states: What a run would start with.
-        tensors: The file.
-        sources: Which of them are read, and where from.
+        states: The initial states.
+        tensors: The tensors of the file.
+        sources: The states to read, with their sources.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _States(LazyTensors):
         sources: Mapping[str, WeightSource],
     ) -> None:
         self._states, self._tensors, self._sources = states, tensors, sources
-        #: The last one that was made and not read: its shape is asked for before its parts.
+        #: The state made last: its shape is asked for before its parts.
         self._made: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
@@ -242,7 +242,7 @@ class _States(LazyTensors):
         return torch.empty(source.shape, dtype=source.dtype, device="meta")
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part of a state, a tensor of its own: (start, stop) of each dim.
+        """Return a new tensor with a part of a state: (start, stop) of each dim.
 
         Raises:
             ConfigError: tied tensors differ.
@@ -261,11 +261,11 @@ class _States(LazyTensors):
         return found.to(source.dtype)
 
     def _part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        # A tensor without dims may be one of a single element there.
+        # A state without dims may have shape (1,) in the file.
         return self._tensors.part(name, bounds) if bounds else self._tensors[name].reshape(())
 
     def _state(self, name: str) -> Tensor:
         if self._made is None or self._made[0] != name:
-            self._made = None  # let go of the last one before the next is made
+            self._made = None  # free the last state before the next is made
             self._made = (name, self._states[name])
         return self._made[1]

@@ -1,4 +1,4 @@
-"""The names of checkpoints: `step-00000100`."""
+"""The names of checkpoint folders: from a step to `step-00000100`, and back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _STEP = re.compile(r"step-(\d{8,18})")
 
 
 def step_name(step: int) -> str:
-    """Return what the checkpoint of a step is called."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint; None if the name is none of a step."""
+    """Return the step of a checkpoint by its name; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None

@@ -1,13 +1,12 @@
-"""What processes save that are left of several, when another one has ended.
+"""Save a checkpoint from the surviving processes, after another process has ended.
 
-    rank 0   step 7 fails   "7"   what it and rank 2 hold makes up all states   saves its share
+    rank 0   step 7 fails   "7"   ranks 0 and 2 together hold all states    saves its share
     rank 1   has ended
-    rank 2   step 7 fails   "7"   as rank 0 knows, too                          saves its share
+    rank 2   step 7 fails   "7"   comes to the same conclusion              saves its share
 
 Ranks that failed together have taken the same steps, because a step commits before it changes a
-state.
-They speak over the control store: the transport is broken. Where a state was split over the ranks,
-a part of it is lost with its only holder, and nothing is saved.
+state. They communicate over the control store, because the transport is broken. If only the ended
+rank held a part of a split state, that part is lost, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Session, StatePiece, lost_states
 
-#: Seconds that ranks wait for others of which they do not know whether they are left: one that
-#: computes hears of the failure when it next waits for others.
+#: Seconds that a rank waits for others that may have ended, too: a rank that computes learns of
+#: the failure only when it next waits for other ranks.
 MEET_S = 20.0
 
-#: Seconds that the lock of a process that has ended may last, and between two looks at it.
+#: Longest time that the lock of an ended process lasts, and time between two attempts to take it.
 _LOCK_S, _LOOK_S = 5.0, 0.02
 
-#: Most characters that a rank says of why it has no states.
+#: Largest number of characters of a rank's error message.
 _QUOTED = 1000
 
 
@@ -43,22 +42,22 @@ def surviving_pieces(
     *,
     is_saved: bool = False,
 ) -> tuple[Iterable[StatePiece], bool]:
-    """Return what this process owns of the states among those that are left; each calls this.
+    """Return the slices of states that this process saves; each surviving process calls this.
 
     Args:
-        plan: Of the session.
-        session: In which a step has failed.
-        left: The ranks that are left.
-        step: Behind which the session stands.
-        limit_s: Seconds to wait for the others.
+        plan: The plan of the session.
+        session: The session in which a step has failed.
+        left: The surviving ranks.
+        step: Number of steps that the session has done.
+        limit_s: Seconds to wait for the other ranks.
         is_saved: Whether this process knows that the states of that step are saved.
 
     Returns:
-        The pieces, and whether any process knows that they are saved.
+        The slices, and whether any process knows that the states are saved already.
 
     Raises:
-        RunError: the states are not those of one step, no step was done, or a part of them is lost.
-        BoxingError: another process has ended, too, or did not come.
+        RunError: ranks have taken different steps, or none, or a part of the states is lost.
+        BoxingError: another process has ended, too, or did not answer.
     """
     problem = ""
     pieces: Iterable[StatePiece] = ()
@@ -93,10 +92,10 @@ def surviving_pieces(
 
 @contextmanager
 def claimed_from_the_lost(storage: CheckpointStorage) -> Iterator[None]:
-    """Keep other runs from writing to the storage, as rank 0 did, which has ended.
+    """Hold the lock of the storage in the place of rank 0, which has ended.
 
-    The lock of a process that is killed goes with the last of its threads, a moment after it is
-    seen to have ended.
+    The system releases the lock of a killed process with its last thread, a moment after the
+    process is reported as ended. So this tries repeatedly.
 
     Raises:
         ConfigError: rank 0 has only stopped, or another run has begun here.

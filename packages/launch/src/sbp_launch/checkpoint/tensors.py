@@ -1,4 +1,8 @@
-"""Tensors of files: read when they are asked for, whole or in parts."""
+"""Mappings of tensors in files that are read on access, whole or in slices.
+
+Checkpoints (`reading`) and files of other libraries (`formats.indexed`) implement `LazyTensors`;
+all code that loads, converts or compares tensors reads them through it.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from torch import Tensor
 from sbp_core.boxing import Bounds, intersection, volume
 from sbp_launch.checkpoint.cover import cut, index_of, within
 
-#: Most bytes of a part, of who reads a tensor part by part.
+#: Largest part in bytes when a tensor is read in parts.
 PART_BYTES = 64 * 2**20
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """A mapping of tensors that are not in memory until they are asked for."""
+    """A mapping of tensors that are loaded on access."""
 
     @property
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Their names, in the order in which they are yielded."""
+        """The names, in the order of iteration."""
 
     @abstractmethod
     def like(self, name: str) -> Tensor:
-        """Return a tensor of the shape and dtype, without values: on the device `meta`.
+        """Return a tensor on the device `meta`, with the shape and dtype but without values.
 
         Raises:
             KeyError: there is no such tensor.
@@ -34,11 +38,11 @@ class LazyTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part on the CPU, a tensor of its own: (start, stop) of each dim.
+        """Return a slice as a new CPU tensor; `bounds` are (start, stop) of each dim.
 
         Raises:
             KeyError: there is no such tensor.
-            ConfigError: it cannot be read, or is not what was written.
+            ConfigError: it cannot be read, or is damaged.
         """
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,19 +55,19 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names  # that of `Mapping` reads the tensor
+        return name in self.names  # the default of `Mapping` would read the tensor
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor in parts of at most 64 MiB, each one run of its bytes, in their order."""
+        """Yield parts of at most 64 MiB, each a contiguous range of its bytes, in their order."""
         like = self.like(name)
         for bounds in cut(like.shape, like.element_size(), PART_BYTES):
             yield self.part(name, bounds)
 
 
 class StoredTensors(LazyTensors):
-    """Tensors that are in pieces, of which a part is put together."""
+    """Tensors that are stored in pieces; slices are assembled from the pieces."""
 
-    #: By name; each has `shape`, `dtype` by its name, and `pieces` with their `bounds`.
+    #: By name; each has `shape`, `dtype` (a name), and `pieces` with their `bounds`.
     stored: Mapping[str, Any]
 
     @property
@@ -90,16 +94,16 @@ class StoredTensors(LazyTensors):
 
     @abstractmethod
     def read(self, name: str, piece: Any, bounds: Bounds, target: Tensor) -> None:
-        """Read a part of a piece into a tensor; `bounds` are those within the piece."""
+        """Read a part of a piece into a tensor; `bounds` are relative to the piece."""
 
 
 class Chosen(LazyTensors):
-    """Some of the tensors of a mapping, perhaps under other names.
+    """A selection of the tensors of a mapping, perhaps under other names.
 
     Args:
-        tensors: Where they are.
-        names: Name there, by name here; `sources` of what this makes.
-        tell: Is told the bytes of every part that was read.
+        tensors: The mapping to select from.
+        names: New name -> name in `tensors`; also the attribute `sources`.
+        tell: Called with the bytes of every part that was read.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Chosen(LazyTensors):
 
     @property
     def names(self) -> Collection[str]:
-        """The names here."""
+        """The new names."""
         return self.sources.keys()
 
     def like(self, name: str) -> Tensor:
@@ -132,15 +136,15 @@ def size_bytes(like: Tensor) -> int:
 
 
 def dtype_name(like: Tensor) -> str:
-    """Return what the dtype of a tensor is called: `float32`."""
+    """Return the name of a tensor's dtype: `float32`."""
     return str(like.dtype).removeprefix("torch.")
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """Return the elements of a tensor in rows: its own memory if they are so on the CPU."""
+    """Return the elements in row-major order; without a copy if they are so on the CPU."""
     # To the CPU first: a copy on the device would need memory there.
     flat = value.detach().cpu().contiguous().reshape(-1)
-    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+    # A single element counts as contiguous whatever its stride is, but `view` needs stride 1.
     flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view

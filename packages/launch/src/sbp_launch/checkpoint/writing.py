@@ -1,11 +1,11 @@
-"""From the pieces that a process owns to a file of them, and from those files to a checkpoint.
+"""Write the pieces of each process into a safetensors file, and commit the files as a checkpoint.
 
     every process    staged/rank-00001.safetensors   its pieces, streamed and hashed block by block
-                     staged/rank-00001.json          what is in it
-    the first one    manifest.json                   all of these in one; this commits
+                     staged/rank-00001.json          the index of its file
+    the first one    manifest.json                   all indices in one; this commits
 
-A file is one of safetensors: eight bytes with the length of the header, the header, and tensors
-without gaps. A piece of a state that is not all of it is called by its slice: `weight[0:4, 0:8]`.
+A safetensors file has eight bytes with the length of the header, the header, and tensors without
+gaps. A piece that is not the whole state is named with its slice: `weight[0:4, 0:8]`.
 """
 
 from __future__ import annotations
@@ -38,54 +38,54 @@ from sbp_launch.checkpoint.manifest import (
 )
 from sbp_launch.checkpoint.tensors import bytes_of, dtype_name
 
-#: Bytes that are hashed and written at a time, and verified at a time when they are read.
+#: Bytes that are hashed and written at a time; also the size of a piece that is verified.
 BLOCK_BYTES = 8 * 2**20
 
-#: What safetensors calls dtypes. It has none for complex128: two float64 for each.
+#: Names of dtypes in safetensors. It has no complex128: each element is two float64.
 _CODES = {**CODES, "complex128": "F64"}
 
 
 def states_file(rank: int) -> str:
-    """Return the name of the file of a process, by its lowest rank."""
+    """Return the name of the file of states of a process, by its lowest rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def part_file(rank: int) -> str:
-    """Return the name of what a process says of its file until the checkpoint is committed."""
+    """Return the name of the temporary index of a process's file, used until the commit."""
     return f"rank-{rank:05d}.json"
 
 
 class Slice(Protocol):
-    """Which part of a state, such as a `StateSlice`."""
+    """Description of a slice of a state, such as a `StateSlice`."""
 
     @property
     def name(self) -> str:
-        """Of the state."""
+        """Name of the state."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole state."""
+        """Shape of the whole state."""
 
     @property
     def dtype(self) -> str:
-        """Of the state."""
+        """Dtype of the state."""
 
     @property
     def bounds(self) -> Bounds:
-        """Where it is in the state: (start, stop) of each dim."""
+        """The slice: (start, stop) of each dim."""
 
 
 class LazySlice(Slice, Protocol):
-    """A slice of a state, such as a `StatePiece`; its value may be made when it is asked for."""
+    """A slice of a state, such as a `StatePiece`, whose value may be computed on access."""
 
     @property
     def value(self) -> Tensor | float | int:
-        """The slice; a number of a state without dims."""
+        """The values; a number for a state without dims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A piece that is to come, with its place in the file."""
+    """A piece to be written, with its place in the file."""
 
     piece: Slice
     offset: int  # from the end of the header
@@ -111,27 +111,27 @@ class _Entry:
 def write_part(
     staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[LazySlice] | Snapshot
 ) -> int:
-    """Write what a process owns, and what that is, into a folder; return the bytes of the file.
+    """Write the pieces of a process, and their index, into a folder; return the bytes of the file.
 
-    Both files are durable then. Memory: the pieces, and a block of 8 MiB if they are on a device
-    or no block of memory. Those of a snapshot are written as they come.
+    Both files are durable when this returns. It needs memory for the pieces, and for a block of
+    8 MiB if they are on a device or not contiguous. A snapshot is written in its own order.
 
     Args:
         staged: The folder.
-        rank: The lowest one of this process.
-        metadata: Where the run is.
-        pieces: Each is asked for its value once; of a snapshot all are.
+        rank: The lowest rank of this process.
+        metadata: The position of the run.
+        pieces: The pieces; the value of each is accessed once. Of a snapshot, all are written.
 
     Raises:
         OSError: they cannot be written.
-        RunError: as of `Snapshot.pieces`.
+        RunError: see `Snapshot.pieces`.
     """
     slices: Sequence[Slice]
     values: Iterator[LazySlice]
     if isinstance(pieces, Snapshot):
         slices, values = pieces.slices(), pieces.pieces()
     else:
-        # Those of large elements first, so that all are aligned.
+        # Large elements first, so that all are aligned.
         found = sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds))
         slices, values = found, iter(found)
     entries, offset = [], 0  # with their places, one after the other
@@ -148,7 +148,7 @@ def write_part(
         with staged.create(name) as file:
             file.write(start)
             for entry in entries:
-                # No name for the piece: it would keep its memory while the next is waited for.
+                # No variable for the piece: it would keep its memory during the wait for the next.
                 blocks = _write_piece(file, name, size_bytes, next(values))
                 size_bytes += entry.size_bytes
                 saved, known = entry.piece, tensors.get(entry.piece.name)
@@ -168,7 +168,7 @@ def write_part(
 
 
 def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
-    """Make a checkpoint of what processes have written; one of them calls it.
+    """Commit the files that all processes have written as a checkpoint; one process calls this.
 
     Args:
         staged: The folder.
@@ -176,7 +176,7 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
 
     Raises:
         OSError: it cannot be committed.
-        DamagedError: what a process has written was changed.
+        DamagedError: the index of a process was changed.
     """
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, SavedFile] = {}
@@ -195,13 +195,13 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
         metadata=metadata, tensors=dict(sorted(tensors.items())), files=files
     )
     data = manifest_bytes(manifest)
-    parse_manifest(data, MANIFEST_FILE)  # or nobody could read it
+    parse_manifest(data, MANIFEST_FILE)  # a manifest that cannot be read must not be committed
     staged.commit(MANIFEST_FILE, data, list(files))
     return manifest
 
 
 def _write_piece(file: BinaryIO, name: str, offset: int, piece: LazySlice) -> list[SavedPiece]:
-    """Append a piece to the file of a name; return its blocks: where each is in the state."""
+    """Append a piece to a file of a name; return its blocks with their bounds in the state."""
     value, blocks = piece.value, []
     shape = tuple(stop - start for start, stop in piece.bounds)
     dtype = getattr(torch, piece.dtype)

@@ -1,1 +1,1 @@
-"""The cluster profiles that come with sbp-launch: rates declared (`local`) or measured."""
+"""Cluster profiles: rates of devices and links, declared (`local`), of data sheets, or measured."""

@@ -1,6 +1,7 @@
 """The cluster profiles of this machine: `local`, with declared rates, and `measured`.
 
-`measured` is a mesh on a machine that `sbp-calibrate` has measured.
+`measured` reads the rates from a file that `sbp-calibrate` has written. Plans are priced with these
+rates.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, ClusterFactory
 from sbp_launch.checks import check_least
 
-#: What to say in place of a mesh that is no list.
+#: Advice in the message about a mesh that is not a list.
 MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=[2, 2]'"
 
-#: Names of the axes of a mesh with one, two or three, as presets of planners know them.
+#: Default names of the axes of a mesh with one, two or three axes; presets of planners use them.
 AXES = {1: ("data",), 2: ("data", "tensor"), 3: ("pipe", "data", "tensor")}
 
 
-#: The rates that `LocalConfig` declares where it is given none, by kind of device. On CPUs those of
-#: one core of a server, in order of magnitude. On GPUs those of an NVIDIA A100 SXM 80 GB and its
-#: NVLink and PCIe in one direction; matrix products of float32 without TF32. Source: NVIDIA A100
-#: datasheet, June 2021; latencies and launches are usual orders of magnitude.
+#: Default rates of `LocalConfig` by kind of device. For CPUs, orders of magnitude for one core of a
+#: server. For GPUs, an NVIDIA A100 SXM 80 GB with NVLink and PCIe in one direction; matrix products
+#: of float32 without TF32. Source: NVIDIA A100 datasheet, June 2021; latencies and launches are
+#: usual orders of magnitude.
 RATES: Mapping[str, Mapping[str, float]] = {
     "cpu": {
         "float32_flop_per_s": 100e9,
@@ -59,31 +60,31 @@ RATES: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
-    """A mesh of ranks on this machine, on cores that they share, or a GPU each.
+    """A mesh of ranks on this machine: they share its cores, or have a GPU each.
 
-    The rates are declared, not measured. Where there are more ranks than cores, each gets its share
-    of them. And Python starts what all threads of a process do one after the other, so on CPUs each
-    rank also waits while operators and boxing steps of the others start.
+    The rates are declared, not measured. If there are more ranks than cores, each gets its share of
+    them. Python starts the work of all threads of a process one after the other, so on CPUs each
+    rank also waits while operators and boxing steps of other ranks start.
 
     Args:
-        mesh: Ranks along each axis, >= 1; of one axis -1, as many as the launcher has started.
-        axes: Distinct name of each axis; None, once made, is those of `AXES`.
-        device: Kind of device behind every rank.
-        world_size: Ranks in all; None takes what the mesh has.
-        cores: Cores that the ranks share; None takes all that this process may use.
+        mesh: Ranks along each axis, >= 1; -1 for one axis: as many as the launcher has started.
+        axes: Distinct name of each axis; None for the names in `AXES`.
+        device: Kind of device of every rank.
+        world_size: Total number of ranks; None for the size of the mesh.
+        cores: Cores that the ranks share; None for all that this process may use.
         float32_flop_per_s: Rate of a float32 matrix multiplication on one core or GPU, in flop/s;
-            None, here and below, declares what `RATES` has for the device.
+            None, here and below, for the value in `RATES`.
         float64_flop_per_s: The same in float64.
         bfloat16_flop_per_s: The same in bfloat16 and float16.
         memory_bytes: Memory of one rank that a plan may use, in bytes.
         memory_bytes_per_s: Memory bandwidth of one core or GPU, in bytes/s.
         launch_s: Time to start one operator of one rank, in seconds.
-        boxing_launch_s: Time to start one boxing step on one rank, besides its messages, in
+        boxing_launch_s: Time to start one boxing step on one rank, without its messages, in
             seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
-        host_memory_bytes: Memory of the host, besides that of the device, to which states of one
-            rank may be offloaded, in bytes; None for none. On CPUs it is of the same memory.
+        host_memory_bytes: Host memory, in addition to that of the device, to which states of one
+            rank may be offloaded, in bytes; None for none. On CPUs it is part of the same memory.
         host_link_bytes_per_s: Bandwidth between a device and that memory in each direction, in
             bytes/s; its latency is `link_latency_s`.
     """
@@ -125,15 +126,15 @@ class LocalConfig:
 def named_axes(
     mesh: tuple[int, ...], axes: tuple[str, ...] | None, world_size: int | None
 ) -> tuple[str, ...]:
-    """Return the name of each axis; check that they fit the mesh, and that it fills the world.
+    """Return the name of each axis; check names, mesh and number of ranks against each other.
 
     Args:
         mesh: Ranks along each axis.
-        axes: Their names; None takes those of `AXES`.
-        world_size: Ranks in all; None takes what the mesh has.
+        axes: Their names; None for the names in `AXES`.
+        world_size: Total number of ranks; None for the size of the mesh.
 
     Raises:
-        ConfigError: one of them does not hold; the message starts with the guilty setting.
+        ConfigError: they do not fit; the message starts with the wrong setting.
     """
     shown = list(mesh)
     if -1 in mesh:
@@ -172,14 +173,14 @@ def named_axes(
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def build_local(config: LocalConfig) -> ClusterFactory:
-    """Return a maker of the declared cluster: one node that holds all ranks."""
+    """Return a function from a number of ranks to the declared cluster, which is one node."""
     cores = config.cores or usable_cores()
     given = {name: getattr(config, name) for name in RATES[config.device]}
     rates = {**RATES[config.device], **{k: v for k, v in given.items() if v is not None}}
@@ -222,20 +223,19 @@ def build_local(config: LocalConfig) -> ClusterFactory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredConfig:
-    """A mesh of ranks, and the file that says what they and the links between them can do.
+    """A mesh of ranks on a machine whose rates are in a cluster file.
 
     Args:
         file: Cluster file that `sbp-calibrate` wrote.
-        mesh: Ranks along each axis, >= 1; of one axis -1, as many as the launcher has started.
-        axes: Distinct name of each axis; None, once made, is those of
-            `sbp_launch.clusters.local.AXES`.
-        world_size: Ranks in all; None takes what the mesh has.
-        backend: Boxing backend whose times are used; empty for the one that the file names.
-        extrapolate: Whether the mesh may have more ranks than were measured. They are taken to be
-            as fast, and groups of them are predicted from smaller ones.
+        mesh: Ranks along each axis, >= 1; -1 for one axis: as many as the launcher has started.
+        axes: Distinct name of each axis; None for the names in `sbp_launch.clusters.local.AXES`.
+        world_size: Total number of ranks; None for the size of the mesh.
+        backend: Boxing backend whose times are used; empty for the default of the file.
+        extrapolate: Whether the mesh may have more ranks than were measured. They are assumed to be
+            as fast, and large groups are predicted from smaller ones.
 
     Raises:
-        ConfigError: the mesh cannot be meant, or the file cannot be read or says too little.
+        ConfigError: the mesh is invalid, or the file cannot be read or lacks data.
     """
 
     file: str = "cluster.json"
@@ -251,10 +251,10 @@ class MeasuredConfig:
 
 
 def load(config: MeasuredConfig, num_devices: int) -> Cluster:
-    """Return the measured machine, with as many ranks as a mesh has.
+    """Return the measured machine, with the number of ranks of a mesh.
 
     Raises:
-        ConfigError: the file cannot be read, knows no such backend, or has too few ranks.
+        ConfigError: the file cannot be read, lacks the backend, or has too few ranks.
     """
     cluster = Cluster.load(Path(config.file))
     if config.backend and config.backend not in cluster.calibrations:
@@ -276,8 +276,8 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
         )
     per_node = cluster.devices_per_node
     if cluster.num_devices <= per_node == cluster.group_sizes[-1]:
-        # Only one node was measured, and nothing is said of others: all ranks are on one, which
-        # still has a whole number of what may be inside it.
+        # Only one node was measured, so nothing is known about others: all ranks are on one node,
+        # which is enlarged to a multiple of the measured size, as groups inside it need.
         per_node *= -(-num_devices // per_node)
     backend = config.backend or cluster.backend
     if backend in cluster.calibrations:
@@ -290,5 +290,5 @@ def _ranks(number: int) -> str:
 
 
 def build_measured(config: MeasuredConfig) -> ClusterFactory:
-    """Return a maker of the measured cluster."""
+    """Return a function from a number of ranks to the measured cluster."""
     return partial(load, config)

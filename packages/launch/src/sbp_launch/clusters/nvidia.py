@@ -1,11 +1,11 @@
-"""The cluster profiles `v100`, `a100`, `h100`, `h200`, `b200`: nodes of GPUs, by their data sheets.
+"""The cluster profiles `v100`, `a100`, `h100`, `h200`, `b200`: nodes of GPUs, from data sheets.
 
 They are for planning, on any machine. The numbers of `NODES` are peaks, as NVIDIA publishes them;
-`GpuConfig` says which fraction of them plans count on.
+`GpuConfig` sets the fraction of them that plans assume.
 
-The tree of links: NVLink inside a node, where each GPU has its own way through a switch; between
-nodes each GPU has its own network card (or its even share of those of the node), in a fabric that
-slows nobody; with `nodes_per_rack`, racks whose uplinks their nodes share.
+The tree of links: inside a node, each GPU has its own NVLink to a switch. Between nodes, each GPU
+has its own network card (or an even share of the node's cards), in a network without contention.
+With `nodes_per_rack`, there are racks whose nodes share an uplink.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ NETWORK_LATENCY_S = 14e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNode:
-    """What data sheets say of a node of 8 GPUs; rates are peaks, dense, and of one direction.
+    """Data sheet of a node of 8 GPUs; rates are peaks, dense, and of one direction.
 
     Args:
-        memory_bytes: Of one GPU.
-        flop_per_s: Matrix multiplication by dtype, on tensor cores where the GPU has some for it;
-            of float32 without TF32.
-        tf32_flop_per_s: Of float32 with TF32; None for a GPU that lacks it.
-        memory_bytes_per_s: Of one GPU.
-        nvlink_bytes_per_s: Of one GPU, to all others of the node together.
-        network_bytes_per_s: Of the network cards, by GPU.
-        pcie_bytes_per_s: Of the slot of one GPU, to the host.
-        host_memory_bytes: Of the node.
+        memory_bytes: Memory of one GPU.
+        flop_per_s: Rate of matrix multiplication by dtype, on tensor cores if the GPU has them for
+            the dtype; float32 without TF32.
+        tf32_flop_per_s: Rate of float32 with TF32; None for a GPU that lacks it.
+        memory_bytes_per_s: Memory bandwidth of one GPU.
+        nvlink_bytes_per_s: Bandwidth of one GPU to all other GPUs of the node together.
+        network_bytes_per_s: Bandwidth of the network cards, per GPU.
+        pcie_bytes_per_s: Bandwidth of the slot of one GPU, to the host.
+        host_memory_bytes: Host memory of the node.
     """
 
     memory_bytes: int
@@ -75,7 +75,7 @@ _H100 = GpuNode(
     host_memory_bytes=2 * 10**12,
 )
 
-#: By the name of the profile.
+#: Nodes by the name of the profile.
 NODES: Mapping[str, GpuNode] = {
     # NVIDIA V100 Tensor Core GPU data sheet, January 2020, V100 SXM2 32 GB: 900 GB/s; double
     # precision 7.8, single 15.7, tensor performance (float16) 125 teraFLOPS; interconnect NVLink
@@ -127,50 +127,49 @@ NODES: Mapping[str, GpuNode] = {
     ),
 }
 
-#: GPUs of the nodes in `NODES`.
+#: Number of GPUs of the nodes in `NODES`.
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConfig:
-    """Nodes of GPUs, how a plan lays its mesh over them, and what it counts on.
+    """Nodes of GPUs, the mesh of ranks over them, and the assumed fractions of their peaks.
 
-    No program reaches the peaks of a data sheet. What the defaults of the fractions are:
+    No program reaches the peaks of a data sheet. The defaults of the fractions are:
 
     * `compute_efficiency`: a rule of thumb for large matrix products of cuBLAS, not measured here.
-    * `memory_efficiency`: likewise, for operators that read and write memory.
+    * `memory_efficiency`: a rule of thumb for operators that read and write memory.
     * `link_efficiency`: the protocol of NCCL takes about 20 %: of 450 GB/s 370 are reached. Source:
       S. Jeaugey, github.com/NVIDIA/nccl-tests, issue 212, 2024.
     * `memory_fraction`: the rest is for the CUDA context, the buffers of NCCL, the workspaces of
-      cuBLAS, and what an allocator cannot use; a rule of thumb.
+      cuBLAS, and fragmentation of the allocator; a rule of thumb.
 
     Args:
         nodes: Nodes, >= 1.
         gpus_per_node: GPUs of one node, >= 1; each has the network card and the part of the host's
             memory that it has in a node of 8.
-        nodes_per_rack: Nodes, >= 2, that share an uplink; None: a fabric that slows nobody.
-        rack_oversubscription: How many times the bandwidth of the network cards of a rack is that
-            of its uplink, >= 1.
-        mesh: Ranks along each axis, as many as GPUs; None, once made, is [nodes, gpus_per_node],
-            or [gpus_per_node] of one node.
-        axes: Distinct name of each axis; None, once made, is those of
-            `sbp_launch.clusters.local.AXES`.
-        tf32: Whether products of float32 may be computed in TF32, as
-            `torch.set_float32_matmul_precision("high")` has it.
-        compute_efficiency: Part of the peak of matrix products that is reached, > 0, <= 1.
-        memory_efficiency: Part of the bandwidth of the GPU's memory, > 0, <= 1.
-        link_efficiency: Part of the bandwidth of NVLink, network and PCIe, > 0, <= 1.
-        memory_fraction: Part of the GPU's memory that a plan may use, > 0, <= 1.
-        memory_bytes: What a plan may use of it, > 0; None is that part of it.
+        nodes_per_rack: Nodes, >= 2, that share an uplink; None: a network without contention.
+        rack_oversubscription: Bandwidth of the network cards of a rack, divided by the bandwidth of
+            its uplink, >= 1.
+        mesh: Ranks along each axis, as many as GPUs; None for [nodes, gpus_per_node], or
+            [gpus_per_node] if there is one node.
+        axes: Distinct name of each axis; None for the names in `sbp_launch.clusters.local.AXES`.
+        tf32: Whether products of float32 may be computed in TF32, as with
+            `torch.set_float32_matmul_precision("high")`.
+        compute_efficiency: Reached fraction of the peak of matrix products, > 0, <= 1.
+        memory_efficiency: Reached fraction of the bandwidth of the GPU's memory, > 0, <= 1.
+        link_efficiency: Reached fraction of the bandwidth of NVLink, network and PCIe, > 0, <= 1.
+        memory_fraction: Fraction of the GPU's memory that a plan may use, > 0, <= 1.
+        memory_bytes: Bytes of it that a plan may use, > 0; None for that fraction of it.
         launch_s: Time to start one operator, in seconds.
-        boxing_launch_s: Time to start one boxing step on one rank, besides its messages, in
+        boxing_launch_s: Time to start one boxing step on one rank, without its messages, in
             seconds.
-        operators: Cluster file of one such GPU or more, to which `sbp-calibrate ops=...` has added
-            what operators take; None goes by the rates alone.
+        operators: Cluster file of one or more such GPUs, to which `sbp-calibrate ops=...` has added
+            times of operators; None to use the rates alone.
 
     Raises:
-        ConfigError: the mesh does not have a rank for each GPU, a number cannot be meant, or the
-            file has no times of operators of a GPU.
+        ConfigError: the mesh does not have a rank for each GPU, a number is invalid, or the file
+            has no times of operators of a GPU.
     """
 
     nodes: int = 1
@@ -225,7 +224,7 @@ class GpuConfig:
             )
 
     def _suited(self, ranks: int) -> str:
-        """Return the settings that make as many GPUs as ranks."""
+        """Return settings with as many GPUs as ranks."""
         whole, rest = divmod(ranks, self.gpus_per_node)
         if whole and not rest:
             return f"cluster.nodes={whole}, or another mesh"
@@ -235,10 +234,10 @@ class GpuConfig:
 
 
 def _operators(file: str | None) -> tuple[MeasuredOperator, ...]:
-    """Return what operators were measured to take on a GPU, as a cluster file says.
+    """Return the measured times of operators on a GPU from a cluster file.
 
     Raises:
-        ConfigError: it says nothing of that.
+        ConfigError: it has none.
     """
     if file is None:
         return ()
@@ -259,7 +258,7 @@ def _operators(file: str | None) -> tuple[MeasuredOperator, ...]:
 
 
 def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
-    """Return the machine that a profile describes."""
+    """Return the cluster that a profile describes."""
     node, gpus = NODES[name], config.gpus_per_node
     peaks = dict(node.flop_per_s)
     if config.tf32 and node.tf32_flop_per_s is not None:
@@ -299,7 +298,7 @@ def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
 
 
 def _maker(gpu: str, config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of a GPU."""
+    """Return a function from a number of ranks to a cluster of nodes of a GPU."""
     return partial(_make, gpu, config)
 
 

@@ -1,10 +1,9 @@
-"""The data of a run: in which order its samples come, which of them a process loads, and when.
+"""The data of a run: the order of samples, the rows that a process loads, and loading ahead.
 
-A data set (kind `data`) returns samples by number; all that is about epochs, batches, ranks and
-threads is here, in one place. In the order of use: `order` (a shuffled order without memory,
-epochs, and the cursor that a checkpoint keeps), `source` (the data set behind checks), `loader`
-(the rows of a batch that the ranks of this process hold, and a thread that loads ahead of the
-step).
+A data set (plugin of kind `data`) returns samples by number; epochs, batches, ranks and threads are
+handled here. In the order of use: `order` (shuffling without a stored permutation, epochs, and the
+cursor in checkpoints), `source` (a data set whose results are checked), `loader` (the rows of a
+batch that the ranks of this process hold, and a thread that loads ahead of the step).
 """
 
 from typing import TYPE_CHECKING

@@ -1,18 +1,18 @@
-"""Loading ahead of the step: a thread that makes the next batches while the ranks compute.
+"""Load batches in a background thread while the ranks compute.
 
-    loader  | batch 0 | batch 1 | batch 2 |    wait     | batch 3 |        `ahead` = 2: what is
-    step              |       step 0      |      step 1     | step 2       loaded and not yet taken
+    loader  | batch 0 | batch 1 | batch 2 |    wait     | batch 3 |        `ahead` = 2: number of
+    step              |       step 0      |      step 1     | step 2       batches loaded, not taken
 
-A batch takes a credit before it is loaded and gives it back when it is taken, so no more than
-`ahead` of them are in memory next to the one of the step. What is loaded depends on the cursor
-only, so it is the same without the thread. A process loads the rows that its ranks hold:
+At most `ahead` batches are in memory in addition to the batch of the current step. The batches
+depend on the cursor only, so they are the same without the thread. A process loads only the rows
+that its ranks hold:
 
     batch of a step     0  1  2  3  4  5  6  7     micro-batches of 4, split over two ranks
     process of rank 0   0  1        4  5           loads these rows, and nothing else
     process of rank 1         2  3        6  7
 
-Where the ranks of a process hold other rows of one tensor than of another, as the stages of a
-pipeline may, it loads the rows of all, and each tensor is cut.
+If the ranks of a process hold different rows of different tensors, as with pipeline stages, it
+loads the union of the rows, and each tensor is cut.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from sbp_launch.data.source import SampleSource
 
 
 class LocalPart:
-    """What some ranks hold of each batch of a plan.
+    """The rows of each batch that some ranks hold.
 
     Args:
-        plan: Says how batches are split.
-        ranks: Those of this process.
+        plan: The plan; it determines how batches are split.
+        ranks: The ranks of this process.
 
     Attributes:
-        rows: Of the batch, ascending: int64 (n,).
+        rows: Rows of the batch, ascending: int64 (n,).
     """
 
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
@@ -54,7 +54,7 @@ class LocalPart:
             for name, part in own.items()
         }
         self.rows = np.unique(np.concatenate([none, *rows.values()]))
-        #: Where the rows of each tensor are among `rows`; None if they are all of them.
+        #: For each tensor, the indices of its rows in `rows`; None if it has all of them.
         self._cuts: dict[str, Tensor | None] = {
             name: None
             if len(found) == len(self.rows)
@@ -63,28 +63,28 @@ class LocalPart:
         }
 
     def cut(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what `Session.step(batch_is="local")` takes, of the samples of `rows`."""
+        """Return the input of `Session.step(batch_is="local")`, from the samples of `rows`."""
         found = {}
         for name, cut in self._cuts.items():
-            if name in loaded:  # what is not there is told by the session
+            if name in loaded:  # the session reports missing tensors
                 found[name] = loaded[name] if cut is None else loaded[name][cut]
         return found
 
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that closing waits for a data set that is being asked.
+#: Seconds that `close` waits for a call of the data set that is running.
 STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBatch:
-    """What one step takes.
+    """The batch of one step, with the rows of this process.
 
     Args:
-        values: For `Session.step(batch_is="local")`.
-        begin: Where the batch begins, in all processes.
-        end: The cursor after it, with which a run goes on after this step.
+        values: Tensors for `Session.step(batch_is="local")`.
+        begin: The cursor at the start of the batch, equal in all processes.
+        end: The cursor after the batch, with which a run is resumed after this step.
     """
 
     values: dict[str, Tensor]
@@ -96,15 +96,14 @@ class BatchLoader:
     """The batches of a session, one after the other; a context manager.
 
     Args:
-        source: Of the samples.
-        split: To take.
-        cursor: Where the first batch begins.
+        source: The source of the samples.
+        split: The split to load.
+        cursor: The cursor at the start of the first batch.
         batch_size: Samples of a step over all ranks, >= 1.
-        part: What the ranks of this process hold of it.
-        ahead: Batches to load ahead; 0 loads each when it is asked for.
-        num_batches: Batches that will be asked for; None if that is not known.
-        pinned: Whether batches are put into page-locked memory, because their way to a GPU begins
-            there.
+        part: The rows that the ranks of this process hold.
+        ahead: Batches to load ahead; 0 loads each batch on demand.
+        num_batches: Number of batches that will be used; None if that is unknown.
+        pinned: Whether to put batches into page-locked memory, for transfers to a GPU.
     """
 
     def __init__(
@@ -130,24 +129,24 @@ class BatchLoader:
             self._thread.start()
 
     def next(self) -> LocalBatch:
-        """Return the next batch; waits until it is there.
+        """Return the next batch; wait until it is loaded.
 
         Raises:
-            SbpError: it cannot be loaded; names the sample.
+            SbpError: it cannot be loaded; the message names the sample.
         """
         if not self._ahead:
             return self._load()
         with self._state:
             self._state.wait_for(lambda: self._loaded)
             first = self._loaded[0]
-            if isinstance(first, SbpError):  # stays there: nothing comes after it
+            if isinstance(first, SbpError):  # it stays in the queue: nothing comes after it
                 raise first
             self._loaded.popleft()
             self._state.notify_all()
             return first
 
     def close(self) -> None:
-        """End the thread; waits for the data set if it is being asked."""
+        """End the thread; wait for a running call of the data set."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -189,7 +188,7 @@ class BatchLoader:
                 found = self._load()
             except SbpError as error:
                 found = error
-            except BaseException as error:  # the step has to hear of it, whatever it is
+            except BaseException as error:  # any error is raised in the step
                 found = PluginError(f"loading split {self._split!r} failed: {words_of(error)}")
                 found.__cause__ = error
             with self._state:

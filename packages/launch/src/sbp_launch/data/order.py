@@ -1,26 +1,28 @@
-"""Which samples a run takes in which order, and how far it has come: `SampleOrder`, `DataCursor`.
+"""The order of the samples of a run, and the position in it: `SampleOrder`, `DataCursor`.
 
-Positions count the samples that a run takes, over all epochs, from 0. An epoch is so many positions
-as there are samples, each of which is at one of them:
+Positions count the samples that a run takes, over all epochs, from 0. An epoch has as many
+positions as there are samples, and each sample is at one of them:
 
     samples     5, shuffled                       steps of 3
     position    0  1  2  3  4 | 5  6  7  8  9 | 10 ...
     sample      3  0  4  2  1 | 1  3  2  0  4 |  4 ...
     step        0------ 1---------  2------  3---------
 
-A batch goes over the border of two epochs if the batch size does not divide the samples. So nothing
-is left out, nothing twice in an epoch, and what has been used is one number, whatever the sizes of
-batches were and however many ranks there are.
+A batch may cross the border of two epochs, if the batch size does not divide the number of samples.
+So no sample is left out or repeated in an epoch, and one number describes the samples already used,
+whatever the batch sizes and the number of ranks were.
 
-The shuffled order takes no memory for each sample. The place in the order is encrypted: a Feistel
-network of keyed rounds on two digits `left` and `right`, one of which each round shifts by a hash
-of the other. So no two places meet, whatever the hash is, and each is found by itself:
+The shuffled order needs no memory per sample. A place in the order is encrypted into a sample
+number by a Feistel network: rounds on two digits `left` and `right`, each of which shifts one digit
+by a keyed hash of the other. So different places give different numbers, for any hash, and each is
+computed independently:
 
     place  ->  (left, right)  ->  left += hash(right)  ->  right += hash(left)  ->  ...  ->  number
 
-The digits have about the square root of the size each, so there are a few pairs too many. A place
-that ends on one of these goes through the network again until it does not ("cycle walking"): it
-walks along a cycle that holds its beginning, so it arrives, and two places that walk do not meet.
+Each digit has about the square root of the number of samples, rounded up, so there are a few pairs
+too many. A place that is mapped to one of these goes through the network again until it is not
+("cycle walking"). It walks along a cycle that contains its start, so it arrives, and two places
+never arrive at the same number.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (generalised Feistel
 networks on Z_a x Z_b, cycle walking).
@@ -39,7 +41,7 @@ import numpy.typing as npt
 from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpValueError
 
-#: Rounds of the network: beyond the four that Luby and Rackoff need, because the digits may be
+#: Rounds of the network: more than the four that Luby and Rackoff need, because the digits may be
 #: small.
 ROUNDS = 8
 
@@ -48,18 +50,18 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def key_of(*parts: int) -> int:
-    """Return a key of some integers: in [0, 2^64)."""
+    """Return a hash of some integers, in [0, 2^64), as a key."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def permuted(places: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """Return what is at some places of a permutation.
+    """Return the values of a pseudo-random permutation at some places.
 
     Args:
         places: int64 (n,), each in [0, size).
-        size: What is permuted: the numbers in [0, size), 1 <= size <= 2^62.
-        key: Names the permutation: in [0, 2^64).
+        size: The permutation is of the numbers in [0, size), 1 <= size <= 2^62.
+        key: Selects the permutation: in [0, 2^64).
 
     Returns:
         int64 (n,), each in [0, size); different for different places.
@@ -85,18 +87,18 @@ def _hashes(key: np.uint64, counts: npt.NDArray[np.uint64]) -> npt.NDArray[np.ui
     Source: the finaliser of SplitMix64, in Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014, figure 17, applied to a counter.
     """
-    # Arrays of uint64 wrap around silently, which is the arithmetic modulo 2**64 that is meant.
+    # Arrays of uint64 wrap around silently: the arithmetic is modulo 2**64.
     z = counts * _STEP + key
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    # The upper half, so that a digit can be added to it without wrapping around.
+    # The upper half, so that adding a digit does not wrap around.
     return (z ^ (z >> np.uint64(31))) >> np.uint64(32)
 
 
-#: `shuffled`, in another order each epoch; `sequential`, in the order of their numbers.
+#: `shuffled`: a different order in each epoch; `sequential`: the order of their numbers.
 Order = Literal["shuffled", "sequential"]
 
-#: Most samples of a data set.
+#: Largest number of samples of a data set.
 MOST_SAMPLES = 2**62
 
 
@@ -105,10 +107,10 @@ class SampleOrder:
     """The order of the samples of a split.
 
     Args:
-        num_samples: Of the split, >= 1.
+        num_samples: Samples of the split, >= 1.
         order: One of `Order`.
-        seed: Of the shuffling, in 0 to 2^63 - 1.
-        fingerprint: Of the samples, as `SampleSource.fingerprint`; empty if it is not known.
+        seed: Seed of the shuffling, in 0 to 2^63 - 1.
+        fingerprint: Hash of the samples, see `SampleSource.fingerprint`; empty if unknown.
 
     Raises:
         SbpValueError: one of these is out of its range.
@@ -150,11 +152,11 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCursor:
-    """How far a run has come in its data: the same in all processes, whatever ranks there are.
+    """The position of a run in its data: equal in all processes, and independent of ranks.
 
     Args:
         position: Samples taken so far, over all epochs, >= 0.
-        order: What is at which position.
+        order: The order of the samples.
 
     Raises:
         SbpValueError: `position` is negative or beyond 2^62.
@@ -169,18 +171,18 @@ class DataCursor:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next sample belongs to, from 0."""
+        """The epoch of the next sample, from 0."""
         return self.position // self.order.num_samples
 
     def advanced(self, count: int) -> DataCursor:
-        """Return the cursor after so many further samples."""
+        """Return the cursor after `count` further samples."""
         return replace(self, position=self.position + count)
 
     def numbers(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the numbers of some samples of the batch that begins here.
 
         Args:
-            rows: int64 (n,), of the batch.
+            rows: Rows of the batch, int64 (n,).
         """
         return self.order.numbers(self.position + rows)
 
@@ -188,32 +190,32 @@ class DataCursor:
         """Return the epoch, from 0, of some samples of the batch that begins here.
 
         Args:
-            rows: int64 (n,), of the batch.
+            rows: Rows of the batch, int64 (n,).
         """
         return (self.position + rows) // self.order.num_samples
 
     def to_json(self) -> object:
-        """Return all of it as a JSON value, which `from_json` reads."""
+        """Return the cursor as a JSON value, which `from_json` reads."""
         return {"position": self.position, "order": asdict(self.order)}
 
     @classmethod
     def from_json(cls, value: object, *, where: str = "") -> DataCursor:
-        """Return the cursor that a JSON value says.
+        """Return the cursor in a JSON value.
 
         Args:
-            value: As of `to_json`.
+            value: The output of `to_json`.
             where: File and key, for messages.
 
         Raises:
-            SbpError: it says none: names the key, and what would be accepted.
+            SbpError: it is not a cursor; the message names the key and accepted values.
         """
         return serialize.load(value, DataCursor, root="the cursor", where=where)
 
     def check_same_data(self, order: SampleOrder, *, where: str = "") -> None:
-        """Refuse to go on in other data, or in another order of them.
+        """Check that the data and their order are those of this cursor.
 
         Raises:
-            ConfigError: the next position is not of the sample that it was.
+            ConfigError: the next position would be a different sample.
         """
         if told := self.differences(order):
             raise ConfigError(
@@ -226,7 +228,7 @@ class DataCursor:
             )
 
     def differences(self, order: SampleOrder) -> list[str]:
-        """Return what is other in some data than in those of this cursor; nothing if they agree."""
+        """Return the differences between some data and those of this cursor; empty if none."""
         before, told = self.order, []
         if before.num_samples != order.num_samples:
             told.append(

@@ -1,4 +1,9 @@
-"""A data set behind checks: what it returns, and which sample it failed at."""
+"""`SampleSource`: load samples from a data set plugin, and check what the plugin returns.
+
+It casts floating-point tensors to the dtype of the model, applies augmentation, and serialises
+calls of the training and the evaluation loader. An error names the sample that failed. By the
+fingerprint of a split, a resumed run detects that the data have changed.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +23,15 @@ from sbp_torch.kinds import AugmentedDataset, Dataset
 
 _METHODS = ("num_samples", "samples", "describe")
 
-#: Samples that stand for a split in its fingerprint: the first, the last, and as many between.
+#: Number of samples in the fingerprint of a split, evenly spaced from the first to the last.
 _FINGERPRINTED = 8
 
 
 def checked_dataset(made: object, plugin: PluginEntry) -> Dataset:
-    """Return what the factory of a data set has made.
+    """Check that a plugin has returned a data set, and return it.
 
     Raises:
-        PluginError: it is no data set.
+        PluginError: it is not a data set.
     """
     if all(callable(getattr(made, name, None)) for name in _METHODS):
         return made  # type: ignore[return-value] # it has the methods of the protocol
@@ -39,21 +44,21 @@ class SampleSource:
 
     Args:
         data: The data set.
-        plugin: That it comes from, for messages.
-        dtype: Of the floating parts of samples.
+        plugin: The plugin of the data set, for messages.
+        dtype: Dtype for floating-point tensors.
     """
 
     data: Dataset
     plugin: PluginEntry
     dtype: torch.dtype
-    #: The loaders of training and of evaluation ask the same data set.
+    #: The loaders of training and of evaluation call the same data set.
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def num_samples(self, split: str) -> int:
-        """Return how many samples a split has.
+        """Return the number of samples of a split.
 
         Raises:
-            PluginError: the data set returns no number of samples.
+            PluginError: the data set does not return an integer >= 1.
             SbpLookupError: no such split.
         """
         with self._lock:
@@ -71,17 +76,17 @@ class SampleSource:
         split: str,
         epochs: npt.NDArray[np.int64] | None = None,
     ) -> dict[str, Tensor]:
-        """Return samples in the order asked for, their floating parts in the dtype of the model.
+        """Return samples in the given order, floating-point tensors in the dtype of the model.
 
         Args:
             numbers: int64 (n,), n >= 1.
-            split: Of which they are.
-            epochs: In which each is taken, int64 (n,); those of `train` are then augmented, if the
-                data set does that.
+            split: The split of the samples.
+            epochs: The epoch of each sample, int64 (n,); if given, samples of `train` are
+                augmented, if the data set supports that.
 
         Raises:
             PluginError: the data set returns something else, or fails with an error of its own.
-            SbpError: what it raises, with the number of the sample.
+            SbpError: the error that the data set raises, with the number of the sample.
         """
         return {
             name: value.to(self.dtype) if value.is_floating_point() else value
@@ -91,11 +96,11 @@ class SampleSource:
     def fingerprint(self, split: str) -> str:
         """Return a hash of a few samples of a split, from the first to the last.
 
-        Other data have another one, unless they are alike in all of these samples; the same data
-        have the same one, wherever their files are.
+        Different data have a different hash, unless all of these samples are equal. The hash does
+        not depend on the paths of files.
 
         Raises:
-            PluginError, SbpError: as of `load`.
+            PluginError, SbpError: see `load`.
         """
         last = self.num_samples(split) - 1
         numbers = sorted({last * part // (_FINGERPRINTED - 1) for part in range(_FINGERPRINTED)})
@@ -117,7 +122,7 @@ class SampleSource:
                 found = self.data.samples(numbers, split)
             except Exception as error:
                 failed = error
-                # One that fails alone, too, is the one to be named.
+                # Load the samples one by one, to find the sample that fails.
                 for number in numbers[:, None] if len(numbers) > 1 else ():
                     try:
                         self.data.samples(number, split)
@@ -136,10 +141,10 @@ class SampleSource:
             return found
 
     def _check(self, found: object, numbers: npt.NDArray[np.int64], by: str) -> None:
-        """Refuse what is no tensors of so many samples.
+        """Check that the method returned tensors with one row for each sample.
 
         Raises:
-            PluginError: names the method that has returned it.
+            PluginError: it did not; the message names the method.
         """
         if not (isinstance(found, Mapping) and all(map(torch.is_tensor, found.values()))):
             raise self.plugin.returned(found, "a mapping name -> tensor", by=by)
@@ -156,7 +161,7 @@ class SampleSource:
     def _error(
         self, found: Exception, numbers: npt.NDArray[np.int64], split: str, by: str
     ) -> SbpError:
-        """Return the error to raise for one that a method has raised, with the samples."""
+        """Return the error to raise for an exception of the data set, with the samples."""
         named = ", ".join(map(str, numbers[:3].tolist())) + (", ..." if len(numbers) > 3 else "")
         sample = f"{'sample' if len(numbers) == 1 else 'samples'} {named} of split {split!r}"
         if isinstance(found, SbpError):

@@ -1,11 +1,11 @@
-"""What people see of a plan: tables, lines, timelines and pages, and why the plan is as it is.
+"""Reports of a plan for people: tables, timelines, pages, comparisons and explanations.
 
     table, report, pipeline_lines, savings, cluster_lines    the printed plan
     output                                                   prints it, and writes it into a folder
     plan_timeline, timelines, draw                           the simulated step as a picture
     plan_page, page_model, page_charts                       the plan as one HTML file
-    compare, reasons                                         two plans side by side, and why
+    compare, reasons                                         two plans side by side; why they differ
     question, alternatives                                   answers to `explain=` and `compare=`
 
-Nothing here plans or runs anything, except that `alternatives` plans the alternatives.
+Nothing here runs a plan. Only `alternatives` makes plans of its own.
 """

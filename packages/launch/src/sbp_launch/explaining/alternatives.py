@@ -1,16 +1,17 @@
-"""Answer `explain=`: the plan next to what it would be with other SBPs of some tensors.
+"""Answer `explain=`: compare a plan with plans in which some tensors have other SBPs (layouts).
 
     explain=blocks.3.mlp.up           all legal SBPs of its output, the fastest first
-    explain='blocks.3.mlp.up: S(1)'   this one next to the plan, and the change in communication
+    explain='blocks.3.mlp.up: S(1)'   this SBP next to the plan, and the change in communication
 
-Each other plan has one pin more. A pin can be kept in two ways, and the faster plan counts:
+Each alternative plan has one more pin (a prescribed SBP). It is planned in two ways, and the faster
+result is taken:
 
-* *nearby*: only the modules that the pinned tensors belong to, and what takes those, are decided
-  anew (`sbp_core.infer.infer_nearby`); all else stays, whichever planner decided it;
-* *anew*: the planner plans the whole step again, with the pin among the user's. A planner that
-  only reads its plans heeds no pins, so nothing is planned anew then.
+* *nearby*: only the modules of the pinned tensors and their consumers are planned again
+  (`sbp_core.infer.infer_nearby`); all other decisions stay, whichever planner made them;
+* *anew*: the planner plans the whole step again, with the pin among the user's pins. A planner that
+  only reads its plan from a file ignores pins, so this way is skipped.
 
-What is printed is lines.
+The answer is a list of lines.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from sbp_launch.explaining.question import Question, value_text
 from sbp_launch.explaining.reasons import MovedModule, appears, moved_text, reason, refusal
 from sbp_launch.planning.flow import Planned, compiled
 
-#: Plans the whole step with some pins of the user.
+#: Function that plans the whole step with additional pins of the user.
 Replan = Callable[[Mapping[str, PinValue]], Planned]
 
-#: Alternatives of all mesh axes at once beyond which one axis at a time is changed.
+#: With more combinations of SBPs over all mesh axes, only one axis at a time is changed.
 _MOST_PRODUCTS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedTensors:
-    """What a pattern means in a graph.
+    """The tensors of a graph that a pattern matches.
 
     Args:
-        stored: Inputs, of which it says how they are stored.
-        used: Values and inputs, of which it says how they are used.
+        stored: Inputs; for these, a pin sets how they are stored.
+        used: Values and inputs; for these, a pin sets the layout in which they are used.
     """
 
     stored: tuple[str, ...]
@@ -56,20 +57,20 @@ class MatchedTensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """All names."""
         return (*self.stored, *self.used)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan with one pin more, or why there is none.
+    """A plan with one more pin, or the reason why there is none.
 
     Args:
-        value: What the pin says.
-        planned: The plan; None if nothing fulfils the pin.
-        figures: What it costs.
-        modules: The modules that were decided anew; None: the whole step.
-        refused: Why there is no plan.
+        value: The value of the pin.
+        planned: The plan; None if no plan satisfies the pin.
+        figures: The costs of the plan.
+        modules: The modules that were planned again; None: the whole step.
+        refused: The error, if there is no plan.
     """
 
     value: PinValue
@@ -80,10 +81,10 @@ class Alternative:
 
 
 def tensors_of(graph: LogicalGraph, pattern: str) -> MatchedTensors:
-    """Return what a pattern of pins means.
+    """Return the tensors that a pattern of pins matches.
 
     Raises:
-        ConfigError: nothing.
+        ConfigError: it matches none.
     """
     try:
         pins = resolve_pins(graph, ("any",), {pattern: "B"})
@@ -99,7 +100,7 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> MatchedTensors:
 
 
 def present(graph: LogicalGraph, strategy: Strategy, tensors: MatchedTensors) -> list[NdSbp]:
-    """Return how tensors are stored or used, the most frequent way first."""
+    """Return the SBPs in which tensors are stored or used, the most frequent one first."""
     found = Counter(strategy.storage[name].sbp for name in tensors.stored)
     for value in tensors.used:
         for user in graph.users[value]:
@@ -114,13 +115,14 @@ def present(graph: LogicalGraph, strategy: Strategy, tensors: MatchedTensors) ->
 def values_of(
     graph: LogicalGraph, stages: Sequence[Placement], tensors: MatchedTensors, now: NdSbp | None
 ) -> list[str]:
-    """Return the pins that are worth a look: every way to cut the tensors.
+    """Return the values of pins to try: every SBP of the tensors.
 
     Args:
-        graph: The step.
+        graph: The graph of the step.
         stages: Placement of each stage.
-        tensors: Of the pattern.
-        now: How they are cut. Where there are very many ways, those that differ on one axis only.
+        tensors: The tensors of the pattern.
+        now: Their present SBP. If there are very many SBPs, only those that differ from it on one
+            axis are returned.
     """
     num_dims = min(len(graph.tensor(name).shape) for name in tensors.names)
     entries = ["B", *(f"S({dim})" for dim in range(num_dims)), *["P"] * (not tensors.stored)]
@@ -141,13 +143,13 @@ def values_of(
 def alternative(
     planned: Planned, pattern: str, value: PinValue, replan: Replan | None
 ) -> Alternative:
-    """Return the faster of the plans that keep a pin.
+    """Return the faster of the plans with a pin.
 
     Args:
-        planned: The plan as it is.
-        pattern: Of the pin.
-        value: Of the pin.
-        replan: Plans the whole step; None if only what is nearby is to be decided anew.
+        planned: The present plan.
+        pattern: Pattern of the pin.
+        value: Value of the pin.
+        replan: Plans the whole step; None to try the nearby plan only.
     """
     made: list[tuple[Figures, Alternative]] = []
     refused: list[SbpError] = []
@@ -170,12 +172,12 @@ def alternative(
         refused.append(error)
     if not made:
         return Alternative(value=value, refused=refused[0])
-    # One that fits its memory before one that does not; of equals, what changes least.
+    # A plan that fits into memory first, then the faster one; if equal, the nearby plan.
     return min(made, key=lambda pair: (not pair[0].fits, pair[0].step_s))[1]
 
 
 def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
-    """Return whether a plan keeps a pin."""
+    """Return whether a plan satisfies a pin."""
     graph, strategy = planned.graph, planned.strategy
     pins = resolve_pins(graph, strategy.stages[0].axes, {pattern: value})
     return all(
@@ -187,24 +189,24 @@ def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
     )
 
 
-#: All ways of a tensor are planned anew if that takes no longer than so many seconds.
+#: All SBPs of a tensor are planned anew if that is expected to take at most this time, in seconds.
 MOST_PLANNING_S = 30.0
 
-#: After so many seconds no further way is looked at.
+#: Time limit in seconds, after which the remaining SBPs are skipped.
 MOST_S = 120.0
 
-#: Most boxing that is listed as more or less, and most tensors that are named.
+#: Most boxing steps (communication) that are listed as added or removed; most names of tensors.
 _MOST_MOVES, _MOST_NAMES = 6, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRequest:
-    """What is needed to answer: the plan, and how to plan again.
+    """The input of an answer: the plan, and a function to plan again.
 
     Args:
-        planned: The plan as it is.
-        replan: Plans the whole step with more pins of the user.
-        planning_s: What planning took, in seconds.
+        planned: The present plan.
+        replan: Plans the whole step with additional pins of the user.
+        planning_s: Time that planning took, in seconds.
     """
 
     planned: Planned
@@ -218,7 +220,7 @@ def explain_lines(
     """Yield the lines of the answer.
 
     Raises:
-        ConfigError: the pattern matches nothing.
+        ConfigError: the pattern matches no tensor.
     """
     planned = asked.planned
     tensors = tensors_of(planned.graph, question.pattern)
@@ -236,7 +238,7 @@ def explain_lines(
 
 
 def _beside(found: Alternative, asked: ExplainRequest) -> Iterator[str]:
-    """Yield one alternative next to the plan."""
+    """Yield a comparison of one alternative with the plan."""
     planned, before = asked.planned, figures_of(asked.planned)
     if found.planned is None or found.figures is None:
         assert found.refused is not None, "what was not made was refused"
@@ -271,13 +273,13 @@ def _beside(found: Alternative, asked: ExplainRequest) -> Iterator[str]:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of the remaining ones."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _moves(head: str, moved: Sequence[MovedModule]) -> Iterator[str]:
-    """Yield what travels in one plan alone."""
+    """Yield lines about communication that occurs in one plan only."""
     if not moved:
         return
     yield f"  {head}:"
@@ -295,7 +297,7 @@ def _all_ways(
     asked: ExplainRequest,
     progress: Callable[[str], None],
 ) -> Iterator[str]:
-    """Yield a table of all ways to cut some tensors, what is fastest first."""
+    """Yield a table of all SBPs of some tensors, the fastest first."""
     planned, before = asked.planned, figures_of(asked.planned)
     planner, first = planned.strategy.planner, now[0] if now else None
     values = values_of(planned.graph, planned.strategy.stages, tensors, first)
@@ -322,7 +324,7 @@ def _all_ways(
         how = "" if one.modules is None else "nearby; " if replan else ""
         rows.append(_row("", f"({value_text(one.value)})", before, after, f"{how}{told}"))
     yield ""
-    # The last column is below the others, as its texts are long.
+    # The last column is printed on a line of its own, because its texts are long.
     heads = columns([row[:-1] for row in rows], left=2)
     yield heads[0]
     for line, row in zip(heads[1:], rows[1:], strict=True):
@@ -331,7 +333,7 @@ def _all_ways(
     reasons = defaultdict[str, list[str]](list)
     for one in ways:
         if one.refused is not None:
-            # Without the pin, which the refusal repeats.
+            # Without the pin, which the error message repeats.
             _, is_pin, rest = one.refused.what.partition("' asks that ")
             reasons[rest if is_pin else one.refused.what].append(f"({value_text(one.value)})")
     for text, refused in reasons.items():

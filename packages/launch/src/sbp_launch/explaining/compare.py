@@ -1,12 +1,12 @@
-"""What a plan costs, as JSON for scripts, and two plans of one model side by side.
+"""Predicted costs of a plan, also as JSON, and a comparison of two plans of one model.
 
                      this plan   runs/other   change
     predicted step   19.8 ms     36.4 ms      +84%
     ...
     blocks.* x4  mlp.up   parameters (B, B) -> (B, S(0))   output (S(0), B) -> (S(0), S(2))
 
-Meshes, stages and micro-batches may differ; SBPs of plans with other axes are texts, too. For
-scripts, keys end in their units; what is not known is null. All of it is predicted.
+The plans may differ in mesh, stages and micro-batches: SBPs (layouts) are compared as text. In
+JSON, keys end in their units, and unknown values are null:
 
     {"planner": "ilp", "step_s": 0.0132, "samples_per_s": 606.0, "bound_s": 0.0132, "gap": 0.0,
      "memory": {"limit_bytes": ..., "ranks": {"0": {"peak_bytes": ..., "kinds": {...}}}}, ...}
@@ -37,15 +37,15 @@ from sbp_launch.planning.utilization import ModelWork, samples_of_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Boxing of one kind over links of one level, in a training step.
+    """Boxing (communication) of one kind over links of one level, in a training step.
 
     Args:
         kind: The collective, or transfers.
-        level: Of `Cluster.levels`, the number of the smallest whose groups hold those that talk: 0
-            is the innermost.
-        num_calls: How often, buckets of small tensors being one.
-        sent_bytes: What all ranks together send.
-        time_s: What the calls take one after the other, in seconds.
+        level: Index in `Cluster.levels` of the smallest level whose groups contain all ranks of the
+            step; 0 is the innermost.
+        num_calls: Number of calls; a bucket of small tensors counts as one.
+        sent_bytes: Bytes that all ranks together send.
+        time_s: Sum of the times of the calls, in seconds.
     """
 
     kind: StepKind
@@ -57,16 +57,16 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a step of a plan costs.
+    """Predicted costs of a step.
 
     Args:
-        step_s: Predicted time of a step, in seconds.
-        computing_s, boxing_s: For how long a thread computes and boxes, in the mean of all ranks.
+        step_s: Time of a step, in seconds.
+        computing_s, boxing_s: Seconds that a rank computes and communicates; mean over all ranks.
         num_ranks: Ranks of the plan.
-        sent_bytes: What all ranks together send, the commit of the step included.
-        traffic: The same by kind and link, without the commit.
-        fullest: The memory of the rank that needs most; None if it is not known.
-        limit_bytes: The memory that a rank has.
+        sent_bytes: Bytes that all ranks together send, including the commit of the step.
+        traffic: Communication by kind and link, without the commit.
+        fullest: Memory of the rank that needs most; None if it is unknown.
+        limit_bytes: Memory of a rank.
     """
 
     step_s: float
@@ -80,20 +80,20 @@ class Figures:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its memory, as far as that is known."""
+        """Whether the plan fits into memory, as far as that is known."""
         return self.fullest is None or self.fullest.peak <= self.limit_bytes
 
     def sent_by(self, kind: StepKind) -> float:
-        """Return what a rank sends in steps of a kind, in bytes, in the mean of all ranks."""
+        """Return the bytes that a rank sends in steps of a kind; the mean over all ranks."""
         return sum(one.sent_bytes for one in self.traffic if one.kind is kind) / self.num_ranks
 
     def calls_of(self, kind: StepKind) -> int:
-        """Return how many boxing steps of a kind there are."""
+        """Return the number of boxing steps of a kind."""
         return sum(one.num_calls for one in self.traffic if one.kind is kind)
 
 
 def figures_of(planned: Planned) -> Figures:
-    """Return what a plan costs."""
+    """Return the predicted costs of a plan."""
     plan, simulation, memory = planned.plan, planned.simulation, planned.memory
     cluster = planned.settings.cluster
     computing, boxing = busy_s(plan, simulation)
@@ -111,14 +111,14 @@ def figures_of(planned: Planned) -> Figures:
 
 
 def fullest(memory: MemoryReport | str) -> RankMemory | None:
-    """Return the rank that needs most, the first of several; None if that is not known."""
+    """Return the rank with the highest peak, the first of several; None if it is unknown."""
     if isinstance(memory, str):
         return None
     return max(memory.ranks.values(), key=lambda rank: rank.peak)
 
 
 def busy_s(plan: PhysicalPlan, simulation: Simulation) -> tuple[dict[int, float], dict[int, float]]:
-    """Return for how long the threads of each rank compute, and for how long they box."""
+    """Return for each rank the seconds in which its threads compute, and in which they box."""
     computing = dict.fromkeys((part.rank for part in plan.ranks), 0.0)
     boxing = dict(computing)
     for one in simulation.firings:
@@ -128,7 +128,7 @@ def busy_s(plan: PhysicalPlan, simulation: Simulation) -> tuple[dict[int, float]
 
 
 def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
-    """Yield the boxing between ranks by kind and level, without the commit of the step."""
+    """Yield the communication by kind and level, without the commit of the step."""
     calls: dict[int, tuple[int, float]] = {}
     for part in plan.ranks:
         for actor in part.actors:
@@ -151,7 +151,7 @@ def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
 
 
 def level_of(step: BoxingStep, cluster: Cluster) -> int:
-    """Return the number of the smallest level whose groups hold those that talk in a step."""
+    """Return the index of the smallest level whose groups contain all ranks of a boxing step."""
     (source, _), (target, _) = step.source, step.target
     if step.kind is StepKind.TRANSFER:
         groups: tuple[tuple[int, ...], ...] = ((*source.rank_list, *target.rank_list),)
@@ -170,13 +170,13 @@ def change_row(
     value: Callable[[Figures], float],
     text: Callable[[float], str],
 ) -> list[str]:
-    """Return a figure of two plans as the cells of a row: its name, both texts, the change."""
+    """Return the table row of a figure of two plans: its name, both values, the change."""
     old, new = value(before), value(after)
     return [name, text(old), text(new), change_text(old, new)]
 
 
 def figures_json(planned: Planned) -> dict[str, Any]:
-    """Return what a plan costs as a JSON value."""
+    """Return the predicted costs of a plan as a JSON value."""
     figures, plan, memory = figures_of(planned), planned.plan, planned.memory
     strategy, cluster = planned.strategy, planned.settings.cluster
     work = ModelWork.of(planned.graph, cluster.device, figures.num_ranks)
@@ -239,7 +239,7 @@ _ARROW = " -> "
 
 
 def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
-    """Yield the comparison of a plan with another one."""
+    """Yield the lines that compare a plan with another one."""
     yield f"this plan: {plan_text(this.strategy)}"
     yield f"{name}: {plan_text(other.strategy)}"
     if other.strategy.graph_hash != graph_hash(other.graph):
@@ -252,7 +252,7 @@ def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
 
 
 def changed_rows(this: Planned, other: Planned, name: str) -> Iterator[list[str]]:
-    """Yield how many modules are cut otherwise, then of each its name, what of it, and how."""
+    """Yield a summary of the modules with other SBPs, then for each: name, tensor, change."""
     changed, num_modules = changes(this.module_rows, other.module_rows)
     if not changed:
         yield [f"all {num_modules} modules are cut alike"]
@@ -269,7 +269,7 @@ def changed_rows(this: Planned, other: Planned, name: str) -> Iterator[list[str]
 
 
 def plan_text(strategy: Strategy) -> str:
-    """Return what a strategy is, in a line: planner, mesh, stages, micro-batches."""
+    """Describe a strategy in a line: planner, mesh, stages, micro-batches."""
     first = strategy.stages[0]
     axes = " x ".join(
         f"{axis} {size}" for axis, size in zip(first.axes, first.mesh_shape, strict=True)
@@ -284,7 +284,7 @@ def plan_text(strategy: Strategy) -> str:
 
 
 def figure_rows(this: Planned, other: Planned) -> Iterator[list[str]]:
-    """Yield the rows of figures, those that are zero in both left out."""
+    """Yield the rows of figures; kinds of communication that neither plan has are left out."""
     before, after = figures_of(this), figures_of(other)
     row = partial(change_row, before=before, after=after)
     yield row("predicted step", value=lambda one: one.step_s, text=format_seconds)
@@ -310,19 +310,19 @@ def figure_rows(this: Planned, other: Planned) -> Iterator[list[str]]:
 
 
 def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list[ModuleRow], int]:
-    """Return the modules that are cut otherwise, as rows of texts `before -> after`, and how many.
+    """Return the modules whose SBPs differ, as rows of texts `before -> after`.
 
     Returns:
-        The rows that differ, and the number of all modules. Moves are left out.
+        The rows that differ, without their communication; and the number of all modules.
     """
     now, then = ({row.module: row for row in rows} for rows in (this, other))
     found, modules = [], dict.fromkeys((*now, *then))
     for module in modules:
         old, new = now.get(module), then.get(module)
         if old is None or new is None:
-            # Such as a module of views, whose row tells of nothing but boxing.
+            # For example a module of views, whose row contains only communication.
             continue
-        # Those that change alike stand together.
+        # Parameters with equal changes are put together.
         after, alike = dict(new.parameters), defaultdict[str, list[str]](list)
         for name, sbp in old.parameters:
             if text := _changed(sbp, after.get(name, "-")):

@@ -1,12 +1,11 @@
-"""The drawings of a plan's page over time: the memory of a rank, and the simulated step.
+"""Charts on the HTML page of a plan: memory of a rank over time, and timeline of the step.
 
-Memory: kinds on top of each other, and the limit. `sbp_core.memory` knows what is alive at each
-instruction, `sbp_core.simulation` when each firing is: the instructions of a firing are taken to be
-equally long.
+Memory: areas of the kinds on top of each other, and the limit. `sbp_core.memory` gives the live
+bytes at each instruction, `sbp_core.simulation` the time of each firing (one run of a segment of
+operators); all instructions of a firing are assumed to take equally long.
 
-Timeline: lanes of ranks whose width follows that of the page. Positions are shares of the step, so
-that a script enlarges the drawing by its width alone; each bar is an inner `svg`, which cuts off a
-label that is too long for it.
+Timeline: lanes of ranks, as wide as the page. Positions are percentages of the step, so a script
+can zoom by changing the width. Each bar is an inner `svg`, which clips a label that is too long.
 """
 
 from __future__ import annotations
@@ -29,37 +28,37 @@ def round_ticks(end: float, most: int) -> list[float]:
     """Return 0 and further round numbers below `end`, at equal distances.
 
     Args:
-        end: Of the axis, >= 0.
-        most: The most numbers besides 0, >= 2.
+        end: End of the axis, >= 0.
+        most: Largest number of ticks in addition to 0, >= 2.
     """
     if end <= 0:
         return [0.0]
     power = 10.0 ** floor(log10(end / most))
     step = next(power * one for one in (1, 2, 5, 10) if power * one * most >= end * (1 - 1e-9))
-    # The text of one at the very end would stand beyond the drawing.
+    # A tick at the very end would have its label outside of the drawing.
     return [step * number for number in range(floor(0.95 * end / step + 1e-9) + 1)]
 
 
-#: Moments that are drawn of a step.
+#: Largest number of points in time that are drawn.
 _MOST_MOMENTS = 400
 
-#: Of the drawing, in units of its own.
+#: Size of the drawing, in its own units.
 _WIDTH, _HEIGHT = 1000, 200
 
-#: A limit of more than this many times the peak is told, and not drawn.
+#: A limit of more than this many times the peak is given in the caption, but not drawn.
 _MOST_LIMIT = 2.5
 
 
 def memory_chart(
     profile: MemoryProfile, simulation: Simulation, limit_bytes: int, name: str
 ) -> str:
-    """Return the memory of a rank as a drawing with a caption.
+    """Return a chart of a rank's memory with a caption, as HTML.
 
     Args:
-        profile: Of the rank.
-        simulation: When its firings are.
-        limit_bytes: What it has.
-        name: What the rank stands for.
+        profile: Memory profile of the rank.
+        simulation: The simulated step, with the times of firings.
+        limit_bytes: Memory limit of the rank.
+        name: Title: the ranks that this rank represents.
     """
     times_s = tick_times_s(profile, simulation)
     total = profile.total
@@ -111,16 +110,16 @@ def memory_chart(
 
 
 def memory_legend(profiles: Sequence[MemoryProfile]) -> str:
-    """Return what the colours of memory mean, of kinds that are there."""
+    """Return the legend of the kinds of memory that occur."""
     kinds = [kind for kind in MemoryKind if any(any(p.kinds.get(kind, ())) for p in profiles)]
     return legend({kind.value: MEMORY[kind] for kind in kinds})
 
 
 def tick_times_s(profile: MemoryProfile, simulation: Simulation) -> list[float]:
-    """Return when each tick of a rank's memory is, in seconds, never going back.
+    """Return the time of each tick of a rank's memory profile, in seconds, monotonic.
 
-    The order of ticks is one of those that are possible; where firings of several threads are
-    simulated in another one, a tick is drawn no earlier than the one before it.
+    The order of ticks is one of several possible orders. If the simulation runs firings of several
+    threads in another order, a tick is drawn no earlier than the tick before it.
     """
     spans = {
         (one.actor.name, one.index): (one.start_s, one.free_s)
@@ -139,7 +138,7 @@ def tick_times_s(profile: MemoryProfile, simulation: Simulation) -> list[float]:
 
 
 def peaks_of(times_s: Sequence[float], total: Sequence[int], end_s: float) -> list[int]:
-    """Return the ticks that are drawn, in order: of moments that are too near, the fullest one."""
+    """Return the ticks to draw, in order: of ticks that are too close, the one with most memory."""
     fullest: dict[int, int] = {}
     for tick, time_s in enumerate(times_s):
         part = min(_MOST_MOMENTS - 1, int(_MOST_MOMENTS * time_s / end_s)) if end_s else 0
@@ -155,13 +154,13 @@ def _areas(
     end_s: float,
     top: float,
 ) -> Iterator[str]:
-    """Yield an area for each kind, on top of those before it."""
+    """Yield a polygon for each kind, on top of the kinds before it."""
     below = [0] * len(moments)
     xs = [_WIDTH * times_s[tick] / end_s if end_s else 0.0 for tick in moments]
-    # What is held at a moment is held until the next one; the first begins with the step.
+    # The curve is a step function: each value holds until the next tick.
     xs[0] = 0.0
     ends = [*xs[1:], float(_WIDTH)]
-    # From the bottom up: what is always there first, what comes and goes last.
+    # From the bottom up: permanent kinds first, temporary ones last.
     for kind in MEMORY:
         sizes = profile.kinds.get(kind)
         if sizes is None:
@@ -190,12 +189,12 @@ def _y(size: float, top: float) -> str:
 
 _ROW, _GAP, _AXIS = 24, 6, 22
 
-#: Bars of a smaller share of the step have no border.
+#: Bars narrower than this fraction of the step have no border.
 _THIN = 0.003
 
 
 def timeline_chart(timeline: Timeline) -> str:
-    """Return a timeline, whose unit is the second, with its legend."""
+    """Return the chart of a timeline in seconds, with its legend, as HTML."""
     looks = looks_of(timeline.kinds)
     names = "".join(f"<li>{escape(lane.name)}</li>" for lane in timeline.lanes)
     height = len(timeline.lanes) * (_ROW + _GAP)
@@ -221,7 +220,7 @@ def timeline_chart(timeline: Timeline) -> str:
 
 
 def _tick(time_s: float, end_s: float, height: int, also: str) -> str:
-    """Return a line at a time, and the time below it; of class ` fine` where it is enlarged."""
+    """Return a line and a label at a time; `also` is a class, such as ` fine` for zoomed views."""
     at = _percent(time_s, end_s)
     return (
         f'<line class="grid{also}" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
@@ -237,7 +236,7 @@ def _bar(bar: Bar, look: Look, end_s: float, top: int) -> str:
     label = ""
     if bar.label:
         label = f'<text x="50%" y="16" text-anchor="middle" fill="{look.ink}">{bar.label}</text>'
-    # Beside each other, thin bars would be nothing but borders.
+    # Adjacent thin bars would consist of borders only.
     border = "" if bar.end_s - bar.start_s < _THIN * end_s else ' class="apart"'
     return (
         f'<svg x="{_percent(bar.start_s, end_s)}" y="{top}" '

@@ -1,21 +1,21 @@
-"""The mesh and the modules of a plan on its page, and the colours that they share with the charts.
+"""Drawings of the mesh and the modules on the HTML page of a plan, and the colours of all charts.
 
-Fills are light, so that dark text on them is read in light and dark mode. Fills of one set differ
-in lightness and hue, so that those who see few hues tell them apart; and none stands alone: SBPs
-are written on their colour, and each set has a legend.
+Fills are light, so that dark text on them is readable in light and dark mode. The fills of one set
+differ in lightness and hue, for readers with a colour vision deficiency. No meaning depends on
+colour alone: SBPs are written on their colour, and each set has a legend.
 
 Source: the hues are those of Okabe and Ito, "Color Universal Design", 2008, made paler.
 
-The ranks of each stage are drawn as the mesh that they are, with their nodes. The last axis goes to
-the right; the others go down.
+The ranks of each stage are drawn as a mesh, with their nodes. The last axis goes to the right, the
+other axes go down.
 
               tensor 0  tensor 1
     data 0    [ 0 ]     [ 1 ]
     data 1    [ 2 ]     [ 3 ]
 
-The modules are a tree that opens and closes, with the SBP of what they hold and make. Layers that
-are planned alike are one branch. The tree is nested `details`, which browsers open without a
-script; a row is a grid, so that columns stay in line at any depth.
+The modules are a tree that can be folded, with the SBPs of parameters and outputs. Layers with
+equal plans are one branch. The tree is made of nested `details` elements, which need no script; a
+row is a CSS grid, so that columns are aligned at any depth.
 
     blocks.* x4                                                      9.4 MB
       attention                  output (S(0), S(2))                 5.6 MB
@@ -39,10 +39,10 @@ from sbp_launch.explaining.table import Group, groups_of, move_text
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
 
-#: By the dim that is split; further dims share the last one.
+#: CSS classes by the dim that is split; further dims share the last one.
 _SPLITS = ("s0", "s1", "s2", "s3", "s4")
 
-#: Of parts of the memory of a rank.
+#: Colours of the kinds of memory.
 MEMORY: Mapping[MemoryKind, str] = MappingProxyType(
     {
         MemoryKind.PARAMETERS: "#7fb2dd",
@@ -58,21 +58,21 @@ MEMORY: Mapping[MemoryKind, str] = MappingProxyType(
     }
 )
 
-#: Of stages, one after the other.
+#: Colours of stages.
 STAGES = ("#bcd9ef", "#f7d9a4", "#bfe3cf", "#d9caf0", "#f5c6d6", "#dfe5a8", "#c9e7ec", "#e8d3c0")
 
 
 def chips(text: str, axes: tuple[str, ...]) -> str:
-    """Return an nd-SBP as coloured chips, one for each mesh axis.
+    """Return an nd-SBP as coloured labels, one for each mesh axis, as HTML.
 
     Args:
-        text: `(S(0), B)`, with or without parentheses; or empty, for no chips.
+        text: `(S(0), B)`, with or without parentheses; or empty, for no labels.
         axes: Names of the axes.
     """
     if not text:
         return ""
     entries = NdSbp.parse(text[1:-1] if text.startswith("(") else text)
-    # The class of the style sheet that an SBP of one axis has.
+    # The CSS class for the SBP of each axis.
     classes = [
         _SPLITS[min(entry.dim, len(_SPLITS) - 1)]
         if isinstance(entry, Split)
@@ -90,7 +90,7 @@ def chips(text: str, axes: tuple[str, ...]) -> str:
 
 
 def legend(entries: Mapping[str, str]) -> str:
-    """Return a legend: a square of each colour, and what it is."""
+    """Return a legend, as HTML: a square of each colour, and its meaning."""
     made = "".join(
         f'<li><span class="swatch" style="background:{colour}"></span>{escape(name)}</li>'
         for name, colour in entries.items()
@@ -98,21 +98,21 @@ def legend(entries: Mapping[str, str]) -> str:
     return f'<ul class="legend">{made}</ul>'
 
 
-#: More ranks of a stage, or stages, than these are told of and not drawn.
+#: With more ranks in a stage, or more stages, these are described and not drawn.
 _MOST_RANKS, _MOST_STAGES = 256, 16
 
 _CELL_WIDTH, _CELL_HEIGHT, _GAP = 44, 30, 4
 
-#: Width of a letter of 12 pixels, in pixels.
+#: Width of a letter of a 12-pixel font, in pixels.
 _LETTER = 6.8
 
 
 def mesh_drawing(stages: Sequence[Placement], cluster: Cluster) -> str:
-    """Return the drawings of all stages.
+    """Return the drawings of all stages, as HTML.
 
     Args:
-        stages: Placement of each; several may be on the same ranks.
-        cluster: Says which ranks share a node.
+        stages: Placement of each stage; several may be on the same ranks.
+        cluster: The cluster; it determines which ranks share a node.
     """
     parts = []
     for number, stage in enumerate(stages[:_MOST_STAGES]):
@@ -128,7 +128,7 @@ def mesh_drawing(stages: Sequence[Placement], cluster: Cluster) -> str:
 
 
 def mesh_text(stages: Sequence[Placement], cluster: Cluster) -> str:
-    """Return the machine in a sentence."""
+    """Describe the ranks and nodes in a sentence."""
     ranks = {rank for stage in stages for rank in stage.rank_list}
     nodes = len({cluster.node(rank) for rank in ranks})
     where = "one node" if nodes == 1 else f"{nodes} nodes of {cluster.devices_per_node}"
@@ -136,7 +136,7 @@ def mesh_text(stages: Sequence[Placement], cluster: Cluster) -> str:
 
 
 def _drawing(stage: Placement, cluster: Cluster, colour: str) -> str:
-    """Return a stage as SVG, or its shape in words if it is large."""
+    """Return a stage as SVG; if it is too large, its shape in words."""
     axes = " \N{MULTIPLICATION SIGN} ".join(
         f"{axis} {size}" for axis, size in zip(stage.axes, stage.mesh_shape, strict=True)
     )
@@ -177,7 +177,7 @@ def _drawing(stage: Placement, cluster: Cluster, colour: str) -> str:
             f'<text class="on" x="{x + _CELL_WIDTH / 2:.0f}" y="{y + 19}" text-anchor="middle">'
             f"{rank}</text></g>"
         )
-    # The label of the first column may be wider than the cells.
+    # The label of the first column may be wider than its cells.
     first = _LETTER * len(f"{stage.axes[-1]} 0") + 8
     width = margin + max(columns * (_CELL_WIDTH + _GAP), first)
     height = head + (len(cells) // columns) * (_CELL_HEIGHT + _GAP)
@@ -188,10 +188,10 @@ def _drawing(stage: Placement, cluster: Cluster, colour: str) -> str:
     )
 
 
-#: Branches are open at first down to the depth, of these, that shows no more rows than this.
+#: Initially, branches are open down to the first of these depths that shows at most this many rows.
 _OPEN_DEPTHS, _MOST_ROWS = (1, 0), 40
 
-#: What the model itself is called.
+#: Name of the model itself.
 _ROOT = "(root)"
 
 
@@ -200,9 +200,9 @@ class _Branch:
     """A module in the tree.
 
     Args:
-        name: Of the module in the one above.
-        count: Layers that it stands for.
-        row: What is said of it; None of a module whose submodules alone do something.
+        name: Name of the module inside its parent.
+        count: Number of layers that it represents.
+        row: The plan of the module; None if only its submodules have one.
         inner: Its submodules by name.
     """
 
@@ -213,15 +213,15 @@ class _Branch:
 
     @property
     def bytes_of_a_rank(self) -> float:
-        """What a rank sends for it and all that is in it."""
+        """Bytes that a rank sends for the module and its submodules."""
         own = self.row.bytes_of_a_rank if self.row else 0.0
         return own + sum(branch.bytes_of_a_rank for branch in self.inner.values())
 
 
 def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
-    """Return the tree."""
+    """Return the tree, as HTML."""
     axes = stages[0].axes
-    groups = groups_of(rows)  # of all stages, so that layers of one are told by their numbers
+    groups = groups_of(rows)  # of all stages, so that layers of one stage are numbered
     roots = [_tree_of(groups, stage) for stage in range(len(stages))]
     most = max((root.bytes_of_a_rank for root in roots), default=0.0)
     shown = {depth: sum(_num_rows(root, depth) for root in roots) for depth in _OPEN_DEPTHS}
@@ -243,7 +243,7 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
 
 
 def _tree_of(groups: Sequence[Group], stage: int) -> _Branch:
-    """Return the modules of one stage below a branch of no module."""
+    """Return an unnamed branch with the modules of one stage."""
     top = _Branch("")
     for group in (group for group in groups if group.stage == stage):
         for row in group.rows:
@@ -259,7 +259,7 @@ def _tree_of(groups: Sequence[Group], stage: int) -> _Branch:
 
 
 def _num_rows(branch: _Branch, open_depth: int) -> int:
-    """Return how many rows are seen of what is in a branch."""
+    """Return the number of visible rows inside a branch."""
     inner = branch.inner.values()
     return len(inner) + (
         sum(_num_rows(one, open_depth - 1) for one in inner) if open_depth >= 0 else 0
@@ -269,13 +269,13 @@ def _num_rows(branch: _Branch, open_depth: int) -> int:
 def _branch(
     branch: _Branch, axes: tuple[str, ...], most: float, depth: int, opens: int
 ) -> Iterator[str]:
-    """Yield a module: its row, and below it what travels around it, and its submodules.
+    """Yield a module: its row, and below it its communication and its submodules.
 
     Args:
         branch: The module.
-        axes: Of the mesh.
-        most: What the stage that sends most sends, in bytes.
-        depth: Of the branch.
+        axes: Names of the mesh axes.
+        most: Bytes of the stage that sends most; the scale of the bars.
+        depth: Depth of the branch.
         opens: Branches down to this depth are open.
     """
     moves = [move for move in branch.row.moves if move.sent_bytes] if branch.row else []
@@ -302,7 +302,7 @@ def _row(branch: _Branch, axes: tuple[str, ...], most: float, depth: int) -> str
     count = f' <span class="count">&times; {branch.count}</span>' if branch.count > 1 else ""
     cells = ["", ""]
     if branch.row is not None:
-        # Parameters that are stored alike stand together.
+        # Parameters with equal SBPs are put together.
         alike: dict[str, list[str]] = {}
         for name, sbp in branch.row.parameters:
             alike.setdefault(sbp, []).append(name)

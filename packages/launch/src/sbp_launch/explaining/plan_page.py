@@ -1,6 +1,6 @@
-"""A plan as one page: an HTML file that needs no other file, no network and no server.
+"""Write a plan as one HTML page without external files (`sbp-plan page=FILE`).
 
-    summary     time, bytes, memory, why
+    summary     time, bytes, memory, reasons
     mesh        ranks, stages, nodes
     model       a tree of modules, with the SBP of parameters and outputs by mesh axis
     timeline    the simulated step
@@ -8,8 +8,8 @@
     traffic     bytes by collective and link
     comparison  another plan, if one is compared
 
-This puts them together, with `page_model` and `page_charts`, and makes the tables. The page is
-whole without its script (`page.js`), which opens, filters and enlarges.
+`page_model` and `page_charts` make the drawings; this module makes the tables and the page. The
+page is readable without its script (`page.js`), which folds, filters and zooms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sbp_launch.planning.utilization import speed_line
 
 __all__ = ["plan_page"]
 
-#: Bars, lanes and drawings of memory: more make a page that is large and no clearer.
+#: Most bars, lanes and memory charts: more would make the page large, but not clearer.
 _MOST_BARS, _MOST_LANES, _MOST_CHARTS = 6_000, 64, 16
 
 _PAGE = Template("""\
@@ -80,7 +80,7 @@ _ZOOM = (
 
 
 def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = None) -> str:
-    """Return the page of a plan."""
+    """Return the page of a plan, as HTML."""
     figures, stages = figures_of(planned), planned.strategy.stages
     cluster = planned.settings.cluster
     parts = {
@@ -111,9 +111,9 @@ def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = 
 
 
 def _tiles(planned: Planned, figures: Figures) -> str:
-    """Return the figures on top of the page."""
+    """Return the main figures, for the top of the page."""
     step_s, cluster, num_ranks = figures.step_s, planned.settings.cluster, len(planned.plan.ranks)
-    # Where ranks box on a thread of its own, the shares are no parts of the step.
+    # If boxing has its own thread, both overlap, and the fractions do not add up.
     together = any(len(part.orders) > 1 for part in planned.plan.ranks)
     shares = ""
     if step_s:
@@ -155,7 +155,7 @@ def _tiles(planned: Planned, figures: Figures) -> str:
 
 
 def _why(planned: Planned) -> str:
-    """Return what the planner says, and what keeps steps from following each other faster."""
+    """Return the planner's explanation, and what limits the period of steps."""
     graph, strategy = planned.graph, planned.strategy
     explanation = strategy.report.get("explanation", ())
     lines = [str(line) for line in explanation] if isinstance(explanation, list | tuple) else []
@@ -212,7 +212,7 @@ def _timeline(planned: Planned) -> str:
 
 
 def _memory(planned: Planned) -> str:
-    """Return the memory of the fullest rank of each set of ranks that hold the same stages."""
+    """Return the memory chart of the fullest rank of each set of ranks with the same stages."""
     if isinstance(planned.memory, str):
         return f"<p>Memory is not known: {escape(planned.memory)}</p>"
     found = lifetimes(planned.plan, call_layouts())
@@ -237,12 +237,12 @@ def _memory(planned: Planned) -> str:
     return memory_legend([profile for _, profile in profiles]) + charts + more
 
 
-#: Of levels of links, innermost first; further ones have the last.
+#: Colours of levels of links, innermost first; further levels have the last colour.
 _LEVEL_COLOURS = ("#a9cfee", "#f3b46b", "#e07b6a", "#a569bd")
 
 
 def traffic_chart(figures: Figures, cluster: Cluster) -> str:
-    """Return a table of what a rank sends, by collective and level of links."""
+    """Return a table of the bytes that a rank sends, by collective and level of links."""
     if not figures.traffic:
         return "<p>Nothing is sent between ranks.</p>"
     most = max(one.sent_bytes for one in figures.traffic)
@@ -267,7 +267,7 @@ def _figures(*texts: object) -> Iterator[str]:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; the first cell of a row is its head, indented if its text is.
+    """Return a table as HTML; the first cell of a row is its head, indented if its text is.
 
     `.figure TEXT` and `.bar HTML` are cells of these classes, and `.total TEXT` is the head of a
     row of that class.
@@ -292,7 +292,7 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def comparison(this: Planned, other: Planned, name: str) -> str:
-    """Return the comparison of the plan of the page with another one of the same model."""
+    """Return the comparison of the plan with another plan of the same model, as HTML."""
     said, *changed = changed_rows(this, other, name)
     figures = _table(
         ("", *_figures("this plan", name, "change")),

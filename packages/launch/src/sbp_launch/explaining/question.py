@@ -1,4 +1,4 @@
-"""What `explain=` and `compare=` name, read without PyTorch: a question, and another strategy."""
+"""Parse `explain=` (a question) and `compare=` (a strategy) of `sbp-plan`; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _EXAMPLE = "explain='blocks.0.mlp.up: S(1)', or explain=blocks.0.mlp.up for all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Why are some tensors cut as they are, and not otherwise?
+    """The question of `explain=`: what would the plan cost with other SBPs of some tensors?
 
     Args:
-        pattern: Of names, as in pins.
-        value: How they would be cut; None asks for all ways.
+        pattern: Pattern of names, as in pins.
+        value: The SBP to compare with; None for all legal SBPs.
     """
 
     pattern: str
@@ -29,10 +29,10 @@ class Question:
 
     @classmethod
     def parse(cls, text: str) -> Question:
-        """Read `PATTERN: SBP`, `PATTERN: {axis: SBP}` or `PATTERN`.
+        """Parse `PATTERN: SBP`, `PATTERN: {axis: SBP}` or `PATTERN`.
 
         Raises:
-            ConfigError: it is none of them.
+            ConfigError: it has another form.
         """
         found = _QUESTION.fullmatch(text.strip())
         if found is None:
@@ -60,26 +60,26 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question as one types it."""
+        """The question as on the command line."""
         if self.value is None:
             return self.pattern
         return f"{self.pattern}: {value_text(self.value)}"
 
 
 def value_text(value: PinValue) -> str:
-    """Return the value of a pin as one types it: `S(0), B` or `{tensor: S(0)}`."""
+    """Return the value of a pin as on the command line: `S(0), B` or `{tensor: S(0)}`."""
     if isinstance(value, str):
         return value
     return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
 
 
-#: What a run leaves of its plan, and what `sbp-plan out=` writes.
+#: Files of the strategy in a run folder; and endings of files that `sbp-plan out=` writes.
 _NAMES = ("strategy.yaml", "strategy.json")
 _ENDINGS = (".yaml", ".yml", ".json")
 
 
 def strategy_of(place: str) -> Path:
-    """Return the file of the strategy that `compare=` names.
+    """Return the strategy file that `compare=` names.
 
     Raises:
         ConfigError: there is none.
@@ -105,7 +105,7 @@ def read_strategy(path: Path) -> Strategy:
     """Read a strategy file.
 
     Raises:
-        ConfigError: it is none of this version.
+        ConfigError: it is not a strategy of this version.
     """
     try:
         return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path)

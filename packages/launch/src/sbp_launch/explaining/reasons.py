@@ -1,16 +1,16 @@
-"""What makes one plan slower, larger or impossible next to another, in a sentence.
+"""Explain in one sentence why a plan is slower, larger or impossible, compared with another plan.
 
     slower by 12%: needs in each of 4 blocks.*.up, after forward: all-gather of output over data ...
     does not fit 1.0 GB: rank 0 at its peak, in firing 0 of forward.0.0, ...: 1.2 GB activations ...
 
-What decides is what takes most of the time by which they differ: computing, boxing, or waits. What
-travels in one plan and not in the other is found by module, layers that differ alike as one:
+The sentence names the largest part of the difference in time: computing, boxing (communication) or
+waiting. Communication that only one plan has is found by module; equal layers count as one module:
 
     before                                    after
     up: nothing                               up: after forward, all-gather of output, 2 MB
     down: before update, all-reduce, 1 MB     down: before update, all-reduce, 1 MB
 
-Here, the all-gather of `up` appears, and nothing goes.
+Here, the all-gather of `up` is new, and nothing is removed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sbp_launch.planning.rows import ModuleMove, ModuleRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedModule:
-    """What travels around one module, or around one of several equal layers.
+    """Communication of one module, or of equal layers, that one plan has and the other has not.
 
     Args:
-        module: `blocks.*.mlp.up`.
-        count: How many modules that is.
-        move: What travels, in all of them together.
+        module: Name of the module, such as `blocks.*.mlp.up`.
+        count: Number of modules that the name stands for.
+        move: The communication of all of them together.
     """
 
     module: str
@@ -44,7 +44,7 @@ class MovedModule:
 
 
 def appears(before: Sequence[ModuleRow], after: Sequence[ModuleRow]) -> list[MovedModule]:
-    """Return what travels after a change and did not before it, what takes longest first."""
+    """Return the communication after a change that was not there before it, the longest first."""
     had = Counter((row.stage, row.module, move) for row in before for move in row.moves)
     rows = []
     for row in after:
@@ -54,7 +54,7 @@ def appears(before: Sequence[ModuleRow], after: Sequence[ModuleRow]) -> list[Mov
                 had[row.stage, row.module, move] -= 1
             elif move.sent_bytes:
                 new.append(move)
-        # Rows of layers are one where all but their moves are equal.
+        # `groups_of` merges rows of layers that are equal except for their moves.
         rows.append(replace(row, parameters=(), output="", moves=tuple(new)))
     moved = []
     every = ((of, one, move) for of in groups_of(rows) for one in of.rows for move in one.moves)
@@ -70,14 +70,14 @@ def appears(before: Sequence[ModuleRow], after: Sequence[ModuleRow]) -> list[Mov
     return sorted(moved, key=lambda one: -one.move.time_s)
 
 
-#: Times that differ by less than this share are the same.
+#: Relative differences of times below this count as none.
 _SAME = 5e-4
 
 
 def reason(now: Planned, then: Planned, before: Figures, after: Figures) -> str:
-    """Return in one sentence how another plan compares, and what of it decides that.
+    """Return in one sentence how another plan compares with the present one, and why.
 
-    `now` is the plan as it is, which costs `before`; `then` is the other one, which costs `after`.
+    `now` is the present plan, with costs `before`; `then` is the other plan, with costs `after`.
     """
     if after.fullest is not None and not after.fits:
         return f"does not fit {format_bytes(after.limit_bytes)}: {peak_text(after.fullest)}"
@@ -97,12 +97,12 @@ def reason(now: Planned, then: Planned, before: Figures, after: Figures) -> str:
 
 
 def _cause(moved: Sequence[MovedModule], before: Figures, after: Figures) -> str:
-    """Return what takes the time that one of two plans takes and the other does not.
+    """Return the main cause of the difference in time between two plans.
 
     Args:
-        moved: What travels in the slower one alone, what takes longest first.
-        before: What the plan as it is costs.
-        after: What the other one costs.
+        moved: Communication of the slower plan only, the longest first.
+        before: Costs of the present plan.
+        after: Costs of the other plan.
     """
     is_slower = after.step_s > before.step_s
     sign = 1 if is_slower else -1
@@ -122,7 +122,7 @@ def _cause(moved: Sequence[MovedModule], before: Figures, after: Figures) -> str
 
 
 def moved_text(one: MovedModule) -> str:
-    """Return what travels where: `in each of 4 blocks.*.up, after forward: ... (4.2 MB, 1 ms)`."""
+    """Describe communication: `in each of 4 blocks.*.up, after forward: ... (4.2 MB, 1 ms)`."""
     where = f"in each of {one.count} {one.module}" if one.count > 1 else f"in {one.module}"
     size = format_bytes(one.move.bytes_of_a_rank / one.count)
     time = format_seconds(one.move.time_s / one.count)
@@ -130,12 +130,12 @@ def moved_text(one: MovedModule) -> str:
 
 
 def refusal(error: SbpError) -> str:
-    """Return why there is no plan, and what would be accepted, on one line."""
+    """Return the reason why there is no plan, and what would be accepted, on one line."""
     accepted = f"; accepted here: {error.accepted}" if error.accepted else ""
     return f"not legal: {error.what}{accepted}"
 
 
 def percent(share: float) -> str:
-    """Return a share as people read it: `12%`, `0.4%`, `230%`."""
+    """Return a fraction as a percentage: `12%`, `0.4%`, `230%`."""
     number = 100 * share
     return f"{number:.0f}%" if number >= 10 else f"{number:.2g}%"

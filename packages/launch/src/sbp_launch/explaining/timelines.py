@@ -1,8 +1,8 @@
-"""Pictures of a `sbp_core.timeline.Timeline`: in the terminal, as SVG, and as a page.
+"""Draw a `sbp_core.timeline.Timeline` (a Gantt chart): in the terminal, as SVG, and as HTML page.
 
-The page is one HTML file that needs no other, and no network. In the terminal each lane is a row.
-Where the bars would be too narrow for their labels, the time goes on in a further band of rows
-below:
+The page is one HTML file that needs no other file and no network. In the terminal, each lane is a
+row. If the bars would be too narrow for their labels, the time axis continues in a further band of
+rows below:
 
     0 ─────────────── 8            0 ──── 4
     rank 0 │0 1 2 0 1 2 │          rank 0 │0 1 2│
@@ -34,12 +34,12 @@ __all__ = ["ENDINGS", "page", "show", "svg", "terminal_lines", "write_drawings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How bars of a kind are drawn.
+    """The style of the bars of one kind.
 
     Args:
-        fill: The colour of the bar, `#rrggbb`.
-        ink: The colour of what is written on it, with a contrast of at least 4.5.
-        name: What the legend says.
+        fill: Colour of the bar, `#rrggbb`.
+        ink: Colour of the label on it, with a contrast of at least 4.5.
+        name: Name in the legend.
     """
 
     fill: str
@@ -55,14 +55,14 @@ _KNOWN: Mapping[str, Look] = MappingProxyType(
         "B": Look(fill="#f2994a", ink=_DARK, name="backward"),
         "I": Look(fill="#f2c14e", ink=_DARK, name="input gradient"),
         "W": Look(fill="#5fb58c", ink=_DARK, name="weight gradient"),
-        # Of plans: the same in all of them, whatever else there is.
+        # Kinds in timelines of plans: always in the same colours.
         "update": Look(fill="#f4a6a6", ink=_DARK, name="update"),
         "collective": Look(fill="#8ecae6", ink=_DARK, name="collective"),
         "transfer": Look(fill="#c9a7eb", ink=_DARK, name="transfer"),
     }
 )
 
-#: For other kinds, in the order in which they first begin.
+#: Colours of other kinds, in the order of their first bars.
 _FILLS = ("#b5c99a", "#d9d9d9", "#8fb8a8", "#d8a48f", "#e9c46a", "#a3a1d6")
 
 _FADING = 0.22
@@ -70,7 +70,7 @@ _FADING = 0.22
 
 
 def looks_of(kinds: Sequence[str]) -> Mapping[str, Look]:
-    """Return how each kind is drawn."""
+    """Return the style of each kind."""
     others = [kind for kind in kinds if kind not in _KNOWN]
     return {
         kind: _KNOWN[kind]
@@ -81,7 +81,7 @@ def looks_of(kinds: Sequence[str]) -> Mapping[str, Look]:
 
 
 def faded(look: Look, chunk: int) -> Look:
-    """Return the look of a rank's further chunks: paler ones, of the same colour."""
+    """Return the style for a further chunk (model part) of a rank: paler, of the same hue."""
     share = min(chunk, 3) * _FADING
     if not share:
         return look
@@ -91,7 +91,7 @@ def faded(look: Look, chunk: int) -> Look:
 
 
 def short(number: float) -> str:
-    """Return a time without digits that say nothing: 24, 4.5, 0.0313."""
+    """Return a time with at most six significant digits: 24, 4.5, 0.0313."""
     return f"{number:.6g}"
 
 
@@ -105,10 +105,10 @@ _LEAST_WIDTH, _MOST_WIDTH = 640, 20_000
 
 
 def svg(timeline: Timeline) -> str:
-    """Draw a timeline; colours of the text follow the page that it is in.
+    """Draw a timeline; the text has the text colour of the surrounding page.
 
     Returns:
-        An `<svg>` element, which is a file of its own, too.
+        An `<svg>` element, which is also valid as a file.
     """
     looks = looks_of(timeline.kinds)
     margin = 16 + _LETTER * max((len(lane.name) for lane in timeline.lanes), default=0)
@@ -155,7 +155,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def _pixels_per_s(timeline: Timeline) -> float:
-    """Return the pixels a second: shortest bars show their labels, if the drawing stays small."""
+    """Return the pixels per second: enough for the labels of short bars, unless it is too wide."""
     if not timeline.end_s:
         return 1.0
     labelled = (
@@ -195,15 +195,15 @@ _MOST_BANDS = 12
 
 
 def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:
-    """Draw a timeline.
+    """Draw a timeline as text.
 
     Args:
-        timeline: What to draw.
+        timeline: The timeline.
         width: Columns of the terminal, at least 20.
-        coloured: Whether colours tell the kinds; otherwise their names do, by the first letter.
+        coloured: Whether kinds are shown by colours; otherwise by the first letter of their names.
 
     Returns:
-        Lines of at most `width` columns; of a timeline without bars, none.
+        Lines of at most `width` columns; none for a timeline without bars.
     """
     bars = [bar for lane in timeline.lanes for bar in lane.bars]
     if not timeline.end_s:
@@ -242,10 +242,10 @@ def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
 def _columns_per_s(
     bars: Sequence[Bar], end_s: float, columns: int, *, named: bool
 ) -> tuple[float, int]:
-    """Return the columns a second, and those of a band.
+    """Return the columns per second, and the columns of a band.
 
-    A short bar has a whole number of columns, enough for its label, and a band whole bars; where
-    that takes too many bands, labels are cut.
+    A short bar gets a whole number of columns, enough for its label, and a band has whole bars. If
+    that would take too many bands, labels are cut.
     """
     named_bars = [bar for bar in bars if bar.label] or bars
     lengths = [bar.end_s - bar.start_s for bar in named_bars if bar.end_s > bar.start_s]
@@ -263,7 +263,7 @@ def _columns_per_s(
 def _terminal_row(
     lane: Lane, looks: Mapping[str, Look], columns_per_s: float, total: int, *, coloured: bool
 ) -> Text:
-    """Draw one lane in as many columns as it takes; bands are cut out of it."""
+    """Draw one lane as a single line; bands are slices of it."""
     row = Text()
     for bar in lane.bars:
         first = max(len(row), round(bar.start_s * columns_per_s))
@@ -318,7 +318,7 @@ $drawing
 
 
 def page(timeline: Timeline, facts: Mapping[str, str]) -> str:
-    """Return a page with a title, a table of facts, and the timeline, which scrolls if wide."""
+    """Return an HTML page with a title, a table of facts, and the timeline, scrollable if wide."""
     rows = (
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
         for name, value in facts.items()
@@ -328,12 +328,12 @@ def page(timeline: Timeline, facts: Mapping[str, str]) -> str:
     )
 
 
-#: Of the drawings of a timeline.
+#: File endings of the drawings of a timeline.
 ENDINGS = (".svg", ".html")
 
 
 def show(timeline: Timeline, console: Console) -> None:
-    """Draw a timeline in the terminal: with colours, or with letters where there are none."""
+    """Draw a timeline in the terminal: with colours, or with letters if it has no colours."""
     coloured = console.is_terminal and console.color_system is not None
     for line in terminal_lines(timeline, width=console.width, coloured=coloured):
         if coloured:
@@ -343,7 +343,7 @@ def show(timeline: Timeline, console: Console) -> None:
 
 
 def write_drawings(timeline: Timeline, facts: Mapping[str, str], out: str) -> None:
-    """Write a timeline as SVG, and as a page with some facts; say so."""
+    """Write a timeline as SVG, and as a page with some facts; print a message for each."""
     drawings = zip(ENDINGS, (svg(timeline), page(timeline, facts)), strict=True)
     for ending, drawing in drawings:
         Path(out + ending).write_text(drawing, encoding="utf-8")

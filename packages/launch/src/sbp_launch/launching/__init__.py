@@ -1,7 +1,7 @@
-"""Who starts the processes of a run, and how they meet.
+"""Start the processes of a run, and connect them.
 
-`launchers` are the plugins; `launching` says which one a run means, starts the ranks, and sees that
-all end; `rank` is one of them in a process of its own, with the file that it writes. Ranks that
-torchrun, mpiexec or srun started learn of their run through `rendezvous`; `slurm_job` submits one.
-What a launcher told this process is `sbp_launch.world`.
+`launchers` are the plugins; `launching` chooses one, starts the ranks, and waits for all of them;
+`rank` is the program of one rank in its own process, with its log. Ranks that torchrun, mpiexec or
+srun started get the run from rank 0 through `rendezvous`; `slurm_job` submits a job. The rank that
+a launcher gave to this process is read by `sbp_launch.world`.
 """

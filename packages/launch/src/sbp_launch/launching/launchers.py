@@ -1,8 +1,9 @@
-"""Who starts the processes of a run: the plugins of kind `launcher`.
+"""The built-in launchers (plugins of kind `launcher`): commands that start the ranks of a run.
 
-A launcher says what is started. `choice` says which one is meant, `launching` starts what it
-says, and `world` reads what those that start processes by themselves, torchrun, mpiexec and srun,
-have told each of them.
+A launcher returns `LaunchSpec`s: commands with their ranks and environment variables.
+`launching.choose_launcher` selects the launcher, and `launching` runs its commands. If torchrun,
+mpiexec or srun has started the processes already, no command is run: `world` reads the rank from
+the environment.
 """
 
 from __future__ import annotations
@@ -21,48 +22,48 @@ from sbp_core.processes import LaunchRequest, mpiexec_specs
 from sbp_launch.checks import check_least
 from sbp_launch.world import FORGET_LAUNCHER
 
-#: How torchrun names the first process that failed.
+#: Pattern for torchrun's message about the first process that failed.
 _TORCHRUN_FAILURES = (r"failed \(exitcode: \S+\) local_rank: (?P<rank>\d+)",)
 
-#: What brings submitit, and mpi4py.
+#: Advice to install submitit, and mpi4py.
 _SUBMITIT = 'pip install "sbp-launch[slurm]"'
 _MPI4PY = 'pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoLauncherConfig:
-    """The choice is made by boxing, and by who has started this process."""
+    """Choose the launcher by the boxing backend and by how this process was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadsConfig:
-    """All ranks are threads of one process."""
+    """Run all ranks as threads of one process."""
 
     spans_processes: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessesConfig:
-    """Each rank is a process."""
+    """Run each rank as a process."""
 
     spans_processes: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmConfig:
-    """Settings of the launcher `slurm`, used where `srun` has not started the ranks already.
+    """Settings of the launcher `slurm`, used if `srun` has not started the ranks already.
 
     Args:
         nodes: Hosts, >= 1; each gets an equal part of the ranks.
         cpus_per_rank: Cores of a rank, >= 1.
         gpus_per_rank: GPUs of a rank, >= 0.
-        timeout_min: Minutes that the job may take, >= 1.
-        partition: Where it queues; Slurm's default if None.
+        timeout_min: Time limit of the job in minutes, >= 1.
+        partition: Partition to submit to; Slurm's default if None.
         parameters: More of sbatch, by submitit's names: `{slurm_account: lab}`.
         cluster: `slurm`, or `local` for processes of this machine, to try it out.
 
     Raises:
-        ConfigError: a setting cannot be meant.
+        ConfigError: a setting is invalid.
     """
 
     spans_processes: ClassVar[bool] = True
@@ -87,7 +88,7 @@ class SlurmConfig:
 
 
 class Threads:
-    """The launcher `threads`: one process, which holds all ranks."""
+    """The launcher `threads`: one process with all ranks."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
@@ -95,7 +96,7 @@ class Threads:
 
 
 class Spawn:
-    """The launcher `spawn`: what the boxing backend says of this machine."""
+    """The launcher `spawn`: the commands that the boxing backend proposes for this machine."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
@@ -110,7 +111,7 @@ class Spawn:
 
 
 class Torchrun:
-    """The launcher `torchrun`, where it has not started this process: torchrun on this machine."""
+    """The launcher `torchrun`: torchrun on this machine, unless it has started this process."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
@@ -127,7 +128,7 @@ class Torchrun:
 
 
 class Mpiexec:
-    """The launcher `mpiexec`, where it has not started this process: mpiexec on this machine."""
+    """The launcher `mpiexec`: mpiexec on this machine, unless it has started this process."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
@@ -138,7 +139,7 @@ class Mpiexec:
 
 
 class Slurm:
-    """The launcher `slurm`, where `srun` has not started this process: submits the job."""
+    """The launcher `slurm`: submit a job, unless `srun` has started this process."""
 
     def __init__(self, config: SlurmConfig) -> None:
         self.config = config
@@ -159,7 +160,7 @@ class Slurm:
                 command=(*module, str(request.folder), settings, *request.command),
                 ranks=tuple(range(request.num_ranks)),
                 forwards_signals=True,
-                # It would send SIGUSR2, which asks ranks what they are at, when time is almost up.
+                # By default, submitit sends SIGUSR2 near the time limit: our status request.
                 environment={"SUBMITIT_PREEMPT_SIGNAL": "USR1"},
                 failure_patterns=(r"task (?P<rank>\d+) of the job failed",),
             ),
@@ -168,7 +169,7 @@ class Slurm:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Make a wrong choice of what cannot be started because something is not installed."""
+    """Raise a `BoxingError` (something is not installed) as a `ConfigError`."""
     try:
         yield
     except BoxingError as error:
@@ -180,7 +181,7 @@ def build_threads(config: ThreadsConfig | AutoLauncherConfig) -> Threads:
     return Threads()
 
 
-#: What `auto` stands for where nothing is known of boxing: `choose_launcher` decides.
+#: For callers that do not know the boxing backend; otherwise `choose_launcher` resolves `auto`.
 build_auto = build_threads
 
 

@@ -1,18 +1,18 @@
-"""Choose the launcher of a run, start the ranks as it says, and see to it that all of them end.
+"""Choose the launcher of a run, start its ranks, and make sure that all of them end.
 
-The launcher is checked against boxing, the mesh, and who started this process. What the user chose
-has to fit; only `auto` is replaced.
+The launcher is checked against the boxing backend, the mesh, and how this process was started. A
+choice of the user must fit; only `auto` is replaced:
 
-| boxing connects | nobody started this process | torchrun, mpiexec or srun did |
+| boxing connects | this process was started directly | by torchrun, mpiexec or srun |
 |---|---|---|
 | threads of one process | `threads` | refused, if they started several |
-| processes | `spawn` | that one |
+| processes | `spawn` | that launcher |
 
-| the ranks are | what happens here |
+| the ranks are | action |
 |---|---|
-| threads of this process | it trains |
-| processes that were started already, of which this one is rank 0 | tells the others, and trains |
-| processes that are not there yet | starts them, passes on what they write, and waits |
+| threads of this process | train |
+| processes that were started already, and this one is rank 0 | send orders to them, and train |
+| processes that do not exist yet | start them, forward their output, and wait |
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import ComposedConfig, PluginChoice, RunConfig
 from sbp_launch.world import MPIEXEC, SLURM, THREADS, TORCHRUN, World
 
-#: The option that leaves the choice to `choose_launcher`, and what it takes on this machine.
+#: The option that leaves the choice to `choose_launcher`, and its result on this machine.
 AUTO, SPAWN = "auto", "spawn"
 
-#: How each launcher starts a command, for N ranks.
+#: For each launcher, the command that starts N ranks.
 _COMMANDS = {
     TORCHRUN: "torchrun --nproc-per-node={} $(which sbp-train) ...",
     MPIEXEC: "mpiexec -n {} sbp-train ...",
@@ -57,16 +57,17 @@ _COMMANDS = {
 def choose_launcher(
     config: RunConfig, composed: ComposedConfig, registry: PluginRegistry, world: World
 ) -> RunConfig:
-    """Return a run with the launcher that it means.
+    """Return a run with its launcher chosen.
 
     Args:
-        config: Checked, group by group.
-        composed: What it was made of.
+        config: The run, with each config group checked.
+        composed: The composed config, for messages.
         registry: The plugins.
-        world: Who started this process.
+        world: The launcher of this process, its rank, and the number of processes.
 
     Raises:
-        ConfigError: the launcher does not fit boxing, the mesh, or who started this process.
+        ConfigError: the launcher does not fit the boxing backend, the mesh, or how this process was
+            started.
     """
     boxing, asked = config.boxing.name, config.launcher.name
     groups = ("launcher", "boxing", "cluster")
@@ -88,7 +89,7 @@ def choose_launcher(
         )
     choice = config.launcher if name == asked else PluginChoice(name=name)
     if _spans_processes(registry, "launcher", choice) != is_between:
-        # One of the two has processes, the other threads.
+        # One of the two is for processes, the other for threads.
         if world.size == 1 and name == THREADS:
             raise refusal(
                 f"boxing={boxing} connects one process a rank, and launcher={name} runs all ranks "
@@ -106,7 +107,7 @@ def choose_launcher(
             todo=f"add boxing={'mpi' if name == MPIEXEC else 'torch'}, or {instead}",
         )
     ranks = prod(config.mesh)
-    # One process of Slurm may well submit a job of many.
+    # A single process started by Slurm may submit a job of many ranks.
     may_start = name == SLURM and world.size == 1
     if name == world.launcher != THREADS and world.size != ranks and not may_start:
         shape = ", ".join(map(str, config.mesh))
@@ -122,12 +123,12 @@ def choose_launcher(
 
 
 def is_started(config: RunConfig, world: World) -> bool:
-    """Say whether the ranks of a run, whose launcher is chosen, have been started already."""
+    """Return whether the ranks of a run, whose launcher is chosen, have been started already."""
     return config.launcher.name == world.launcher != THREADS and world.size == prod(config.mesh)
 
 
 def has_threads(config: RunConfig, registry: PluginRegistry) -> bool:
-    """Say whether the ranks of a run, whose launcher is chosen, are threads of this process."""
+    """Return whether the ranks of a run, whose launcher is chosen, are threads of this process."""
     return not _spans_processes(registry, "launcher", config.launcher)
 
 
@@ -136,18 +137,18 @@ def _spans_processes(registry: PluginRegistry, kind: str, choice: PluginChoice) 
     return bool(getattr(config, "spans_processes", False))
 
 
-#: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
-#: at once; one that captures or plans waits for nobody.
+#: Seconds that other ranks get to end by themselves after a rank has failed. Ranks that wait for it
+#: are notified at once; a rank that captures or plans does not communicate.
 _GRACE_S = 2.0
 
-#: Seconds that they get beyond that: one that computes, until it waits for the others; and to save
-#: what is left.
+#: Further seconds: for a rank that computes, until it next communicates; and for saving the states
+#: of the surviving ranks.
 _STEP_S, _SAVE_S = 30.0, 600.0
 
-#: Lines of the log of a rank that failed which are shown.
+#: Number of lines that are quoted from the log of a rank that failed.
 _SHOWN_LINES = 12
 
-#: Bytes from the end of a log in which they are looked for.
+#: Bytes at the end of a log in which these lines are searched.
 _SHOWN_BYTES = 2**16
 
 
@@ -163,19 +164,19 @@ def launch(
     """Train on the ranks of a run, wherever they are.
 
     Args:
-        config: Whose launcher is chosen.
+        config: The run, with its launcher chosen.
         registry: The plugins.
-        folder: Of the run, with its settings.
-        world: Who started this process.
-        meeting: With the other ranks, if there are some already.
+        folder: The run folder, with the settings.
+        world: The launcher of this process, its rank, and the number of processes.
+        meeting: Connection to the other ranks, if they were started already.
         of_sweep: Whether further runs follow if this one fails.
 
     Raises:
         SbpError: the run failed.
-        SystemExit: the ranks have said themselves why they ended.
+        SystemExit: the run ended, and the ranks have printed the reason.
     """
     if has_threads(config, registry):
-        # Here and not above: a wrong setting is answered without waiting for torch.
+        # Imported here: a wrong setting is reported without waiting for torch.
         from sbp_launch.trainer.trainer import train
 
         train(config, registry, folder)
@@ -189,7 +190,7 @@ def launch(
 
 
 def follow(meeting: Rendezvous, world: World) -> int:
-    """Train, as another rank than 0, in each run that rank 0 tells of; return the exit code."""
+    """Train, as a rank other than 0, in each run that rank 0 announces; return the exit code."""
     failed = 0
     while (told := meeting.receive()).folder is not None:
         code = run_rank(told.folder, world)
@@ -203,13 +204,13 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """Start the ranks, and wait for them.
 
     Raises:
-        ConfigError: they cannot be started so.
+        ConfigError: this launcher cannot start them.
         RunError: one of them failed.
-        SystemExit, KeyboardInterrupt: a signal ended them, or rank 0 has said why it ended.
+        SystemExit, KeyboardInterrupt: a signal ended them, or rank 0 has printed why it ended.
     """
     num_ranks = prod(config.mesh)
     boxing, choice = config.boxing, config.launcher
-    # It finds the modules that this process finds: the working folder only where this one does.
+    # With the import path of this process: the working folder only if it is there, too.
     finds_here = "" in sys.path or str(Path.cwd()) in sys.path
     python = (sys.executable, *([] if finds_here else ["-P"]), "-m", "sbp_launch.launching.rank")
     request = LaunchRequest(
@@ -240,12 +241,12 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     if report.stopped_by is not None:
         raise SystemExit(128 + report.stopped_by)
     if any(end.code == BAD_CONFIG for end in report.exits if 0 in end.spec.ranks):
-        raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
+        raise SystemExit(BAD_CONFIG)  # an error of the settings, which rank 0 has printed
     error = report.error(quote=False)
     if error is None:
         return
     if (cause := report.cause) is not None:
-        # What the rank that failed first has written last is quoted.
+        # Quote the end of the log of the rank that failed first.
         rank = cause.spec.ranks[0]
         if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
             rank = int(cause.root_cause[0])
@@ -260,7 +261,7 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         newest_first,  # here: it takes a while, and only failures need it
     )
 
-    with suppress(SbpError):  # what has failed matters more
+    with suppress(SbpError):  # the original error must be raised
         storage = config.storage
         make = cast(StorageFactory, registry.make("storage", storage.name, storage.settings))
         if names := newest_first(make(folder)):
@@ -270,16 +271,16 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
 
 
 class _Output:
-    """Passes on what rank 0 writes, or a launcher; the other ranks have their logs.
+    """Forwards the output of rank 0, or of a launcher; the other ranks have their logs.
 
-    By that it knows what the run is at, and so how long those that are left of it may take to end.
+    From this output it knows the phase of the run, and so how long surviving ranks may take to end.
     """
 
     def __init__(self) -> None:
         self._at = ""
 
     def write(self, line: Line) -> None:
-        """Pass on a line."""
+        """Forward a line of rank 0."""
         if 0 not in line.spec.ranks:
             return
         if STARTING in line.text:
@@ -287,10 +288,10 @@ class _Output:
         elif SAVING in line.text:
             self._at = SAVING
         elif self._at == SAVING:
-            self._at = ""  # it has said how that went
+            self._at = ""  # it has printed the result of saving
         sys.stdout.write(f"{line.text}\n")
         sys.stdout.flush()
 
     def more_grace_s(self) -> float:
-        """Return how much longer the others get when a rank has failed."""
+        """Return how many more seconds the other ranks get after a rank has failed."""
         return {STARTING: _STEP_S, SAVING: _SAVE_S}.get(self._at, 0.0)

@@ -1,11 +1,12 @@
-"""One rank of a run, in a process of its own, and what it writes.
+"""One rank of a run in its own process, and its log.
 
-`python -m sbp_launch.launching.rank RUN_FOLDER WIDTH` reads the settings that the run folder holds,
-and trains; Hydra is not asked again. Which rank it is its launcher has said (`world`).
+`python -m sbp_launch.launching.rank RUN_FOLDER WIDTH` reads the settings from the run folder, and
+trains; Hydra is not used again. The launcher passes the rank in the environment (`world`).
 
-Each rank writes to a file of its own, `RUN/logs/rank_N.txt`. Rank 0 also writes to the terminal.
-All others write there only, down to what libraries and crashes print, save for their last words. A
-log begins with who writes it; messages of `logging`, to which warnings go, too, have the time.
+Each rank has a log, `RUN/logs/rank_N.txt`. Rank 0 also writes to the terminal. All other ranks
+write only to their logs, including the output of libraries and crashes; only their final error goes
+to the terminal, too. A log begins with host and process. Messages of `logging`, including warnings,
+have a timestamp.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from sbp_launch.run.status import outlive_status_signals
 from sbp_launch.settings.check import blaming, check, close_mesh
 from sbp_launch.world import MPIEXEC, World
 
-#: How messages of `logging` are written: to a log, and by rank 0 to the terminal.
+#: Formats of `logging` messages: in a log, and on the terminal of rank 0.
 _TIMED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PLAIN = "%(levelname)s %(name)s: %(message)s"
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Return where a rank logs."""
+    """Return the path of a rank's log."""
     return folder / LOGS / f"rank_{rank}.txt"
 
 
 class RankLog:
-    """The output of this process goes to its log, inside the `with` block.
+    """Redirects the output of this process to its log, inside the `with` block.
 
     Args:
-        folder: Of the run.
-        rank: Of this process.
+        folder: The run folder.
+        rank: The rank of this process.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -65,7 +66,7 @@ class RankLog:
             self._saved = (os.dup(1), os.dup(2))
             for number in (1, 2):
                 os.dup2(self._file.fileno(), number)
-        # Where a library crashes, the log says in which call.
+        # If a library crashes, the log has the Python stack.
         faulthandler.enable(self._file)
         self._handlers = logging.root.handlers[:]
         logging.root.handlers[:] = [_handler(self._file, _TIMED)]
@@ -93,12 +94,12 @@ class RankLog:
         self._file.close()
 
     def note(self, text: str) -> None:
-        """Write a text to the log alone."""
+        """Write a text to the log only."""
         sys.stdout.flush()
         self._file.write(text)
 
     def last_words(self, text: str) -> None:
-        """Write a text to the log, and to where this process wrote before."""
+        """Write a text to the log, and to the former stderr of this process."""
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         if self._saved is not None:
@@ -106,14 +107,14 @@ class RankLog:
 
 
 def _handler(stream: TextIO, form: str) -> logging.Handler:
-    """Return what writes messages to a stream."""
+    """Return a handler that writes messages to a stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(form))
     return handler
 
 
 class _Both(io.TextIOBase):
-    """Writes to a stream, and to a log; otherwise the stream."""
+    """Writes to a stream and to a log; in other respects like the stream."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
@@ -141,16 +142,16 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
     """Train as one rank of the run in a folder; return the exit code.
 
     Args:
-        folder: Of the run, with its settings.
-        world: Which rank.
-        width: Characters in a line that is printed, where that is not to a terminal.
+        folder: The run folder, with the settings.
+        world: The rank of this process, and the number of processes.
+        width: Line width in characters for output that is not to a terminal.
     """
     world.export()
     with RankLog(folder, world.rank) as log:
         try:
             _train(folder, world, width, log)
         except SbpError as error:
-            # The traceback of what it comes from, if that is none of ours.
+            # Log the traceback of the original exception, if that is not one of ours.
             cause: BaseException | None = error
             while isinstance(cause, SbpError):
                 cause = cause.__cause__
@@ -162,7 +163,7 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         except SystemExit as error:
             if isinstance(error.code, int) and error.code:
                 return error.code
-            if not error.code:  # the run is not over, whatever the status says
+            if not error.code:  # the run has not ended, although the exit code is 0
                 log.last_words(
                     f"{_speaker(world)}: the program called sys.exit({error.code or 0}) before the "
                     "run was over\n  to mend it: see who calls it: a model, a data set, a callback"
@@ -180,20 +181,20 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
 def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     registry, composed = discover(), close_mesh(load_run(folder), world)
     config = check(composed, registry)
-    # Here and not above: a wrong setting is answered without waiting for torch.
+    # Imported here: a wrong setting is reported without waiting for torch.
     from sbp_launch.console import FILE_WIDTH, make_console
     from sbp_launch.trainer.saved_settings import hash_of
     from sbp_launch.trainer.trainer import train
 
     log.note(f"settings: {hash_of(asdict(config))}\n")  # equal in the logs of all ranks
-    if world.launcher == MPIEXEC:  # which gives its ranks a terminal of its own
+    if world.launcher == MPIEXEC:  # which gives each rank a pseudo-terminal
         width = width or FILE_WIDTH
     with blaming(composed, registry, first=traceback.print_exc):
         train(config, registry, folder, world, make_console(width))
 
 
 def _speaker(world: World) -> str:
-    """Return who speaks: rank 0 as the command itself."""
+    """Return the prefix of a rank's messages; for rank 0 the name of the command."""
     if world.rank == 0:
         return "sbp-train"
     return f"sbp-train: rank {world.rank} (host {socket.gethostname()}, pid {os.getpid()})"

@@ -1,12 +1,13 @@
-"""How the ranks that torchrun, mpiexec or srun started learn which run it is: rank 0 tells them.
+"""Send the run from rank 0 to the other ranks that torchrun, mpiexec or srun have started.
 
-Rank 0 reads the command line, makes the run folder, and leaves the settings there. All others wait:
+Rank 0 parses the command line, creates the run folder, and writes the settings there. The other
+ranks wait for the path:
 
-    rank 0    compose, check, RUN/config.yaml ... tell(RUN) ... train ... tell(None)
-    others    receive() ..........................-> RUN         train ... receive() -> None
+    rank 0    compose, check, RUN/config.yaml ... broadcast(RUN) ... train ... broadcast(None)
+    others    receive() ...............................-> RUN         train ... receive() -> None
 
-A sweep has a run after the other, also when one has failed. A command line that is refused, or only
-asks for help, has none. Over MPI under mpiexec, and elsewhere over the store of torch.distributed.
+A sweep has several runs, and goes on after a failed run. If the command line is wrong, or only asks
+for help, there is no run. The transport is MPI under mpiexec, else a store of torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from sbp_core.processes import Siblings
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.world import MPIEXEC, World
 
-#: Seconds in which the store of rank 0, or of torchrun, has to be there.
+#: Timeout in seconds for connecting to the store of rank 0, or of torchrun.
 _CONNECT_S = 300.0
 
-#: Seconds that a rank waits for the others to end, too: under MPI one that has failed; elsewhere
-#: rank 0, which may hold the store, if it has not.
+#: Seconds that a rank waits at its end for other ranks: under MPI a rank that has failed; with a
+#: store rank 0, which may hold the store, if it has not failed.
 _LEAVE_S, _LEAVE_STORE_S = 3.0, 30.0
 
-#: Seconds between two looks whether they have.
+#: Seconds between two polls.
 _LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """What rank 0 tells the others.
+    """A message of rank 0 to the other ranks.
 
     Args:
-        folder: Of the next run; None if there is no other.
-        code: Exit code of rank 0, if there is no other.
+        folder: Folder of the next run; None if there is no further run.
+        code: Exit code of rank 0, if there is no further run.
         of_sweep: Whether further runs follow if this one fails.
     """
 
@@ -54,17 +55,17 @@ class RunOrder:
 
 
 class Rendezvous(ABC):
-    """What the processes of a run say to each other before there is a run."""
+    """Connection between the processes of a run before the run begins."""
 
     def broadcast(self, told: RunOrder) -> None:
-        """Tell all other ranks, as rank 0, what comes next."""
+        """Send an order from rank 0 to all other ranks."""
         self._send(json.dumps(asdict(told), default=str))
 
     def receive(self) -> RunOrder:
-        """Return what rank 0 told.
+        """Return the next order of rank 0.
 
         Raises:
-            RunError: rank 0 has ended without a word.
+            RunError: rank 0 has ended without an order.
         """
         told = json.loads(self._receive())
         folder = told.pop("folder")
@@ -72,15 +73,15 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def leave(self, code: int) -> None:
-        """Prepare for the end of this process; all call this last.
+        """Prepare for the end of this process; all processes call this last.
 
         Args:
-            code: Its exit code. If that is not 0, the launcher ends the others that do not end.
+            code: Its exit code. If it is not 0, the launcher ends processes that do not end.
         """
 
     @abstractmethod
     def _send(self, text: str) -> None:
-        """Send a text from rank 0 to all others."""
+        """Send a text from rank 0 to all other ranks."""
 
     @abstractmethod
     def _receive(self) -> str:
@@ -88,17 +89,17 @@ class Rendezvous(ABC):
 
 
 def connect(world: World) -> Rendezvous:
-    """Connect this process to the others; all call this.
+    """Connect this process to the other processes; all of them call this.
 
     Raises:
-        ConfigError: what the ranks meet by is not installed, or not known.
-        RunError: they cannot be reached.
+        ConfigError: the library or the address for connecting is missing.
+        RunError: the other processes cannot be reached.
     """
     return _MpiMeeting(world) if world.launcher == MPIEXEC else _StoreMeeting(world)
 
 
 class _MpiMeeting(Rendezvous):
-    """Over `MPI.COMM_WORLD`, which also settles where torch.distributed meets."""
+    """Rendezvous over `MPI.COMM_WORLD`; it also provides the address for torch.distributed."""
 
     def __init__(self, world: World) -> None:
         try:
@@ -138,7 +139,7 @@ class _MpiMeeting(Rendezvous):
 
 
 class _StoreMeeting(Rendezvous):
-    """Over a store of torch.distributed: torchrun's own, or one that rank 0 has."""
+    """Rendezvous over a store of torch.distributed: torchrun's own, or a store of rank 0."""
 
     def __init__(self, world: World) -> None:
         from torch import distributed
@@ -150,19 +151,19 @@ class _StoreMeeting(Rendezvous):
         place = "env://", world.rank, world.size
         with naming_rendezvous(*place):
             store = store_at(*place, timedelta(seconds=_CONNECT_S))
-        # torchrun keeps its store when it starts the ranks anew.
+        # torchrun keeps its store when it restarts the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"sbp-train/{attempt}", store)
         self._told, self._siblings = 0, Siblings(world.rank)
 
     def leave(self, code: int) -> None:
-        """See `Rendezvous.leave`: the store may be in rank 0, which goes last.
+        """See `Rendezvous.leave`: rank 0, which may hold the store, ends last.
 
-        Not after a failure, in which the others may be busy: most launchers end them.
+        Not after a failure: other ranks may be busy then, and most launchers end them.
         """
         if code not in (0, BAD_CONFIG):
             return
-        with suppress(RuntimeError):  # of torch: another rank has not come to its end, or has gone
+        with suppress(RuntimeError):  # of torch: another rank has not ended in time, or is gone
             if self._world.rank:
                 self._store.set(f"rank {self._world.rank} leaves", "")
             else:

@@ -1,11 +1,10 @@
-"""Submit a run to Slurm, and wait for it.
+"""The program of the launcher `slurm`: submit a run to Slurm, and wait for it.
 
-`python -m sbp_launch.launching.slurm_job FOLDER SETTINGS COMMAND` is what does so.
+It is started as `python -m sbp_launch.launching.slurm_job FOLDER SETTINGS COMMAND`.
 
-The launcher `slurm` starts this next to the app. submitit writes the batch script and keeps its
-files in `FOLDER/logs/slurm`; what rank 0 writes is passed on. A first signal is passed on to the
-ranks, which stop after a step; a second one cancels the job. Slurm sends SIGUSR1 before it takes
-the hosts away, and the ranks stop for it likewise.
+submitit writes the batch script and keeps its files in `FOLDER/logs/slurm`. The output of rank 0 is
+forwarded. A first signal is forwarded to the ranks, which stop after a step; a second one cancels
+the job. Slurm sends SIGUSR1 before the time limit, and the ranks stop after a step then, too.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from sbp_launch.run.folder import LOGS
 from sbp_launch.run.status import status_signals
 from sbp_launch.world import FORGET_LAUNCHER, job_port
 
-#: Seconds between two looks at the job.
+#: Seconds between two polls of the job.
 _LOOK_S = 0.5
 
-#: The signals that are passed on.
+#: The signals that are forwarded.
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _submitit() -> Any:
-    """Return the module of that name, which an extra of this package brings."""
+    """Return the module submitit, which an extra of this package installs."""
     return importlib.import_module("submitit")
 
 
 def run_task(command: Sequence[str]) -> int:
-    """Run one rank, in a task of the job; return its exit code."""
+    """Run one rank in a task of the job; return its exit code."""
     job = _submitit().JobEnvironment()
     first_host = job.hostnames[0] if job.num_nodes > 1 else "127.0.0.1"
     variables = {
@@ -66,12 +65,12 @@ def run_task(command: Sequence[str]) -> int:
 
 
 class SlurmJob:
-    """A submitted run.
+    """A submitted job with the ranks of a run.
 
     Args:
-        folder: Of the run.
-        settings: Those of `SlurmConfig`, and `num_ranks`.
-        command: Of a rank.
+        folder: The run folder.
+        settings: The settings of `SlurmConfig`, and `num_ranks`.
+        command: The command of a rank.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], command: Sequence[str]) -> None:
@@ -107,7 +106,7 @@ class SlurmJob:
             subprocess.run(command, check=False)
 
     def wait(self) -> int:
-        """Pass on what rank 0 writes until all have ended; return the first exit code but 0."""
+        """Forward the output of rank 0 until all have ended; return the first nonzero exit code."""
         sys.stdout.write(f"job {self._job.job_id} is submitted\n")
         sys.stdout.flush()
         while not self._job.done():
@@ -136,7 +135,7 @@ class SlurmJob:
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.decode("utf-8", "replace").splitlines():
-            if not line.startswith("submitit "):  # what submitit says of itself
+            if not line.startswith("submitit "):  # submitit's own messages
                 sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
@@ -148,7 +147,7 @@ def main() -> None:
     job = SlurmJob(Path(folder), json.loads(settings), command)
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
-    # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.
+    # This process has no status to report; `scancel --signal=USR2 JOB` sends the request to ranks.
     for asking in status_signals():
         signal.signal(asking, signal.SIG_IGN)
     sys.exit(job.wait())

@@ -1,1 +1,1 @@
-"""Where the metrics of a run go: the sinks that come with sbp-launch."""
+"""The metric sinks of sbp-launch (plugins of kind `logger`), which store the metrics of a run."""

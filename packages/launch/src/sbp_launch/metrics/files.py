@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: JSON lines, CSV, or nowhere; `tensorboard` has another."""
+"""Metric sinks that write the metrics of a run as JSON lines or CSV, and one that drops them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TensorboardConfig:
     """Settings of the sink `tensorboard`, relative to the run folder.
 
     Args:
-        folder: Of the event files.
+        folder: Folder of the event files.
         jsonl: File of the same metrics as JSON lines; None for none.
     """
 
@@ -61,7 +61,7 @@ class TensorboardConfig:
             _check_file(self.jsonl, "jsonl")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Check that TensorBoard is there, before anything is planned.
+        """Check, before anything is planned, that TensorBoard is installed.
 
         Raises:
             ConfigError: it is not installed.
@@ -78,9 +78,9 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
     """Return the lines of an earlier part of a run, up to a step; "" if there are none.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         resumed_step: The last step whose lines are kept.
-        step_of: Returns the step of a whole line; raises `ValueError` for one that is none.
+        step_of: Returns the step of a line; raises `ValueError` for an invalid line.
     """
     kept: list[str] = []
     if resumed_step and path.exists():
@@ -88,7 +88,7 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
             text = file.read().decode(errors="replace")
         for line in text.splitlines(keepends=True):
             try:
-                # A killed run may leave half a line behind.
+                # A killed run may leave an incomplete line.
                 if line.endswith("\n") and step_of(line) <= resumed_step:
                     kept.append(line)
             except (ValueError, LookupError, TypeError):
@@ -97,7 +97,7 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
 
 
 class _FileSink:
-    """A file that goes on with what an earlier part of the run has left in it, up to a step."""
+    """A file whose lines of earlier steps are kept when a run is resumed."""
 
     def __init__(
         self, path: Path, resumed_step: int, head: str, step_of: Callable[[str], int]
@@ -115,11 +115,11 @@ class _FileSink:
 class JsonlSink(_FileSink):
     """Write one JSON object a line: `{"step": 1, "loss": 5.5}`.
 
-    Every line is flushed, so a run that is killed keeps what it logged. JSON has no infinities and
-    no NaN: they are written as the strings `"inf"`, `"-inf"` and `"nan"`.
+    Every line is flushed, so a run that is killed keeps the lines that it logged. JSON has no
+    infinities and no NaN: they are written as the strings `"inf"`, `"-inf"` and `"nan"`.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         resumed_step: See `sbp_core.plugins.MetricSinkFactory`.
     """
 
@@ -136,10 +136,10 @@ class JsonlSink(_FileSink):
 
 
 class CsvSink(_FileSink):
-    """Write a line `step,metric,value` for each metric, so that metrics may come and go.
+    """Write a line `step,metric,value` for each metric, so that steps may have different metrics.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         resumed_step: See `sbp_core.plugins.MetricSinkFactory`.
     """
 
@@ -155,25 +155,25 @@ class CsvSink(_FileSink):
 
 
 class NoSink:
-    """Keep nothing."""
+    """A sink that ignores all metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Forget the metrics of one step."""
+        """Ignore the metrics of one step."""
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
 
 def build_jsonl(config: JsonlConfig) -> MetricSinkFactory:
-    """Return a maker of `JsonlSink`."""
+    """Return a function from a run folder to its `JsonlSink`."""
     return lambda run_folder, *, resumed_step=0: JsonlSink(run_folder / config.file, resumed_step)
 
 
 def build_csv(config: CsvConfig) -> MetricSinkFactory:
-    """Return a maker of `CsvSink`."""
+    """Return a function from a run folder to its `CsvSink`."""
     return lambda run_folder, *, resumed_step=0: CsvSink(run_folder / config.file, resumed_step)
 
 
 def build_none(config: EmptyConfig) -> MetricSinkFactory:
-    """Return a maker of `NoSink`."""
+    """Return a function that makes a `NoSink`."""
     return lambda run_folder, *, resumed_step=0: NoSink()

@@ -1,6 +1,6 @@
-"""The metric sink `tensorboard`: event files for TensorBoard, next to the JSON lines.
+"""The metric sink `tensorboard`: event files for TensorBoard, in addition to JSON lines.
 
-tensorboard --logdir runs
+To view them, run `tensorboard --logdir runs`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class TensorboardSink:
     """Write each metric as a scalar of TensorBoard, in double precision.
 
     Args:
-        folder: Of the event files. A run has one: where it goes on, what stays of the earlier
-            one is copied into the new one.
+        folder: Folder of the event files. A run has one file: when it is resumed, the metrics of
+            earlier steps are copied into a new file.
         resumed_step: See `sbp_core.plugins.MetricSinkFactory`.
-        lines: Takes the same metrics.
+        lines: A sink that gets the same metrics; None for none.
     """
 
     def __init__(self, folder: Path, resumed_step: int, lines: MetricSink | None) -> None:
         self._lines = lines
         earlier = sorted(folder.glob("events.out.tfevents.*"))
-        self._writer = cast(Any, SummaryWriter(str(folder)))  # PyTorch leaves it half untyped
+        self._writer = cast(Any, SummaryWriter(str(folder)))  # partly untyped in PyTorch
         for file in earlier if resumed_step else ():
             for event in LegacyEventFileLoader(str(file)).Load():
                 if event.summary.value and event.step <= resumed_step:
@@ -56,7 +56,7 @@ class TensorboardSink:
 
 
 def build(config: TensorboardConfig) -> MetricSinkFactory:
-    """Return a maker of `TensorboardSink`."""
+    """Return a function from a run folder to its `TensorboardSink`."""
 
     def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
         lines = JsonlSink(run_folder / config.jsonl, resumed_step) if config.jsonl else None

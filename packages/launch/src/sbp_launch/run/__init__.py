@@ -1,6 +1,6 @@
-"""One run, whatever it does: its values, its folder, what it shows, and how it is stopped.
+"""One run of any command: its settings, folder, output, and reaction to signals.
 
-`run` is the value that everything is handed, `folder` where it leaves its files: the config, which
-every rank reads, `environment`, `metrics` and `result`. `progress` and `speed` show how far it is;
-`status` says what it is at, and `stopping` is what signals do to it.
+`run` is the object that all stages receive. `folder` is the run folder with the config, which every
+rank reads; `environment`, `metrics` and `result` write further files there. `progress` and `speed`
+show progress; `status` reports what the ranks are doing, and `stopping` handles Ctrl-C and signals.
 """

@@ -1,6 +1,6 @@
-"""What a run ran with and on: versions, machine, variables, and the state of the code, as a record.
+"""Record of the environment of a run: versions, machine, environment variables, state of the code.
 
-Only variables that are listed here are recorded, because others may hold secrets.
+Only the variables in `VARIABLES` are recorded, because others may contain secrets.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sbp_core.plugins import PluginRegistry
 from sbp_launch.clusters.local import usable_cores
 from sbp_launch.secret_settings import without_secrets
 
-#: The file of a run folder that holds the record.
+#: Name of the file of the record in a run folder.
 ENVIRONMENT = "environment.json"
 
-#: Distributions whose versions are recorded, besides those of plugins.
+#: Distributions whose versions are recorded, in addition to those of plugins.
 _DISTRIBUTIONS = ("torch", "numpy", "hydra-core", "omegaconf", "mpi4py", "safetensors", "triton")
 
-#: Variables that are recorded where they are set: threads, devices, transports, launchers.
+#: Variables that are recorded if they are set: threads, devices, transports, launchers.
 VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY"),
     *("PYTHONHASHSEED", "PYTHONPATH", "SBP_DISABLE_PLUGINS", "LD_PRELOAD"),
@@ -40,7 +40,7 @@ VARIABLES = (
     "SLURM_STEP_NODELIST",
 )
 
-#: Seconds that git gets: of a large working tree, or one far away, nothing is recorded.
+#: Timeout of git in seconds: for a very large or remote working tree, nothing is recorded.
 _GIT_S = 5.0
 
 
@@ -55,7 +55,7 @@ def write_environment(folder: Path, registry: PluginRegistry) -> None:
 
 
 def environment(registry: PluginRegistry) -> dict[str, Any]:
-    """Return the record of this process, as values of JSON."""
+    """Return the record of this process, as a JSON value."""
     plugins = {entry.distribution: entry.version for entry in registry.entries if entry.version}
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -76,11 +76,11 @@ def environment(registry: PluginRegistry) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> Mapping[str, object] | None:
-    """Return commit, branch and changed files of the working tree that a folder is in, if any.
+    """Return commit, branch and changed files of the working tree of a folder, if there is one.
 
     Returns:
         `commit` (None before the first one), `branch` (None if detached), `is_dirty`, and `changed`
-        as `git status --short` tells it; None outside of git, without git, or if git is too slow.
+        in the format of `git status --short`; None outside of git, without git, or on a timeout.
     """
     status = _git(folder, "status", "--short", "--untracked-files=normal")
     if status is None:
@@ -95,7 +95,7 @@ def git_state(folder: Path) -> Mapping[str, object] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Not to write into the index of a tree that somebody may be committing.
+    # Without locks: somebody may be committing in this working tree.
     command = ("git", "--no-optional-locks", "-C", str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True)
@@ -105,7 +105,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on, as far as they are there."""
+    """Return the versions of the installed packages that a run depends on."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,7 +1,7 @@
-"""The folder of a run: a new one, one that can be written, none that an earlier run has filled.
+"""The run folder: create or check it, and write and read the composed config in it.
 
-It holds the composed config of the run as a file, which every rank reads. So it is composed once,
-whatever starts the ranks, and it says afterwards what was run:
+Every rank reads the config from `config.yaml` in the run folder. So it is composed only once,
+whatever starts the ranks, and the file documents the run:
 
     model:
       name: gpt
@@ -29,11 +29,11 @@ from sbp_core.serialize import read_bytes, read_text, read_yaml, shown
 from sbp_launch.checkpoint.durable_files import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
 
-#: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.
+#: Subfolder of a run folder for checkpoints, unless the settings name another.
 CHECKPOINTS = "checkpoints"
 
-#: What a run leaves; a folder that has one of them is used. `config.yaml`, `environment.json` and
-#: logs are no such files: a run that is refused may have written them.
+#: Results of a run; a folder with one of them is used. `config.yaml`, `environment.json` and logs
+#: are not in this list, because a run that is refused may have written them.
 RUN_FILES = (
     CHECKPOINTS,
     *("strategy.yaml", "strategy.json", "plan.json", "plan.txt", "memory.txt"),
@@ -41,27 +41,28 @@ RUN_FILES = (
     *("trace.json", "operators.json", "result.json"),
 )
 
-#: What is written of a run before it begins: Hydra's files, its settings, and where it runs.
+#: Files that are written before a run begins: Hydra's files, the settings, and the environment.
 _FIRST_FILES = (
     *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"),
     *("config.yaml", "environment.json"),
 )
 
-#: The folder of what each process of a run writes, in the run folder.
+#: Subfolder of the run folder for the logs of its processes.
 LOGS = "logs"
 
-#: Bytes that a run needs before it begins: its config.
+#: Bytes that must be free before a run begins, for its config.
 _FIRST_BYTES = 2**16
 
 
 def make_folder(wanted: Path) -> Path:
-    """Make a folder that no other run has, though it be started in the same second.
+    """Create a folder for a new run; add a number to the name if it is taken.
 
     Args:
-        wanted: Its name; `wanted_2`, `wanted_3` ... if that is taken.
+        wanted: The folder; `wanted_2`, `wanted_3` ... if it exists, as for a run that was started
+            in the same second.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be written there.
+        ConfigError: it cannot be created, or nothing can be written there.
     """
     for number in count(2):
         folder = wanted if number == 2 else wanted.with_name(f"{wanted.name}_{number - 1}")
@@ -77,18 +78,18 @@ def make_folder(wanted: Path) -> Path:
 
 
 def take_folder(folder: Path, *, overwrite: bool) -> None:
-    """Make sure that there is a folder in which a run can be kept.
+    """Create a run folder if it does not exist, and check that a run can write there.
 
     Raises:
-        ConfigError: it cannot be made or written, holds an earlier run, or has links or pipes where
-            files are written.
+        ConfigError: it cannot be created or written, holds an earlier run, or has links or pipes
+            in place of files.
     """
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _try_to_write(folder)
     check_unused(folder, overwrite=overwrite)
-    # It may be from elsewhere. The folder of checkpoints may be on another disk; what is written
-    # there follows no link.
+    # The folder may come from elsewhere, with malicious links. The folder of checkpoints may be a
+    # link to another disk; writing inside of it follows no links.
     inside = [path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*")]
     if pipes := [path for path in inside if path.is_fifo() and not path.is_symlink()]:
         raise ConfigError(f"{pipes[0]} is a pipe, which a run would wait for", todo="remove it")
@@ -118,7 +119,7 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
 
 
 def _left(folder: Path) -> list[str]:
-    """Return the files that a run has left, and the folders with something that is not hidden."""
+    """Return the names of results in a folder; folders count if they have unhidden contents."""
 
     def is_left(path: Path) -> bool:
         if path.is_dir():
@@ -130,16 +131,16 @@ def _left(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderBefore:
-    """A run folder as it was before a run, as far as runs write there before they begin.
+    """The state of a run folder before a run, for files that are written before the run begins.
 
-    A run that is refused leaves it so: `sbp-train resume=RUN` takes the settings that it finds
-    there, which would be those that were refused.
+    A run that is refused restores it: otherwise `sbp-train resume=RUN` would read the refused
+    settings.
 
     Args:
         folder: The run folder.
-        is_new: Whether it was not there.
-        run_files: What an earlier run had left.
-        first_files: What is in each of those that are written first; None if it was not there.
+        is_new: Whether it did not exist.
+        run_files: Results of an earlier run.
+        first_files: Contents of the files that are written first; None for a missing file.
     """
 
     folder: Path
@@ -149,7 +150,7 @@ class FolderBefore:
 
     @classmethod
     def of(cls, folder: Path) -> FolderBefore:
-        """Look at a folder.
+        """Record the state of a folder.
 
         Raises:
             ConfigError: something in it cannot be read.
@@ -167,10 +168,10 @@ class FolderBefore:
             )
 
     def restore(self) -> None:
-        """Make the folder what it was, unless a run has begun there in the meantime."""
+        """Restore the folder, unless a run has begun there in the meantime."""
         if not self.run_files.issuperset(_left(self.folder)):
             return
-        with suppress(OSError):  # why the run was refused matters more
+        with suppress(OSError):  # the reason of the refusal must be reported
             if self.is_new:
                 shutil.rmtree(self.folder)
                 return
@@ -182,24 +183,24 @@ class FolderBefore:
 
 
 def as_typed(folder: Path) -> str:
-    """Return a folder as one types it from here."""
+    """Return the path of a folder to type in a command: relative if it is below this folder."""
     here = Path.cwd()
-    # A run that Hydra has sent into its folder (hydra.job.chdir) is not typed from there.
+    # With hydra.job.chdir, the working folder is the run folder; nobody types paths from there.
     is_below = folder.is_relative_to(here) and folder != here
     return str(folder.relative_to(here) if is_below else folder)
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that goes on from a run's newest checkpoint."""
+    """Return the command that resumes a run from its newest checkpoint."""
     return shlex.join(["sbp-train", f"resume={as_typed(folder)}"])
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say of what cannot be written in the `with` block that it belongs to a run folder.
+    """Raise errors of writing in the `with` block as errors of a run folder.
 
     Raises:
-        RunError: something cannot be written.
+        RunError: a file cannot be written.
     """
     try:
         yield
@@ -232,14 +233,14 @@ def _refusing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-#: Its name in the run folder.
+#: Name of the config file in the run folder.
 RUN_FILE = "config.yaml"
 
 _HEAD = "# The settings of this run, as they were composed; every rank reads them here.\n"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
-    """Writes what is in two places twice, because readers take no references."""
+    """Writes repeated values in full, because readers do not accept YAML aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         """See `yaml.Dumper`."""
@@ -257,10 +258,10 @@ def save_run(composed: ComposedConfig, folder: Path) -> None:
 
 
 def load_run(folder: Path) -> ComposedConfig:
-    """Return the composed config that `save_run` wrote.
+    """Read the output of `save_run`.
 
     Raises:
-        ConfigError: there is none that can be read.
+        ConfigError: it is missing or cannot be read.
     """
     path = folder / RUN_FILE
     try:

@@ -1,4 +1,4 @@
-"""The metric sink of a run: opened by the process that speaks for it, closed however it ends."""
+"""Open and close the metric sink (plugin of kind `logger`) of a run, and translate its errors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sbp_core.plugins import MetricSink, MetricSinkFactory
 from sbp_launch.run.folder import writing
 from sbp_launch.run.run import Run
 
-#: Errors of networks that have no class of their own.
+#: Errors of networks that are a plain `OSError`.
 _OF_NETWORKS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 @contextmanager
 def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
-    """Open the chosen metric sink, and close it.
+    """Open the chosen metric sink, and close it; processes other than the first get a null sink.
 
     Args:
         run: The run.
-        resumed_step: The step after which the run goes on; 0 for a new one.
+        resumed_step: The step from which the run is resumed; 0 for a new run.
 
     Raises:
-        RunError, PluginError: see `calling_sink`; of its end only if nothing has failed before.
+        RunError, PluginError: see `calling_sink`; from closing only if nothing failed before.
     """
     if not run.is_first:
         yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
@@ -41,7 +41,7 @@ def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
     try:
         yield sink
     except BaseException:
-        with suppress(Exception):  # what it could not do it tries again
+        with suppress(Exception):  # the first error is raised; closing may fail for the same reason
             sink.close()
         raise
     with calling_sink(run, "close"):
@@ -50,11 +50,11 @@ def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
 
 @contextmanager
 def calling_sink(run: Run, method: str) -> Iterator[None]:
-    """Call the metric sink in the `with` block.
+    """Wrap a call of the metric sink in the `with` block: translate its errors.
 
     Raises:
         RunError: a file of the run folder cannot be written.
-        PluginError: the sink raises another error, such as one of a connection.
+        PluginError: the sink raises another error, such as a network error.
     """
     with writing(run.folder):
         try:
@@ -62,7 +62,7 @@ def calling_sink(run: Run, method: str) -> Iterator[None]:
         except SbpError:
             raise
         except Exception as error:
-            # It may be one of a file in the folder; libraries derive theirs, too.
+            # A builtin OSError may come from a file in the folder; libraries derive their own.
             if isinstance(error, OSError) and type(error).__module__ == "builtins":
                 named = error.filename
                 folder = run.folder.absolute()

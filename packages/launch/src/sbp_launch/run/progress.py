@@ -1,4 +1,4 @@
-"""Show how far a run is: the parts of a start one by one, then a bar, or plain lines in a file."""
+"""Progress output of a run: timed stages of the start, then a bar, or plain lines in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbp_launch.run.speed import Speed
 
 @contextmanager
 def timed(console: Console, what: str) -> Iterator[None]:
-    """Print `what`, and the seconds of the block after it, on one line."""
+    """Print `what`, and the seconds that the block took, on one line."""
     began = time.perf_counter()
     console.print(f"{what} ...", end="")
     try:
@@ -26,18 +26,18 @@ def timed(console: Console, what: str) -> Iterator[None]:
 
 
 class StepProgress:
-    """Progress over the steps of a run, with loss, speed and time left.
+    """Progress over the steps of a run, with loss, speed and remaining time.
 
-    On a terminal a bar that is redrawn; elsewhere a line every `log_every` steps, for the first
-    step that is taken and for the last.
+    On a terminal, a bar is redrawn; elsewhere, a line is printed every `log_every` steps, for the
+    first step that is run, and for the last one.
 
     Args:
-        console: Where it is shown.
-        steps: Of the whole run; None if its budget is of time.
+        console: The console to print to.
+        steps: Steps of the whole run; None if its budget is a time.
         log_every: Steps between two lines.
-        speed: Of the steps.
-        begun: Steps that were done before.
-        hours: The budget of time, in hours.
+        speed: Speed of the steps.
+        begun: Steps that were done before this run was resumed.
+        hours: The time budget, in hours.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class StepProgress:
         self.stop()
 
     def stop(self) -> None:
-        """Leave the bar as it is; what is printed next follows it."""
+        """Leave the bar as it is; further output is printed below it."""
         if self.bar is not None:
             self.bar.stop()
 
     def advance(self, step: int, loss: float, train_s: float = 0.0) -> None:
-        """Report one finished step.
+        """Report a finished step.
 
         Args:
-            step: Its number, counted from 1, which `speed` has timed.
+            step: Its number, counted from 1; `speed` has timed it.
             loss: Its loss.
             train_s: Seconds of training so far.
         """
         news = f"loss {loss:.4f}  {self.speed.text()}"
         if self.steps is None:
             news += f"  {_long(max(0.0, self.total_s - train_s))} left"
-        elif step > self.begun + 1:  # of the first step nothing follows for the others
+        elif step > self.begun + 1:  # the first step is slower, so it predicts nothing
             news += f"  {_long(self.speed.left_s(self.steps - step))} left"
         if self.bar is not None:
             done = train_s if self.steps is None else step
@@ -105,7 +105,7 @@ class StepProgress:
 
 
 def _long(seconds: float) -> str:
-    """Return a time that one waits for: 45 s, 48 min, 3.5 h."""
+    """Format a waiting time: 45 s, 48 min, 3.5 h."""
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

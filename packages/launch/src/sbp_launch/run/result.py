@@ -1,4 +1,4 @@
-"""What came of a run, as `result.json` in its folder: written at its end, however it ends."""
+"""The result of a run, as `result.json` in its folder: written at its end, also after a failure."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 from sbp_core.errors import SbpError
 from sbp_core.serialize import Document
 
-#: The file in the run folder.
+#: Name of the file in the run folder.
 RESULT = "result.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run, as far as it went.
+    """The result of a run, up to its end or failure.
 
     Args:
-        step: Updates that are done.
-        samples: Samples that they took.
-        tokens: Tokens that they took, of text.
-        epoch: Times that the data were gone through whole.
-        train_s: Seconds of training over all stops.
-        loss: Of the newest step; None if there was none.
-        held_out_loss: Of the newest evaluation.
+        step: Number of updates.
+        samples: Samples used.
+        tokens: Tokens used, for text.
+        epoch: Number of complete epochs.
+        train_s: Seconds of training, summed over all parts of a resumed run.
+        loss: Loss of the last step; None if there was none.
+        held_out_loss: Loss of the last evaluation.
         best: The lowest held-out loss.
-        best_step: The step after which that was found.
-        unit: What `rate` counts: `tokens` or `samples`.
-        rate: Of these a second, the median without the first steps; None of too few.
+        best_step: The step of the lowest held-out loss.
+        unit: Unit of `rate`: `tokens` or `samples`.
+        rate: Units per second: the median without the first steps; None after too few steps.
         mfu: Model flop utilization at that speed.
-        stopped_for: Why a callback has ended the run; empty if none has.
-        failure: What else has ended it before its budget was spent; empty if nothing has.
+        stopped_for: Reason for which a callback has ended the run; empty if none has.
+        failure: Any other reason for an early end of the run; empty if there is none.
     """
 
     step: int
@@ -64,7 +64,7 @@ def write_result(folder: Path, result: RunResult) -> None:
 
 
 def read_result(folder: Path) -> RunResult | None:
-    """Return the result of the run in a folder; None if there is none that can be read."""
+    """Return the result of the run in a folder; None if it is missing or cannot be read."""
     try:
         return DOCUMENT.read(folder / RESULT)
     except SbpError:

@@ -1,8 +1,8 @@
-"""One run as a value, made once: what was chosen, the plugins that make it, where it speaks.
+"""`Run`: the settings, plugins, folder and console of one run, in one immutable object.
 
     program -> planned -> session -> steps -> evaluation -> summary
 
-Each stage of `trainer` takes it, and what the stages before have made.
+Each stage of `trainer` receives it, together with the results of the stages before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from sbp_launch.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What every stage of a run needs.
+    """The input of every stage of a run.
 
     Args:
-        config: What was chosen, checked.
+        config: The checked settings.
         registry: The plugins.
-        folder: Where it keeps what it leaves; a run that only plans leaves nothing.
-        console: Where it prints; nowhere by default.
-        world: This process among those of the run.
-        chooses_micro_batches: Whether the planner may choose another number of them than `config`
-            says.
+        folder: The run folder; a run that only plans writes nothing.
+        console: The console to print to; by default nothing is printed.
+        world: The rank of this process, and the number of processes.
+        chooses_micro_batches: Whether the planner may choose another number of micro-batches than
+            `config` has.
     """
 
     config: RunConfig
@@ -45,27 +45,27 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for the run, and writes its files."""
+        """Whether this process prints for the run, and writes its files."""
         return self.world.rank == 0
 
     def make(self, kind: str) -> Any:
-        """Return what the plugin makes that a group of the config names: see `plugins.kinds`."""
+        """Return the object built by the plugin that a config group names; see `plugins.kinds`."""
         choice = getattr(self.config, kind)
         return self.registry.make(kind, choice.name, choice.settings)
 
     def entry(self, kind: str) -> PluginEntry:
-        """Return the plugin that a group of the config names."""
+        """Return the registry entry of the plugin that a config group names."""
         return self.registry.entry(kind, getattr(self.config, kind).name)
 
     def stage(self, what: str) -> AbstractContextManager[None]:
-        """Print what the run is at, and the seconds of the `with` block after it."""
+        """Print the name of a stage, and the seconds that the `with` block took."""
         return timed(self.console, what)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Print lines as they are; what does not fit goes on below, indented."""
+        """Print lines as they are; long lines are wrapped with indentation."""
         say(self.console, lines)
 
     def warn(self, text: str) -> None:
-        """Print a warning, if there is one."""
+        """Print a warning, unless the text is empty."""
         if text:
             self.console.print(f"warning: {text}")

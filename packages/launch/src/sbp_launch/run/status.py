@@ -1,6 +1,6 @@
-"""What a run says when it is asked what it is at: by SIGUSR1 or SIGUSR2, or by a socket.
+"""Status reports of a running job, on SIGUSR1, SIGUSR2 or a Unix socket.
 
-A signal has it write `RUN/logs/status_RANK.txt`:
+On a signal, each process appends a report to `RUN/logs/status_RANK.txt` and keeps running:
 
     2026-11-23 17:20:04+00:00 process 0 of 2: host node1, pid 4711
     120 steps are done
@@ -8,15 +8,15 @@ A signal has it write `RUN/logs/status_RANK.txt`:
       is in boxing: all-reduce
     ...
 
-Then come the Python stacks of all threads. Each process of a run writes a file of its own and goes
-on; what is asked later is written after it. What each thread is at is said to stderr, too, where
-the log of the run takes it up.
+(A firing is one run of an actor, such as a segment of operators.) The report ends with the Python
+stack of every thread. The other lines also go to stderr, and so into the log of the run.
 
-`sbp-watch RUN` asks by the socket of each process instead, `RUN/logs/status_RANK.sock`, and is told
-the same lines. It costs a run nothing that nobody asks: the thread that hears the signals waits for
-it, too.
+`sbp-watch RUN` connects to the socket `RUN/logs/status_RANK.sock` of each process and gets the same
+lines without the stacks. One background thread serves signals and socket; it sleeps until a request
+arrives, so it does not slow down the run.
 
-In a job of Slurm, SIGUSR1 says that its time is almost up (`stopping`), and SIGUSR2 alone asks.
+Slurm sends SIGUSR1 when the time limit is near (see `stopping`), so in its jobs only SIGUSR2
+requests a report.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from sbp_core.errors import SbpError
 from sbp_core.runtime import Session
 from sbp_launch.world import World, is_slurm_job
 
-#: An address of a socket holds a few more bytes than that.
+#: Longest path, in bytes, that surely fits into the address of a Unix socket.
 _MOST_BYTES = 100
 
-#: Most seconds that a process may take to answer, and somebody who asks to listen.
+#: Timeout of a status request in seconds, on both sides.
 _WAIT_S = 2.0
 
 
 def listen(path: Path) -> socket.socket | None:
-    """Return a socket that listens at a path, for this user alone.
+    """Return a listening Unix socket at a path, for this user only.
 
-    A file that an earlier run has left there is replaced. None if there can be no socket, as on
-    some network storages, or on Windows.
+    A file of an earlier run is replaced. None if sockets are not possible, as on some network file
+    systems, or on Windows.
     """
     if not hasattr(socket, "AF_UNIX"):
         return None
@@ -68,14 +68,14 @@ def listen(path: Path) -> socket.socket | None:
 
 
 def answer(listener: socket.socket, lines: list[str]) -> None:
-    """Tell the one who has connected some lines; whoever does not listen is left alone."""
+    """Accept one connection and send it some lines; ignore a client that disconnects."""
     with suppress(OSError), listener.accept()[0] as asking:
         asking.settimeout(_WAIT_S)
         asking.sendall("\n".join(lines).encode())
 
 
 def ask(path: Path) -> list[str]:
-    """Return what the process at a socket says.
+    """Request the status lines of the process at a socket.
 
     Raises:
         SbpError: it does not answer.
@@ -96,7 +96,7 @@ def ask(path: Path) -> list[str]:
 
 @contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield an address of a file that is short enough, however long the names of its folders."""
+    """Yield a short address for the path of a socket, even if the names of its folders are long."""
     if len(os.fsencode(path)) <= _MOST_BYTES:
         yield str(path)
         return
@@ -107,20 +107,20 @@ def _address(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-#: What stands for none where numbers of signals are written.
+#: Byte in the wake-up pipe that stands for no signal.
 _NO_SIGNAL = b"\0"
 
 
 def status_signals() -> tuple[int, ...]:
-    """Return the signals that ask a run what it is at; Windows has none of them."""
+    """Return the signals that request a status report; Windows has none of them."""
     names = ("SIGUSR2",) if is_slurm_job() else ("SIGUSR1", "SIGUSR2")
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
 def outlive_status_signals() -> None:
-    """Let signals that ask, which would end the program, do nothing until a `StatusSignal` hears.
+    """Ignore status signals until a `StatusSignal` handles them; by default they kill the process.
 
-    Who asks a run may do so when some of its processes have not come to their step yet.
+    A request may come before some processes of the run have reached their first step.
     """
 
     def not_begun(number: int, frame: FrameType | None) -> None:
@@ -133,14 +133,14 @@ def outlive_status_signals() -> None:
 
 
 class StatusSignal:
-    """Hears signals that ask inside its `with` block, if that is in the main thread.
+    """Writes a report when a status signal arrives, inside its `with` block in the main thread.
 
-    A thread of its own writes: the main thread may be in a call that never returns. One that the
-    program ignores stays ignored.
+    A background thread writes it, because the main thread may be blocked. A signal that the program
+    ignores stays ignored.
 
     Args:
-        folder: Where to write, such as `RUN/logs`; made when something is written.
-        world: This process among those of the run.
+        folder: Folder of the reports, such as `RUN/logs`; created for the first one.
+        world: The rank of this process, and the number of processes.
     """
 
     def __init__(self, folder: Path, world: World) -> None:
@@ -154,7 +154,7 @@ class StatusSignal:
 
     @property
     def session(self) -> Session | None:
-        """What is asked, once there is one. With the first one the run has a folder."""
+        """The session to report on. Setting the first one opens the socket."""
         return self._session
 
     @session.setter
@@ -177,7 +177,7 @@ class StatusSignal:
         for number in self._before:
             signal.signal(number, lambda number, frame: None)
             signal.siginterrupt(number, False)
-        # The signal itself writes its number here, whatever the main thread is at.
+        # The C handler writes the signal's number here, even if the main thread is blocked.
         self._wakeup_before = signal.set_wakeup_fd(
             self._written.fileno(), warn_on_full_buffer=False
         )
@@ -216,28 +216,28 @@ class StatusSignal:
                         return
                     if number == _NO_SIGNAL and self._listener is not None:
                         asked.register(self._listener, selectors.EVENT_READ)
-                    if number[0] in self._before:  # else one that has a handler of its own
+                    if number[0] in self._before:  # other signals have their own handlers
                         self._tell()
 
     def _answer(self, listener: socket.socket) -> None:
-        """Tell what it is at to who has connected."""
+        """Send the status lines to a client that has connected."""
         try:
             lines = [self._head(), *self._lines()]
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # an error of reporting must not end the run
             lines = [self._head(), f"what its ranks are at cannot be said: {error}"]
         answer(listener, lines)
 
     def _tell(self) -> None:
-        """Write what it is at, and say it to stderr."""
+        """Write a report, and print it to stderr."""
         try:
-            # Lists, such as of registers, are in the file alone.
+            # Lists, such as of registers, are in the file only.
             written = self.write()
             lines = [one for one in written if not one.startswith("    ") and one[-1:] != ":"]
             told = [f"what its ranks are at: {self.path}", *lines]
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # an error of reporting must not end the run
             told = [f"what its ranks are at cannot be written: {error}"]
         with suppress(OSError):
-            # Past Python's buffers: the main thread may hold their lock.
+            # Bypass Python's buffers: the main thread may hold their lock.
             os.write(2, "".join(f"sbp-train: {line}\n" for line in told).encode())
 
     def _lines(self) -> Sequence[str]:
@@ -250,7 +250,7 @@ class StatusSignal:
         return f"{now} {process}: host {socket.gethostname()}, pid {os.getpid()}"
 
     def write(self) -> Sequence[str]:
-        """Append what each rank of this process is at, and the stacks of its threads.
+        """Append the status of each rank of this process, and the stacks of its threads.
 
         Returns:
             The lines without the stacks.

@@ -1,17 +1,17 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do to a run, by what it is at.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP, which depends on the phase of the run.
 
-| at | Ctrl-C | SIGTERM, SIGHUP, SIGUSR1 |
+| phase | Ctrl-C | SIGTERM, SIGHUP, SIGUSR1 |
 |---|---|---|
 | training | stops it after the step; the second one at once | the same |
 | saving the states | waits for them; the second one abandons them | wait for them |
 | anything else | stops it at once | stop it at once |
 
-Updates write over the states, so that in the middle of one there are none to save; and where each
-rank is a process, all have to stop after the same step. SIGUSR1 is what Slurm sends before it
-takes the hosts away (`sbatch --signal=USR1@60`); outside of its jobs it asks (`status`).
+Updates overwrite the states, so in the middle of a step there are no states to save; and if each
+rank is a process, all have to stop after the same step. Slurm sends SIGUSR1 before it ends a job
+(`sbatch --signal=USR1@60`); outside of Slurm jobs SIGUSR1 requests a status report (`status`).
 
-A run that is stopped while it trains saves its states, so until then a signal is one that comes
-while they are saved.
+A run that is stopped during training saves its states. Until this has begun, a further signal is
+handled as in the phase of saving.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any
 
 from sbp_launch.run.status import status_signals
 
-#: What a run says last before its ranks meet, and when those that are left of it begin to save:
-#: whoever has started them waits for that (`launching`).
+#: The last line before ranks connect, and the line before surviving ranks save after a failure.
+#: The parent process reads them to decide how long to wait (`launching`).
 STARTING = "starting the ranks"
 SAVING = "a rank has failed: saving the states with those that are left"
 
-#: The signals that are heard; Windows lacks two of them.
+#: The signals that are handled; Windows lacks two of them.
 _HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Terminated(SystemExit):
-    """A signal asked the program to end; its exit code is 128 and the signal's number."""
+    """A signal asked the program to end; its exit code is 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -55,13 +55,13 @@ class _At(Enum):
 
 
 class StopSignals:
-    """Hears signals inside its `with` block, if that is in the main thread.
+    """Handles signals inside its `with` block, if that is in the main thread.
 
-    One that the program ignores, as under `nohup`, stays ignored. The handlers from before are
-    back after the block.
+    A signal that the program ignores, as under `nohup`, stays ignored. The former handlers are
+    restored after the block.
 
     Args:
-        name: Of the command, in front of what is said to stderr.
+        name: Name of the command, as a prefix of messages to stderr.
     """
 
     def __init__(self, name: str = "sbp-train") -> None:
@@ -76,7 +76,7 @@ class StopSignals:
             heard = {getattr(signal, name) for name in _HEARD if hasattr(signal, name)}
             for number in sorted(heard.difference(status_signals())):
                 before = signal.getsignal(number)
-                # None: set by something that is not Python, and cannot be set again.
+                # None: the handler was not set from Python, and could not be restored.
                 if before not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -88,7 +88,7 @@ class StopSignals:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Let signals stop the block after a step; the states are saved next, whatever ends it."""
+        """Let signals stop the block after a step; saving the states follows, whatever ends it."""
         self._at = _At.TRAINING
         try:
             yield
@@ -97,7 +97,7 @@ class StopSignals:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let signals wait until the block is over."""
+        """Let signals wait until the block has ended."""
         self._at = _At.SAVING
         try:
             yield
@@ -106,16 +106,16 @@ class StopSignals:
 
     @property
     def pending_number(self) -> int:
-        """Number of the signal that waits for the step, or 0."""
+        """Number of the signal that waits for the end of the step, or 0."""
         if self.pending is None:
             return 0
         return self.pending.number if isinstance(self.pending, Terminated) else signal.SIGINT
 
     def stop_if_asked(self) -> None:
-        """Stop now if a signal has waited for it.
+        """Stop now if a signal is pending.
 
         Raises:
-            Terminated, KeyboardInterrupt: one has.
+            Terminated, KeyboardInterrupt: a signal is pending.
         """
         if self.pending is not None:
             pending, self.pending = self.pending, None
@@ -141,6 +141,6 @@ class StopSignals:
             raise stop
 
     def _say(self, text: str) -> None:
-        # Past Python's buffers: the signal may have come in the middle of a print.
-        with suppress(OSError):  # the terminal may be gone, and SIGHUP says so
+        # Bypass Python's buffers: the signal may have interrupted a print.
+        with suppress(OSError):  # the terminal may have been closed, which causes SIGHUP
             os.write(2, f"\n{self.name}: {text}\n".encode())

@@ -1,5 +1,5 @@
-"""The trace of some steps of a run.
+"""Traces of the steps of a run (`trainer.trace`).
 
-`tracer` takes it and puts it together over processes, `events` draws it for Perfetto, and `times`
-sums it up, by rank and by operator.
+`tracer` records a trace and merges it over processes, `events` converts it for the viewer Perfetto,
+and `times` sums it up by rank.
 """

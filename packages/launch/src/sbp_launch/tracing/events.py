@@ -1,11 +1,12 @@
-"""A trace as events that Perfetto and `chrome://tracing` draw.
+"""Convert a trace into events for the viewers Perfetto and `chrome://tracing`.
 
-A process is a rank, a lane in it one of its threads; below them is what the rank holds. A slice is
-a firing, named for the modules that it computes or for what it moves; slices in it and between them
-are waits, those in it also operators, if they were traced. Arrows lead from sends to receives.
-Below the threads lies what the simulation of the plan says of the same step, from when the first
-rank began with it, under the same names; a lane of links has the boxing that goes on while its
-thread is free.
+A process of the viewer is a rank, and a lane in it is a thread; below them is a curve of the rank's
+memory. A slice is a firing (one execution of an actor: a segment of operators or a boxing step),
+named after its modules or the tensor that it moves. Slices between firings and inside of them are
+waits; inside are also operators, if they were traced. Arrows lead from sends to receives.
+
+Below the threads is the simulated step of the plan, aligned with the first firing of the traced
+step, with the same names. A lane of links has the boxing that continues while its thread is free.
 
     rank 0
       compute            |step 10 ...
@@ -18,7 +19,7 @@ thread is free.
       compute            |step 10 ...
                          |forward blocks.0                |all|forward blocks.1 ...
 
-Of a plan that has not run there is the prediction alone.
+For a plan that has not run, there is the prediction alone.
 
 Source: "Trace Event Format", the JSON form of `chrome://tracing`, which Perfetto reads.
 """
@@ -39,10 +40,10 @@ from sbp_launch.tracing.times import END_OF, LastArrival, late_ranks
 
 Event = dict[str, Any]
 
-#: What is added to the number of a thread's lane for that of its prediction, and of its links.
+#: Offsets of the lanes of a thread's prediction and of its links, from the lane of the thread.
 _PREDICTED, _LINKS = 40, 70
 
-#: How phases are called.
+#: Names of phases.
 _PHASES = {
     Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
@@ -53,15 +54,15 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """All that was noted of a run.
+    """The recorded trace of a run, and its context.
 
     Args:
-        plan: What ran.
-        graph: That it was compiled from; it says which modules an actor computes.
-        spans, held: Of all ranks.
+        plan: The plan that ran.
+        graph: The graph of the plan; it has the module of each operator.
+        spans, held: Time spans and memory samples of all ranks.
         hosts: Host and process of each rank.
-        clock_error_s: By how much the clocks of hosts may differ still, in seconds.
-        simulation: Of the plan; made if None.
+        clock_error_s: Remaining difference between the clocks of hosts, in seconds.
+        simulation: The simulation of the plan; computed if None.
     """
 
     plan: PhysicalPlan
@@ -74,7 +75,7 @@ class Traced:
 
 
 def trace_json(traced: Traced) -> dict[str, Any]:
-    """Return the trace as a JSON value that viewers load."""
+    """Return the trace as a JSON value for viewers."""
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -88,14 +89,14 @@ def trace_json(traced: Traced) -> dict[str, Any]:
 
 
 class _Events:
-    """The events of a trace, one after the other."""
+    """Iterates over the events of a trace."""
 
     def __init__(self, traced: Traced) -> None:
         self.traced, self.plan = traced, traced.plan
         self.nodes = {node.name: node for node in traced.graph.nodes}
         self.late = late_ranks(traced.plan, traced.spans)
         self.start_ns = min((span.begin_ns for span in traced.spans), default=0)
-        # Viewers take a lane whose number is its process' for the main thread.
+        # Viewers treat a lane with the number of its process as the main thread.
         self.lanes = {
             (part.rank, thread): 100 * part.rank + lane + 1
             for part in traced.plan.ranks
@@ -103,7 +104,7 @@ class _Events:
         }
         self.texts: dict[tuple[int, str], tuple[str, Event]] = {}
         self.simulation = traced.simulation or simulate(traced.plan)
-        #: When the first rank began with each step.
+        #: Start of each step on the first rank that began it.
         self.begins_ns: dict[int, int] = {}
         for span in traced.spans:
             begin_ns = self.begins_ns.get(span.step, span.begin_ns)
@@ -121,7 +122,7 @@ class _Events:
             if rank in ranks:
                 yield _meta("thread_name", rank, lane, name=thread)
                 yield _meta("thread_sort_index", rank, lane, sort_index=lane)
-        # A slice for each step on each lane, around those of its firings.
+        # A slice for each step on each lane, around its firings.
         steps: dict[tuple[int, str, int], Span] = {}
         for span in self.traced.spans:
             known = steps.setdefault((span.rank, span.thread, span.step), span)
@@ -144,7 +145,7 @@ class _Events:
         return (time_ns - self.start_ns) / 1000
 
     def _slices(self, span: Span) -> Iterator[Event]:
-        """Return the slice of a span, and the wait for other ranks inside of it."""
+        """Yield the slice of a span, and the wait for other ranks inside of it."""
         label = {"step": span.step + 1, "micro_batch": span.micro_batch}
         if span.kind is SpanKind.OPERATOR:
             node = self.nodes.get(span.node)
@@ -167,7 +168,7 @@ class _Events:
         yield from self._late_slice(span)
 
     def _late_slice(self, span: Span) -> Iterator[Event]:
-        """Return the slice of what a boxing call waited for another rank, if it did."""
+        """Yield the slice of a boxing call's wait for another rank, if there was one."""
         late: LastArrival | None = self.late.get(span)
         if late is not None:
             name = f"wait for rank {late.rank}"
@@ -176,7 +177,7 @@ class _Events:
     def _slice(
         self, span: Span, name: str, category: str, end_ns: int, args: Event, lane: int = 0
     ) -> Event:
-        """Return a slice; `lane` is counted from that of the thread."""
+        """Return a slice; `lane` is an offset from the lane of the thread."""
         return {
             "ph": "X", "name": name, "cat": f"predicted {category}" if lane else category,
             "pid": span.rank, "tid": self.lanes[span.rank, span.thread] + lane,
@@ -184,7 +185,7 @@ class _Events:
         }  # fmt: skip
 
     def _text(self, rank: int, actor: Actor) -> tuple[str, Event]:
-        """Return how an actor's slices are called, and what is told of them."""
+        """Return the name and the arguments of an actor's slices."""
         key = rank, actor.name
         if key not in self.texts:
             self.texts[key] = self._describe(rank, actor)
@@ -198,7 +199,7 @@ class _Events:
             kind = {Send: "send", Receive: "receive"}.get(type(actor), str(step.kind))
             args |= {"bytes": step.size_bytes, "boxing": str(step)}
             args["ranks"] = list(step.group(rank))
-            # What it moves: `blocks.0.proj.addmm` of its key, without where it goes.
+            # The tensor that it moves: `blocks.0.proj.addmm`, without the layout in its key.
             name = actor.message if isinstance(actor, Send | Receive) else actor.name
             value = name.partition("@")[0]
             return f"{kind} {value}", args
@@ -211,11 +212,11 @@ class _Events:
         return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
 
     def _predicted(self) -> Iterator[Event]:
-        """Return lanes and slices of the simulated step, next to the traced steps."""
+        """Yield lanes and slices of the simulated step, aligned with the traced steps."""
         linked: set[tuple[int, str]] = set()
         over_ns = 0
         for step, begin_ns in sorted(self.begins_ns.items()) or [(0, 0)]:
-            # One that is predicted to take longer than it did leaves no room next to the next.
+            # If the prediction is longer than the step, it would overlap the next one: skip that.
             if begin_ns >= over_ns:
                 over_ns = begin_ns + round(self.simulation.step_s * 1e9)
                 for rank, thread in self.lanes:
@@ -237,13 +238,13 @@ class _Events:
                 yield _meta("thread_sort_index", rank, lane, sort_index=lane)
 
     def _simulated(self, step: int, begin_ns: int) -> Iterator[tuple[Span, int]]:
-        """Yield the simulated firings as spans, and the lane of each, counted from its thread's."""
+        """Yield simulated firings as spans, each with the offset of its lane."""
         landed_s: dict[tuple[int, str], float] = {}
         for one in self.simulation.firings:
             thread = one.rank, one.actor.thread
             times_s = {_PREDICTED: (one.start_s, one.free_s)}
             if one.end_s > one.free_s:
-                # What goes over a link waits there for what went before.
+                # A transfer over a link waits there for the transfer before it.
                 times_s[_LINKS] = max(one.free_s, landed_s.get(thread, 0.0)), one.end_s
                 landed_s[thread] = one.end_s
             for lane, found_s in times_s.items():
@@ -252,7 +253,7 @@ class _Events:
                 yield Span(SpanKind.FIRING, *firing), lane
 
     def _arrows(self) -> Iterator[Event]:
-        """Return an arrow for each transfer: from the begin of its send to the end of receiving."""
+        """Yield an arrow for each transfer: from the begin of its send to the end of receiving."""
         firings: dict[ActorId, dict[tuple[int, int], Span]] = defaultdict(dict)
         for span in self.traced.spans:
             if span.kind is SpanKind.FIRING:

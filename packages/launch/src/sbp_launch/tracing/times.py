@@ -1,14 +1,16 @@
-"""Where the time of traced steps went, by rank: computing, boxing, waiting; and by operator.
+"""Time breakdown of traced steps for each rank: computing, boxing (communication), waiting.
 
-A boxing call does not say how long it waited for the others. It is told from when they came:
+A span of a collective includes the wait for slower ranks. The wait ends when the last rank begins:
 
-    rank 0   |boxing ===============|     waits for rank 1 until it comes, then data moves
-    rank 1            |boxing ======|     came last: waits for nobody
+    rank 0   |boxing ===============|     waits until rank 1 begins, then data move
+    rank 1            |boxing ======|     began last: does not wait
 
-Where a call is begun, and its end awaited later, the same is told of that wait:
+For an asynchronous collective, the same holds for the span that awaits its end:
 
-    rank 0   |begin| compute |end =========|     waits for rank 1 until it begins, then data moves
+    rank 0   |begin| compute |end =========|     waits until rank 1 begins, then data move
     rank 1                        |begin|...
+
+`OperatorTimes` is the file format for measured times of operators.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from sbp_core.serialize import Document
 from sbp_core.units import format_seconds
 from sbp_launch.console import columns
 
-#: How a span begins to say that it waits for the end of boxing that was begun before.
+#: Prefix of `Span.waits_for` of spans that await the end of asynchronous boxing.
 END_OF = "the end of "
 
-#: Most ranks that are printed one by one.
+#: Largest number of ranks that are printed.
 _MOST_RANKS = 16
 
 #: Titles of the table's columns.
@@ -47,14 +49,14 @@ _HEADS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastArrival:
-    """What a boxing call waited for: until when, in nanoseconds, and the rank that came last."""
+    """The end of a boxing call's wait, in nanoseconds, and the rank that came last."""
 
     until_ns: int
     rank: int
 
 
 def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastArrival]:
-    """Return for each boxing call, and wait for the end of one, what it waited for."""
+    """Return the last arrival for each boxing call, or wait for its end, that had to wait."""
     senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
     for link in plan.links:
         senders[link.receiver].append(link.sender)
@@ -75,7 +77,7 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastA
                 if name in span.waits_for
             ]
             for key in calls[span]:
-                calls.pop(firings[key], None)  # which only began what is waited for here
+                calls.pop(firings[key], None)  # only its begin; the wait is a span of its own
     found: dict[Span, LastArrival] = {}
     waits = [(span, key) for span, keys in calls.items() for key in keys]
     for span, (step, index, rank, name) in waits:
@@ -101,15 +103,15 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastA
 
 @dataclass(slots=True, kw_only=True)
 class RankTimes:
-    """Where the time of one thread of a rank went, in nanoseconds, over all traced steps.
+    """Time breakdown of one thread of a rank, in nanoseconds, over all traced steps.
 
     Args:
-        steps: From the first firing of each step to its last one.
-        compute: In firings that box nothing.
-        boxing: In boxing, from when the last rank has come.
-        waiting: For other ranks, and for data and credits of other threads.
-        turn: For another rank of the process to have computed.
-        late: Of `waiting`, what was for each rank.
+        steps: Duration of the steps, from the first firing to the last one.
+        compute: Time in firings without communication.
+        boxing: Time in boxing after the last rank has begun.
+        waiting: Time waiting for other ranks, and for data and credits (free places) of threads.
+        turn: Time waiting until another rank of the same process has computed.
+        late: The part of `waiting` for each rank that was waited for.
     """
 
     steps: int = 0
@@ -121,12 +123,12 @@ class RankTimes:
 
     @property
     def rest(self) -> int:
-        """What is between firings."""
+        """Time between firings."""
         return self.steps - self.compute - self.boxing - self.waiting - self.turn
 
 
 def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str], RankTimes]:
-    """Return where the time of each rank and thread went."""
+    """Return the time breakdown of each (rank, thread)."""
     late, found = late_ranks(plan, spans), defaultdict[tuple[int, str], RankTimes](RankTimes)
     extents: dict[tuple[int, str, int], tuple[int, int]] = {}
     for span in spans:
@@ -156,12 +158,12 @@ def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str
 
 
 def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace") -> list[str]:
-    """Return lines that say where the time of the traced steps went, by rank.
+    """Return the lines of a table with the time breakdown of the traced steps, by rank.
 
     Args:
-        plan: What ran.
-        spans: Of all ranks; not empty.
-        file: Where the rest can be seen, if there are many ranks.
+        plan: The plan that ran.
+        spans: The spans of all ranks; not empty.
+        file: Name of the file with all ranks, if there are too many to print.
     """
     times = rank_times(plan, spans)
     steps = sorted({span.step + 1 for span in spans})
@@ -178,7 +180,7 @@ def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace
                 f"rank {late[0][0]}" if late else "-",
             )
         )
-    # A column in which nothing happened says nothing.
+    # Columns without any time are left out.
     shown = [
         column
         for column in range(len(_HEADS))
@@ -192,19 +194,19 @@ def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace
     return lines
 
 
-#: The file of a run folder that holds the times.
+#: Name of the file with times of operators in a run folder.
 OPERATORS = "operators.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTimes:
-    """What the operators of a run took.
+    """Measured times of the operators of a run.
 
     Args:
-        backend: Its boxing backend.
-        num_ranks: Its ranks, which shared the machine.
+        backend: The boxing backend of the run.
+        num_ranks: Number of ranks, which shared the machine.
         machine: See `Cluster.machine`.
-        operators: Each call of an operator once.
+        operators: Each different call of an operator, once.
     """
 
     backend: str
@@ -213,15 +215,15 @@ class OperatorTimes:
     operators: tuple[MeasuredOperator, ...]
 
     def save(self, path: Path) -> None:
-        """Write the file of a run folder."""
+        """Write the file."""
         OPERATOR_TIMES.write(self, path)
 
     @classmethod
     def load(cls, path: Path) -> OperatorTimes:
-        """Read what `save` wrote.
+        """Read the output of `save`.
 
         Raises:
-            ConfigError: there is no such file, or it is another one.
+            ConfigError: there is no such file, or it has another format.
         """
         return OPERATOR_TIMES.read(path)
 

@@ -1,4 +1,4 @@
-"""Trace some steps of a run, and leave the trace as a file that viewers draw.
+"""Trace some steps of a run, and write the trace into a file for viewers.
 
     with StepTracer(planned, backend, range(10, 13), folder) as tracer:
         for number in range(1, 101):
@@ -7,11 +7,11 @@
             tracer.finish(number)
     print(*tracer.lines)
 
-The steps that are not traced run as without it.
+The other steps run as without tracing.
 
-The traces of several processes are put together through their boxing backend. The clocks of hosts
-differ. A small exchange ends on all ranks at about the same time, so several of them tell how far
-the clock of each host is from that of the first rank, up to what a message takes.
+The traces of several processes are gathered through their boxing backend. The clocks of hosts
+differ. They are aligned by small exchanges, which end on all ranks at about the same time: the
+median difference of these times is the offset of a host from the host of the first rank.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from sbp_launch.tracing.times import OPERATORS, OperatorTimes, time_table
 from sbp_torch.boxing.processes import gather_texts
 from sbp_torch.memory import MemoryMeter
 
-#: Exchanges that compare the clocks.
+#: Number of exchanges that compare the clocks.
 _ROUNDS = 9
 
-#: Seconds that a rank may wait for the others, which may still be at work on their step.
+#: Seconds that a rank may wait for other ranks, which may still be computing.
 _DEADLINE_S = 120.0
 
-#: Bytes of the text that says how long a trace is.
+#: Bytes of the text that holds the length of a trace.
 _SIZE_BYTES = 16
 
 
@@ -54,11 +54,11 @@ class ProcessTrace:
     """The trace of one process.
 
     Args:
-        ranks: Whose it is.
+        ranks: The ranks of the process.
         host: Name of its machine.
-        process: Its number there.
-        spans, held: What was noted.
-        exits_ns: When each exchange that compares the clocks was over.
+        process: Its process id.
+        spans, held: Recorded time spans and memory samples.
+        exits_ns: The times at which the exchanges that compare the clocks ended.
     """
 
     ranks: tuple[int, ...]
@@ -70,7 +70,7 @@ class ProcessTrace:
 
 
 def own_part(trace: Trace, ranks: Sequence[int]) -> ProcessTrace:
-    """Return what was noted in this process."""
+    """Return the trace that this process has recorded."""
     return ProcessTrace(
         ranks=tuple(ranks),
         host=platform.node(),
@@ -83,15 +83,15 @@ def own_part(trace: Trace, ranks: Sequence[int]) -> ProcessTrace:
 def gather_parts(
     backend: BoxingBackend, ranks: Sequence[int], own: ProcessTrace
 ) -> list[ProcessTrace]:
-    """Return the parts of all processes; all of them call this between two steps.
+    """Return the traces of all processes; all of them call this between two steps.
 
     Args:
-        backend: Open; one rank in each process.
+        backend: The open backend, with one rank in each process.
         ranks: All ranks of the run.
-        own: This process' part.
+        own: The trace of this process.
 
     Raises:
-        BoxingError: a rank did not come.
+        BoxingError: a rank did not answer.
     """
     communicator = backend.communicator(own.ranks[0])
 
@@ -111,10 +111,10 @@ def gather_parts(
 
 
 def with_one_clock(parts: Sequence[ProcessTrace]) -> tuple[list[ProcessTrace], float]:
-    """Return the parts with all times by the clock of the first one's host, and the error.
+    """Convert all times to the clock of the first process's host.
 
     Returns:
-        The parts, and by how much clocks may still differ, in seconds; 0.0 on one host.
+        The converted traces, and the largest remaining error in seconds; 0.0 on one host.
     """
     first, error_ns, moved = parts[0], 0.0, []
     for part in parts:
@@ -134,7 +134,7 @@ def with_one_clock(parts: Sequence[ProcessTrace]) -> tuple[list[ProcessTrace], f
 
 
 def pack(part: ProcessTrace) -> str:
-    """Return a part as text."""
+    """Return a process's trace as text."""
     value = {
         "ranks": part.ranks,
         "host": part.host,
@@ -153,7 +153,7 @@ def pack(part: ProcessTrace) -> str:
 
 
 def unpack(text: str) -> ProcessTrace:
-    """Return the part that `pack` wrote."""
+    """Parse the output of `pack`."""
     value = json.loads(zlib.decompress(base64.b85decode(text)))
     return ProcessTrace(
         ranks=tuple(value["ranks"]),
@@ -165,26 +165,26 @@ def unpack(text: str) -> ProcessTrace:
     )
 
 
-#: The file of a run folder that holds the trace.
+#: Name of the file of the trace in a run folder.
 TRACE = "trace.json"
 
-#: The file with the trace of one rank, of a run that ended before the traces were put together.
+#: File with the trace of one process, if a run ended before the traces were gathered.
 PART = "logs/trace_rank_{rank}.json"
 
 
 class StepTracer:
     """Traces chosen steps of a session, and writes the trace after the last of them.
 
-    Its `lines` say afterwards where the time went, and where the trace is; they are empty in
-    processes that do not write it.
+    Afterwards, `lines` has the time breakdown and the path of the trace; it is empty in processes
+    that do not write the trace.
 
     Args:
-        planned: What the session runs.
-        backend: Of the session.
-        steps: To trace, counted from 1; empty for none.
-        folder: Of the run.
-        operators_of: Name of the boxing backend, if operators are to be traced, too; what they take
-            is then left in the folder.
+        planned: The plan of the session, with its graph and strategy.
+        backend: The backend of the session.
+        steps: The steps to trace, counted from 1; empty for none.
+        folder: The run folder.
+        operators_of: Name of the boxing backend if operators are traced, too; their times are then
+            written to the folder.
     """
 
     def __init__(
@@ -206,15 +206,15 @@ class StepTracer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what was traced of a run that ends before all of it is."""
+        """Write the trace of a run that ends before all steps were traced."""
         if self._trace is not None:
-            # What ended the run is what is told.
+            # Errors of writing must not hide the error that ended the run.
             with suppress(OSError):
                 self._write([own_part(self._trace, self._ranks)])
 
     @contextmanager
     def step(self, number: int, session: Session) -> Iterator[None]:
-        """Trace the step that is run in the block, if it is to be."""
+        """Trace the step that is run in the block, if it was chosen."""
         if number not in self.steps:
             yield
             return
@@ -231,10 +231,10 @@ class StepTracer:
             session.trace = None
 
     def finish(self, number: int) -> None:
-        """Write the trace after the last step of it; all processes call this after each step.
+        """Write the trace after the last chosen step; all processes call this after each step.
 
         Raises:
-            BoxingError: another rank did not come with its trace.
+            BoxingError: another rank did not send its trace.
             RunError: the trace cannot be written.
         """
         if self._trace is None or number != self.steps[-1]:
@@ -248,7 +248,7 @@ class StepTracer:
                 self._write(parts or [own])
 
     def _write(self, parts: Sequence[ProcessTrace]) -> None:
-        """Write the trace of these processes, and say what is in it."""
+        """Write the trace of these processes, and set `lines`."""
         parts, clock_error_s = with_one_clock(parts)
         spans = [span for part in parts for span in part.spans]
         if not spans:

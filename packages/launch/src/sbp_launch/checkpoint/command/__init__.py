@@ -1,5 +1,5 @@
-"""The command `sbp-checkpoint`: look at checkpoints, verify, convert, compare and remove them.
+"""The command `sbp-checkpoint`: inspect, verify, convert, compare and remove checkpoints.
 
-`app` reads the command line, and has a module for its verbs: `inspect`, `verify` (which is `prune`,
-too), `convert` and `diff`.
+`app` parses the command line. The subcommands are in `inspect`, `verify` (with `prune`), `convert`
+and `diff`.
 """

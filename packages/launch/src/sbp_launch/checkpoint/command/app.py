@@ -1,4 +1,4 @@
-"""The command line of `sbp-checkpoint`. Takes no torch until tensors are read."""
+"""Parser and entry point of `sbp-checkpoint`. It imports torch only when tensors are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PATH = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are of the form of all others."""
+    """An argument parser that reports errors as `ConfigError`, like all other code."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="the command line", todo=f"see {self.prog} --help")
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0; 1 if a checkpoint does not verify, two differ, or something cannot be written;
-        2 for what cannot be read or is no argument; 130 after Ctrl-C.
+        2 for unreadable files and wrong arguments; 130 after Ctrl-C.
     """
     try:
         return run(sys.argv[1:] if arguments is None else arguments)

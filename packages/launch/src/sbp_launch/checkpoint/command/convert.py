@@ -1,4 +1,4 @@
-"""From a checkpoint, or weights of others, to files that other programs read, or back."""
+"""`sbp-checkpoint convert`: write a checkpoint or weights in another format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sbp_launch.console import make_console, reading, say
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.tensors import LazyTensors
 
-#: Formats that can be written.
+#: Formats that can be written; names as in `--to`.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
 _WITHIN = "would be inside of its source, or its source inside of it"
@@ -37,7 +37,7 @@ _NOT_THERE = {
 
 
 def convert(options: Namespace) -> int:
-    """Write what is at one path to another, in another format. Returns the exit code."""
+    """Convert the tensors at one path into another format at another. Return the exit code."""
     renames = parse_renames(options.rename)
     to = _format_of(options)
     shard_bytes = parse_bytes(options.max_shard_size)
@@ -50,10 +50,10 @@ def convert(options: Namespace) -> int:
         _checkpoint(options, found) if to == FORMAT else _file(options, found, to, shard_bytes)
     )
     with open_tensors(found) as tensors:
-        # Here and not above: what is refused takes no torch.
+        # Imported here: wrong arguments are refused without torch.
         from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
-        # Their names there, by those that they get.
+        # Names in the target -> names in the source.
         names = {name: name for name in (tensors if options.all else model_names(tensors))}
         if options.ema:
             names = averaged(tensors)
@@ -90,10 +90,10 @@ def convert(options: Namespace) -> int:
 
 
 def _format_of(options: Namespace) -> str:
-    """Return the format that is to be written.
+    """Return the format to write.
 
     Raises:
-        ConfigError: nothing says it, or the target is no place for it.
+        ConfigError: no option names it, or it cannot be written at the target.
     """
     target: str = options.target
     is_file = target.endswith(".safetensors")
@@ -116,10 +116,10 @@ def _format_of(options: Namespace) -> str:
 def _file(
     options: Namespace, found: FoundTensors, to: str, shard_bytes: int
 ) -> tuple[str, Callable[[LazyTensors], list[str]]]:
-    """Return where a format of others is to be written, and what writes it and returns its files.
+    """Return the target of a foreign format, and a function that writes it and returns its files.
 
     Raises:
-        ConfigError: something that was not meant would be replaced.
+        ConfigError: existing files would be replaced without `--overwrite`.
     """
     target = user_path(options.target)
     _check_apart(target, found)
@@ -157,12 +157,12 @@ def _file(
 def _checkpoint(
     options: Namespace, found: FoundTensors
 ) -> tuple[str, Callable[[LazyTensors], list[str]]]:
-    """Return where a checkpoint is to be written, and what writes it and returns its files.
+    """Return the target of a checkpoint, and a function that writes it and returns its files.
 
-    It says of the run what the source says, if that is a checkpoint.
+    The metadata of the run are copied if the source is a checkpoint.
 
     Raises:
-        ConfigError: something that was not meant would be replaced.
+        ConfigError: existing files would be replaced without `--overwrite`.
     """
     from sbp_launch.checkpoint.places import place_of_checkpoint
     from sbp_launch.checkpoint.saving import write_checkpoint
@@ -192,10 +192,10 @@ def _checkpoint(
 
 
 def _check_apart(target: Path, found: FoundTensors) -> None:
-    """Check that what is written is apart from what it is made of.
+    """Check that neither target nor source contains the other.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one does.
     """
     real, given = target.resolve(), Path(found.place).resolve()
     if real == given or real in given.parents or given in real.parents:

@@ -1,4 +1,4 @@
-"""How two checkpoints, or weights of others, differ: names, shapes, dtypes, values, settings."""
+"""`sbp-checkpoint diff`: compare names, shapes, dtypes, values and settings of two checkpoints."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from sbp_launch.checkpoint.tensors import LazyTensors
 
-#: Tensors that are printed, at most: those that differ most.
+#: Largest number of tensors that are printed: those that differ most.
 _MOST_ROWS = 40
 
-#: What a checkpoint keeps of the time that its run took: no two have the same.
+#: Measured times in the metadata; they differ between any two runs, so they are not compared.
 _MEASURED = ("trainer.train_s",)
 
-#: Elements that are compared at a time, as float64.
+#: Number of elements that are compared at a time, as float64.
 _BLOCK = 1 << 20
 
 
@@ -40,9 +40,9 @@ class Deviation:
     """How much the values of a tensor differ.
 
     Args:
-        largest: Of all elements; infinite if one is no number in one of them only.
-        relative: That, over the largest magnitude of the second tensor.
-        differing: Share of the elements that differ.
+        largest: Largest absolute difference; infinite if an element is NaN in one tensor only.
+        relative: `largest` divided by the largest magnitude in the second tensor.
+        differing: Fraction of the elements that differ.
     """
 
     largest: float
@@ -52,13 +52,13 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifferences:
-    """How tensors differ.
+    """Differences between two sets of tensors.
 
     Args:
-        only_one, only_other: Names that the others do not have.
-        common: How many names both have.
-        forms: Dtype and shape of both, where they differ.
-        values: How much those of one shape differ, where they do.
+        only_one, only_other: Names that only one set has.
+        common: Number of names that both sets have.
+        forms: Dtype and shape in both sets, for tensors in which these differ.
+        values: Differences of values, for tensors of equal shape that differ.
     """
 
     only_one: tuple[str, ...]
@@ -69,16 +69,16 @@ class TensorDifferences:
 
     @property
     def equal(self) -> int:
-        """How many tensors are equal."""
+        """Number of equal tensors."""
         return self.common - len(self.forms.keys() | self.values.keys())
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether there is any difference."""
         return bool(self.only_one or self.only_other or self.equal < self.common)
 
     def as_json(self, settings: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """Return what is printed with `--json`."""
+        """Return the output of `--json`."""
         return {
             "differs": self.differs or bool(settings),
             "equal_tensors": self.equal,
@@ -95,9 +95,9 @@ class TensorDifferences:
 
 
 def diff(options: Namespace) -> int:
-    """Compare what is at two paths. Returns the exit code: 1 if they differ."""
+    """Compare the tensors at two paths. Return the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
-    # Here and not above: what only looks takes no torch.
+    # Imported here: `look` needs no torch.
     from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
     one, other = look(options.one), look(options.other)
@@ -116,7 +116,7 @@ def diff(options: Namespace) -> int:
 
 
 def compare(ones: LazyTensors, others: LazyTensors) -> TensorDifferences:
-    """Compare tensors of the same names, in parts of at most 64 MiB."""
+    """Compare tensors with the same names, in parts of at most 64 MiB."""
     from sbp_launch.checkpoint.tensors import PART_BYTES, dtype_name
 
     forms: dict[str, tuple[str, str]] = {}
@@ -142,7 +142,7 @@ def compare(ones: LazyTensors, others: LazyTensors) -> TensorDifferences:
 
 
 def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
-    """Compare two tensors of one shape, given in parts; NaN equals NaN."""
+    """Compare two tensors of equal shape, given as pairs of parts; NaN equals NaN."""
     import torch
 
     largest = scale = 0.0
@@ -156,7 +156,7 @@ def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
         for at in range(0, firsts.numel(), _BLOCK):
             a, b = firsts[at : at + _BLOCK].to(exact), seconds[at : at + _BLOCK].to(exact)
             unequal = (a != b) & ~(a.isnan() & b.isnan())
-            if are_integers:  # of which float64 has only those below 2**53
+            if are_integers:  # float64 represents them exactly only below 2**53
                 unequal = firsts[at : at + _BLOCK].long() != seconds[at : at + _BLOCK].long()
             scale = max(scale, b.abs().nan_to_num(0.0, 0.0, 0.0).max().item())
             if unequal.any():
@@ -175,7 +175,7 @@ def _wanted(tensors: LazyTensors, options: Namespace) -> list[str]:
 
 
 def _settings(one: FoundTensors, other: FoundTensors) -> dict[str, tuple[Any, Any]]:
-    """Return what the manifests of two checkpoints say otherwise, by key."""
+    """Return the differences between the manifests of two checkpoints, by key."""
     if {one.format, other.format} != {FORMAT}:
         return {}
     flat = [dict(_flat(dump(manifest_of(found).metadata, Metadata))) for found in (one, other)]
@@ -185,7 +185,7 @@ def _settings(one: FoundTensors, other: FoundTensors) -> dict[str, tuple[Any, An
 
 
 def _flat(value: Any, before: str = "") -> list[tuple[str, Any]]:
-    """Return the parts of nested mappings, by their paths."""
+    """Flatten nested mappings: return pairs of a dotted path and a value."""
     if not isinstance(value, Mapping):
         return [(before, value)]
     return [

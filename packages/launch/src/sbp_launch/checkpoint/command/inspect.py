@@ -1,4 +1,4 @@
-"""What a checkpoint, or weights of others, hold: read from headers, without any tensor."""
+"""`sbp-checkpoint inspect`: describe the contents of a checkpoint, without reading tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_in
 from sbp_launch.checkpoint.places import read_index as index_of
 from sbp_launch.console import make_console, say, show_table
 
-#: How formats are called in sentences.
+#: Names of formats in sentences.
 FORMATS = {
     "sbp": "a checkpoint",
     "safetensors": "one file of safetensors",
@@ -30,12 +30,12 @@ FORMATS = {
     "dcp": "a checkpoint of torch.distributed.checkpoint",
 }
 
-#: A part of a name that is a number.
+#: A component of a dotted name that is a number.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def inspect(options: Namespace) -> int:
-    """Print what is at a path. Returns the exit code."""
+    """Print a description of the tensors at a path. Return the exit code."""
     found = look(options.path)
     manifest = manifest_of(found) if found.format == FORMAT else None
     index = manifest_index(manifest, found) if manifest else index_of(found)
@@ -64,14 +64,14 @@ def inspect(options: Namespace) -> int:
 
 
 def print_json(value: Any) -> None:
-    """Write JSON for programs."""
+    """Write JSON to standard output."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def as_json(
     found: FoundTensors, index: TensorIndex, manifest: CheckpointManifest | None
 ) -> dict[str, Any]:
-    """Return what is printed with `--json`."""
+    """Return the output of `--json`."""
     return {
         "format": found.format,
         "path": found.place,
@@ -115,7 +115,7 @@ def _show_head(
 
 
 def _words(value: Any) -> str:
-    """Return a value of JSON on one line; what is empty in it is left out."""
+    """Return a JSON value on one line; empty parts are left out."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -128,7 +128,7 @@ def _words(value: Any) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """Parameters that are alike but for numbers in their names."""
+    """Parameters of equal shape and dtype whose names differ only in numbers."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class _Group:
     size_bytes: int = 0
 
     def cells(self, with_keys: bool) -> tuple[str, ...]:
-        """Return the texts of its row."""
+        """Return the cells of the group's row in the table."""
         name = self.name if self.count > 1 else self.first
         count, size = f"{self.count:,}", format_bytes(self.size_bytes)
         cells = (name, count, str(list(self.shape)), self.dtype, size)
@@ -147,7 +147,7 @@ class _Group:
 
 
 def _groups(index: TensorIndex) -> Iterator[_Group]:
-    """Yield parameters and buffers in groups, each with the keys of its optimizer's states."""
+    """Yield parameters and buffers in groups, each with the keys of their optimizer states."""
     states: dict[str, list[str]] = defaultdict(list)
     for name in index.tensors:
         owner = owner_of(name, index.tensors)
@@ -167,7 +167,7 @@ def _groups(index: TensorIndex) -> Iterator[_Group]:
 
 
 def _totals(index: TensorIndex) -> Iterator[str]:
-    """Yield how much there is of everything."""
+    """Yield lines with the total number and size of parameters, states and files."""
     kinds = {group.keys for group in _groups(index) if group.keys}
     own = model_names(index.tensors)
     own_bytes = sum(index.tensors[name].size_bytes for name in own)

@@ -1,6 +1,6 @@
-"""Whether checkpoints are what was written, and removing older ones.
+"""`sbp-checkpoint verify` and `prune`: verify checkpoints, and remove older ones.
 
-To verify reads every byte of them. The newest one that verifies is never removed.
+To verify a checkpoint, every byte is read. The newest intact checkpoint is never removed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.console import make_console, reading, say
 from sbp_launch.exit_codes import FAILED
 
-#: What is known of formats that have no checksums.
+#: Result for formats without checksums.
 _UNCHECKED = "headers, sizes and offsets fit; the format has no checksums"
 
 
 def verify(options: Namespace) -> int:
-    """Verify one checkpoint, or all of a run. Returns the exit code: 1 if one is damaged."""
+    """Verify one checkpoint, or all of a run. Return the exit code: 1 if one is damaged."""
     found = [look(options.path)]
     storage = checkpoints_of(options.path)
     if storage is not None:
         found = [found_in(storage, name) for name in reversed(newest_first(storage))]
     if found[0].format == FORMAT:
-        # Here and not above: what only looks takes no torch. And not below, where time counts.
+        # Imported here: `look` needs no torch. And not below, where the time is measured.
         import_module("sbp_launch.checkpoint.reading")
     console, results, code = make_console(), [], 0
     for one in found:
@@ -68,12 +68,12 @@ def verify(options: Namespace) -> int:
 
 
 def is_whole(found: FoundTensors) -> bool:
-    """Return whether a checkpoint is what was written."""
+    """Return whether a checkpoint is intact."""
     return _verified(found)[2] is None
 
 
 def _verified(found: FoundTensors) -> tuple[str, int, ConfigError | None]:
-    """Return what is known of it, its bytes, and what is wrong."""
+    """Return the result in words, the number of bytes, and the error if it is damaged."""
     try:
         if found.storage is not None:
             from sbp_launch.checkpoint.reading import Checkpoint
@@ -99,7 +99,7 @@ def _verified(found: FoundTensors) -> tuple[str, int, ConfigError | None]:
 
 
 def prune(options: Namespace) -> int:
-    """Remove all checkpoints of a run but the newest whole ones, and the best one.
+    """Remove all checkpoints of a run except the newest intact ones and the best one.
 
     Returns:
         The exit code.
@@ -157,11 +157,11 @@ def prune(options: Namespace) -> int:
 
 
 def chosen(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
-    """Return the newest whole checkpoints, the damaged ones among them, and all older ones.
+    """Return the newest intact checkpoints, the damaged ones among them, and all older ones.
 
     Args:
-        storage: Where they are.
-        keep: How many whole ones are wanted, >= 1.
+        storage: The storage of the checkpoints.
+        keep: Number of intact checkpoints to find, >= 1.
     """
     kept: list[str] = []
     damaged: list[str] = []
@@ -174,11 +174,11 @@ def chosen(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str],
 
 
 def best_of(storage: CheckpointStorage, newest: str) -> str:
-    """Return the name of the checkpoint with the lowest held-out loss; empty if none is known.
+    """Return the name of the checkpoint with the lowest held-out loss; empty if it is unknown.
 
     Args:
-        storage: Where they are.
-        newest: Name of one; what the trainer keeps in it says which was the best step.
+        storage: The storage of the checkpoints.
+        newest: Name of a checkpoint; the trainer's state in it names the best step.
     """
     trainer = manifest_of(found_in(storage, newest)).metadata.trainer
     step = trainer.get("best_step") if isinstance(trainer, dict) else None

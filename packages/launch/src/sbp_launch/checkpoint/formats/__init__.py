@@ -1,12 +1,12 @@
-"""Weights in the formats of other programs, by the model's own names.
+"""Readers and writers of weights in the formats of other libraries, by the model's own names.
 
-| format | what |
+| format | files |
 |---|---|
 | `safetensors` | one file |
 | `hf` | a folder of Hugging Face's libraries: `model.safetensors`, or shards and an index |
 | `dcp` | a folder of `torch.distributed.checkpoint`, read without unpickling |
 
-In order: `index` (where tensors lie), `safetensors_file`, `pickles`, `torch_file`,
-`distributed_checkpoint` (what each format says, read into an index), none of which takes torch;
-`indexed` (tensors of an index, whole or in parts), and `writers`.
+In order: `index` (file and offset of every tensor); the readers of headers into an index, without
+torch: `safetensors_file`, `pickles`, `torch_file`, `distributed_checkpoint`; `indexed` (tensors of
+an index, whole or in slices); and `writers`.
 """

@@ -1,10 +1,11 @@
-"""Checkpoints of `torch.distributed.checkpoint`, read without unpickling, and without torch.
+"""Read checkpoints of `torch.distributed.checkpoint`, without unpickling and without torch.
 
-    .metadata           a pickle: of each tensor shape, dtype and chunks; of each chunk, where it is
-    __0_0.distcp        what `torch.save` wrote of each chunk, one after the other
+    .metadata           a pickle: shape, dtype and chunks of each tensor, place of each chunk
+    __0_0.distcp        the output of `torch.save` for each chunk, one after the other
 
-`torch.distributed.checkpoint.load` runs whatever is in `.metadata`. Here, its opcodes are read
-as plain data: a name that is none of the format is refused, and nothing is imported or called.
+`torch.distributed.checkpoint.load` executes the pickle in `.metadata`, and so any code in it. Here
+its opcodes are read as plain data: a global that the format does not use is refused, and nothing is
+imported or called. The result is a `TensorIndex`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from sbp_launch.checkpoint.formats.index import (
 from sbp_launch.checkpoint.formats.pickles import Pairs, PickleCall, PickleGlobal, read_pickle
 from sbp_launch.checkpoint.formats.torch_file import DTYPES, read_tensor, read_value
 
-#: The file that says what is there.
+#: Name of the file that describes the tensors.
 METADATA = ".metadata"
 
-#: Bytes of it, at most.
+#: Its largest size in bytes.
 _MOST_BYTES = 256 << 20
 
 _HOME = "torch.distributed.checkpoint"
@@ -56,22 +57,22 @@ _TODO = "the checkpoint is damaged, or of another version of PyTorch: write it a
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
-    """Return whether a folder has what `torch.distributed.checkpoint.save` writes last."""
+    """Return whether a folder has `.metadata`, which `torch.distributed.checkpoint` writes last."""
     return (folder / METADATA).is_file()
 
 
 def read_distributed_checkpoint(folder: Path) -> TensorIndex:
-    """Return where the tensors of a checkpoint lie.
+    """Return the index of the tensors of a checkpoint.
 
     Raises:
-        ConfigError: it is damaged, or asks for something that is none of the format.
+        ConfigError: it is damaged, or contains something that does not belong to the format.
     """
     found = _read_metadata(folder)
     path, places = Path(found.where), dict(found.places())
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, str] = {}
     for name, entry in found.entries():
-        if str(entry.of) == _VALUE:  # in words: what it asks for is not answered
+        if str(entry.of) == _VALUE:  # not a tensor: kept as text, never executed
             others[name] = "nowhere"
             if (place := places.get((name, None))) is not None:
                 file = inner_path(folder, place.file, path)
@@ -84,7 +85,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
         pieces = []
         for offsets, sizes in chunks:
             if 0 in sizes:
-                continue  # such as of a rank that has nothing of it
+                continue  # an empty chunk, as of a rank that has no part of the tensor
             place = places.get((name, offsets))
             if place is None:
                 raise found.error(f"the chunk of {name!r} at {offsets} is nowhere")
@@ -97,10 +98,10 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
 
 
 def chunk_places(folder: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yield of everything that was written name, file, offset and length.
+    """Yield name, file, offset and length of everything that was written.
 
     Raises:
-        ConfigError: as of `read_distributed_checkpoint`.
+        ConfigError: see `read_distributed_checkpoint`.
     """
     for (name, _), place in _read_metadata(folder).places():
         yield name, *place
@@ -113,7 +114,7 @@ def _read_metadata(folder: Path) -> _Metadata:
 
 
 class _Place(NamedTuple):
-    """Where something was written: file, and offset and length in it."""
+    """A range of bytes: file, and offset and length in it."""
 
     file: str
     offset: int
@@ -128,7 +129,7 @@ def _piece(
     name: str,
     path: Path,
 ) -> StoredPiece:
-    """Return a chunk of a tensor, of some offsets and sizes: where its elements are in its file."""
+    """Return the position of a chunk's elements in its file; `chunk` is its offsets and sizes."""
     file, (offsets, sizes) = inner_path(folder, place.file, path), chunk
     where = f"{file}, bytes {place.offset} to {place.offset + place.length}, {name!r}"
     saved = read_tensor(file, place.offset, place.length, where)
@@ -148,7 +149,7 @@ def _piece(
 
 
 class _Metadata:
-    """What `.metadata` says, of which every part is looked at before it is taken."""
+    """The contents of `.metadata`; every part is validated on access."""
 
     def __init__(self, root: Any, where: str) -> None:
         self.where = where
@@ -180,7 +181,7 @@ class _Metadata:
         return value.items
 
     def _sizes(self, value: Any, what: str) -> tuple[int, ...]:
-        """Return a `torch.Size`."""
+        """Validate a `torch.Size` and return its extents."""
         args = value.args if isinstance(value, PickleCall) and str(value.of) == "torch.Size" else ()
         sizes = args[0] if len(args) == 1 else None
         if not isinstance(sizes, tuple) or not all(type(n) is int and n >= 0 for n in sizes):
@@ -188,7 +189,7 @@ class _Metadata:
         return sizes
 
     def entries(self) -> Iterator[tuple[str, PickleCall]]:
-        """Yield what is there by name, each once."""
+        """Yield the names and their entries, each name once."""
         known = set()
         for name, entry in self._pairs("state_dict_metadata"):
             if not isinstance(name, str) or name in known:
@@ -201,7 +202,7 @@ class _Metadata:
     def tensor(
         self, name: str, entry: PickleCall
     ) -> tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Return shape, dtype, and offsets and sizes of the chunks of a tensor."""
+        """Return shape, dtype, and for each chunk its offsets and sizes."""
         properties = self._field(entry, "properties")
         state = properties.state if isinstance(properties, PickleCall) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
@@ -222,7 +223,7 @@ class _Metadata:
         return shape, DTYPES[str(dtype)], [(offsets, sizes) for offsets, sizes in places]
 
     def places(self) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Place]]:
-        """Yield where what was written is, by name and, of a chunk, offsets."""
+        """Yield (name, offsets) of each chunk, or (name, None) of a value, and its place."""
         for key, info in self._pairs("storage_data"):
             if (
                 not isinstance(key, PickleCall)

@@ -1,7 +1,7 @@
-"""Where the tensors of files lie: names, shapes, dtypes, and the bytes of every piece.
+"""Index of tensors in files: names, shapes, dtypes, and the byte range of every piece.
 
-What a format says is read into a `TensorIndex`, without torch, and everything in it is checked
-against the files before memory is taken. What reads tensors (`indexed`) knows this only.
+The reader of each format produces a `TensorIndex`, without torch. The index is validated against
+the sizes of the files before memory is allocated. `indexed` reads tensors by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_core.serialize import file_within, shown
 from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
 
-#: Bytes of one element, of the dtypes that files hold; more than those that graphs compute in.
+#: Bytes per element of the dtypes in files; these are more than the dtypes of graphs.
 ITEMSIZE = {
     **graph.ITEMSIZE,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "uint64": 8, "uint32": 4, "uint16": 2,
@@ -27,13 +27,13 @@ ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A slice of a tensor, as it is in a file.
+    """A slice of a tensor in a file.
 
     Args:
-        file: Its name in the folder of the index.
-        offset: Of its first element, in bytes.
-        bounds: Where it is in the tensor: (start, stop) of each dim.
-        strides: Elements between neighbours of each dim; row-major if None.
+        file: Name of the file in the folder of the index.
+        offset: Position of the first element in bytes.
+        bounds: The slice: (start, stop) of each dim.
+        strides: Strides in elements; None for row-major.
     """
 
     file: str
@@ -43,12 +43,12 @@ class StoredPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dim."""
+        """Shape of the slice."""
         return tuple(stop - start for start, stop in self.bounds)
 
     @property
     def span(self) -> int:
-        """Elements from the first one to the last one, as they are in the file."""
+        """Number of elements in the file from the first to the last, including gaps."""
         if not volume(self.bounds):
             return 0
         if self.strides is None:
@@ -58,7 +58,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in files: its pieces hold each of its elements once."""
+    """A tensor in files; its pieces cover it, each element once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -75,11 +75,11 @@ class TensorIndex:
     """All tensors of a file or a folder.
 
     Args:
-        path: What was opened: a file, or a folder.
-        folder: That the files of the pieces are in.
-        tensors: By name.
-        notes: What else it says of itself, by key.
-        others: What it has that is no tensor, by name; in words.
+        path: The file or the folder that was opened.
+        folder: The folder with the files of the pieces.
+        tensors: Tensors by name.
+        notes: Further metadata, by key.
+        others: Entries that are not tensors, by name; in words.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class TensorIndex:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that pieces are in, in order of name."""
+        """Names of the files with pieces, sorted."""
         return tuple(sorted({p.file for tensor in self.tensors.values() for p in tensor.pieces}))
 
     @property
@@ -99,10 +99,10 @@ class TensorIndex:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def checked(self) -> TensorIndex:
-        """Return the index, which fits its files.
+        """Return the index after validating it against its files.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not fit them.
         """
         sizes = {
             name: inner_path(self.folder, name, self.path).stat().st_size for name in self.files
@@ -113,11 +113,11 @@ class TensorIndex:
 
 
 def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path: Path) -> None:
-    """Check a tensor against the files that it is in, of some sizes in bytes; `path` is named.
+    """Check a tensor against the sizes of its files in bytes; `path` is for messages.
 
     Raises:
-        ConfigError: it has a shape or dtype that no tensor has, a piece is outside of its file,
-            or its pieces do not hold each element once.
+        ConfigError: its shape or dtype is invalid, a piece is outside of its file, or the pieces
+            do not cover it, each element once.
     """
     shape, error = tensor.shape, partial(ConfigError, where=str(path))
     check_shape(name, shape, tensor.dtype, path)
@@ -151,10 +151,10 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
 
 
 def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None:
-    """Check that a tensor can be.
+    """Check the shape and dtype of a tensor.
 
     Raises:
-        ConfigError: it has a dtype that is unknown here, too many dims, or too many elements.
+        ConfigError: the dtype is unknown here, or there are too many dims or elements.
     """
     if dtype not in ITEMSIZE:
         what = f"{name!r} has the dtype {shown(dtype)}"
@@ -168,18 +168,18 @@ def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None
 
 
 def inner_path(folder: Path, name: str, source: Path) -> Path:
-    """Return the path of a file that an index names, which is in its folder.
+    """Return the path of a file that an index names, and check that it is in the index's folder.
 
     Args:
-        folder: Of the index.
-        name: Of the file, as the index has it.
-        source: What names it, for messages.
+        folder: Folder of the index.
+        name: Name of the file in the index.
+        source: The file that contains the name, for messages.
 
     Raises:
         ConfigError: the name leads out of the folder, or there is no such file.
     """
     home, inner = folder, name
-    # The hub's cache has its files in `blobs`, and links to them in `snapshots/REVISION`.
+    # The cache of the Hugging Face hub has files in `blobs`, and links in `snapshots/REVISION`.
     real = folder.resolve()
     if real.parent.name == "snapshots":
         home, inner = real.parent.parent, f"snapshots/{real.name}/{name}"

@@ -1,4 +1,7 @@
-"""The tensors of an index, read when they are asked for, whole or in parts."""
+"""`IndexedTensors`: read tensors of files on demand, whole or in slices, by a `TensorIndex`.
+
+The reader of each format makes the index; `places.open_tensors` opens the tensors with this class.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,28 @@ from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
 from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
-#: Bytes that are read at once, at most, of what is in rows; the buffer that a reader holds.
+#: Largest read of a row-major piece in bytes; the size of the buffer.
 BLOCK_BYTES = 8 << 20
 
 
 class IndexedTensors(StoredTensors):
-    """The tensors of files.
+    """The tensors of an index, which lists file, offset, bounds and strides of each piece.
 
-    A tensor is read piece by piece, through a buffer of `BLOCK_BYTES`; a piece that is not in
-    rows is read whole.
+    Row-major pieces are read in blocks of `BLOCK_BYTES`, and only the rows of the slice. Pieces
+    with other strides are read whole.
 
     Args:
-        index: Where they lie; checked.
+        index: A checked index.
     """
 
     def __init__(self, index: TensorIndex) -> None:
         self.index, self.stored = index, index.tensors
 
     def read(self, name: str, piece: StoredPiece, bounds: Bounds, target: Tensor) -> None:
-        """Read a part of a piece into a tensor; `bounds` are those within the piece.
+        """Read a part of a piece into a tensor; `bounds` are relative to the piece.
 
         Raises:
-            ConfigError: a file is gone, or shorter than when it was opened.
+            ConfigError: a file is missing, or shorter than when it was opened.
         """
         with open_file(inner_path(self.index.folder, piece.file, self.index.path)) as file:
             if piece.strides is None:
@@ -56,7 +59,7 @@ def _read_rows(
     target: Tensor,
     name: str,
 ) -> None:
-    """Read a part of what is in rows: as many whole rows at once as a block holds."""
+    """Read a slice of a row-major piece, as many rows at a time as fit into a block."""
     size = target.element_size()
     row = prod(shape[1:])
     if not shape:
@@ -80,17 +83,17 @@ def _read_rows(
 
 
 def _read_flat(file: FileIO, offset: int, count: int, dtype: torch.dtype, name: str) -> Tensor:
-    """Read elements that are one after the other."""
+    """Read contiguous elements into a new tensor."""
     found = torch.empty(count, dtype=dtype)
     _fill(file, offset, found, name)
     return found
 
 
 def _fill(file: FileIO, offset: int, target: Tensor, name: str) -> None:
-    """Read as many bytes as a contiguous tensor has into it.
+    """Fill a contiguous tensor from a file.
 
     Raises:
-        ConfigError: the file ends before.
+        ConfigError: the file is too short.
     """
     view = bytes_of(target)
     filled = 0

@@ -1,8 +1,8 @@
-"""Pickles as plain data: their opcodes are read, and nothing is imported or called.
+"""Parse pickles as plain data: nothing is imported or called.
 
-What a pickle would make by calling something is a `PickleCall`, which says what it would have
-called and with what; only names that the caller knows may be asked for. Dicts are `Pairs`, as their
-keys may be `PickleCall`, too.
+An object that unpickling would create by a call is represented by a `PickleCall`, with the callable
+and its arguments. Only globals that the caller lists may occur. Dicts are represented by `Pairs`,
+because their keys may be `PickleCall`s.
 
 >>> import pickle, os
 >>> read_pickle(pickle.dumps({"a": (1, 2.5)}), known=[])["a"]
@@ -37,7 +37,7 @@ _MEMBER = "builtins.getattr"
 
 @dataclass(frozen=True, slots=True)
 class PickleGlobal:
-    """What a pickle would import."""
+    """A global that unpickling would import."""
 
     module: str
     name: str
@@ -48,12 +48,12 @@ class PickleGlobal:
 
 @dataclass(eq=False, slots=True)
 class PickleCall:
-    """What a pickle would make.
+    """An object that unpickling would create.
 
     Args:
-        of: What it would call.
-        args: With what.
-        state: That it would give it then, if any.
+        of: The callable.
+        args: Its arguments.
+        state: The state that would be set afterwards, if any.
     """
 
     of: PickleGlobal
@@ -74,14 +74,14 @@ class PickleCall:
 
 @dataclass(eq=False, slots=True)
 class PersistentId:
-    """What is next to the pickle, by what the pickle says of it."""
+    """A reference to data outside of the pickle, such as a storage."""
 
     key: Any
 
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dict of a pickle: keys may be anything."""
+    """A dict of a pickle; keys may be any objects."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -93,19 +93,19 @@ class Pairs:
 
 
 class _Mark:
-    """Where what belongs together begins on the stack."""
+    """Marks on the stack the start of a group of values."""
 
 
 def read_pickle(data: bytes, known: Collection[str], where: str = "") -> Any:
-    """Return what a pickle says, as plain data.
+    """Return the contents of a pickle as plain data.
 
     Args:
         data: The pickle.
-        known: What it may ask for, as `module.name`.
+        known: The globals that may occur, as `module.name`.
         where: The file, for messages.
 
     Raises:
-        ConfigError: it asks for something else; or it is none.
+        ConfigError: another global occurs, or the data are not a pickle.
     """
     return _Reader(known, where).read(data)
 
@@ -123,7 +123,7 @@ class _Reader:
                 opcode, arg, _ = next(opcodes)
             except StopIteration:
                 raise self._error("it does not end") from None
-            except Exception as error:  # of the library, on what is no pickle
+            except Exception as error:  # whatever pickletools raises on invalid data
                 raise self._error(str(error)) from error
             if opcode.name == "STOP":
                 return self._pop()
@@ -177,7 +177,7 @@ class _Reader:
             found.append(value)
         raise self._error("it takes more than there is")
 
-    # What is done.
+    # The actions of opcodes.
 
     def append(self, values: list[Any]) -> None:
         """Add values to the list on top."""
@@ -189,7 +189,7 @@ class _Reader:
     def set_items(self, values: list[Any]) -> None:
         """Add keys and values to the dict on top."""
         target = self._top()
-        # An OrderedDict is made by a call, and filled then.
+        # An OrderedDict is created by a call, and filled afterwards.
         if isinstance(target, PickleCall):
             target.state = target.state or Pairs()
             target = target.state
@@ -198,7 +198,7 @@ class _Reader:
         target.items.extend(zip(values[::2], values[1::2], strict=True))
 
     def name(self, module: Any, name: Any) -> None:
-        """Note something that a pickle would import."""
+        """Push a global that unpickling would import."""
         if not (isinstance(module, str) and isinstance(name, str)):
             raise self._error("it asks for something without a name")
         found = PickleGlobal(module, name)
@@ -207,7 +207,7 @@ class _Reader:
         self.stack.append(found)
 
     def call(self, args: Any) -> None:
-        """Note a call of what is on top."""
+        """Push a call of the global on top of the stack."""
         of = self._pop()
         if not isinstance(of, PickleGlobal) or not isinstance(args, tuple):
             raise self._error("it calls what is no name")
@@ -218,7 +218,7 @@ class _Reader:
         self.stack.append(PickleCall(of, args))
 
     def build(self) -> None:
-        """Note the state of what is below it."""
+        """Set the state of the object below the top of the stack."""
         state = self._pop()
         target = self._top()
         if not isinstance(target, PickleCall):

@@ -1,6 +1,6 @@
-"""Files of safetensors: headers are read and checked, without torch.
+"""Read and check the headers of safetensors files, without torch; the result is a `TensorIndex`.
 
-One file, or Hugging Face's layout: `model.safetensors`, or shards that an index names.
+The tensors are in one file, or in Hugging Face's layout: one file, or shards and an index.
 
     config.json                         not read and not written
     model.safetensors.index.json        {"metadata": {"total_size": ...}, "weight_map": {...}}
@@ -28,10 +28,10 @@ from sbp_launch.checkpoint.formats.index import (
     inner_path,
 )
 
-#: Bytes of a header, at most, as in the library of that name.
+#: Largest size of a header in bytes, as in the library safetensors.
 MOST_HEADER_BYTES = 100_000_000
 
-#: How the format calls dtypes.
+#: Names of dtypes in safetensors.
 CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -47,7 +47,7 @@ _TODO = "the file is damaged, or no safetensors file: get it again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """What a header says of a tensor; offsets are those after the header."""
+    """The header's entry of a tensor; offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,10 +55,10 @@ class _Entry:
 
 
 def read_safetensors(path: Path) -> TensorIndex:
-    """Return where the tensors of a file lie.
+    """Return the index of the tensors of a file.
 
     Raises:
-        ConfigError: it cannot be read, is no safetensors file, or damaged.
+        ConfigError: it cannot be read, is not a safetensors file, or is damaged.
     """
     error = partial(ConfigError, where=str(path), todo=_TODO)
     try:
@@ -120,7 +120,7 @@ def read_safetensors(path: Path) -> TensorIndex:
     return TensorIndex(path=path, folder=path.parent, tensors=ordered, notes=notes).checked()
 
 
-#: The one file, the index of several, and the name of a shard by its number and their count.
+#: Name of a single file, of the index of shards, and of a shard by its number and their count.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 
@@ -139,7 +139,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def read_hugging_face(folder: Path) -> TensorIndex:
-    """Return where the tensors of a folder lie.
+    """Return the index of the tensors of a folder.
 
     Raises:
         ConfigError: a file is missing or damaged, or the index and the shards differ.

@@ -1,10 +1,11 @@
-"""What `torch.save` writes: a zip with a pickle and the bytes of each storage. Without torch.
+"""Read tensors and values written by `torch.save`, without torch and without unpickling.
 
-    archive/data.pkl      what was saved; of a tensor, which storage, where in it, shape, strides
+    archive/data.pkl      the object; of a tensor: its storage, offset, shape and strides
     archive/byteorder     `little`
-    archive/data/0        the bytes of storage 0, as they are
+    archive/data/0        the bytes of storage 0, uncompressed
 
-The pickle is read as plain data; nothing in it is imported or called.
+The file is a zip. The pickle is parsed as plain data (`pickles`); nothing in it is imported or
+called. `distributed_checkpoint` reads its chunks with this module.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sbp_launch.checkpoint.formats.pickles import (
     read_pickle,
 )
 
-#: What the pickle of a tensor asks for; and the dtype of each typed storage.
+#: Globals in the pickle of a tensor, and the dtype of each typed storage.
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 _TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v3"
 _ORDERED = "collections.OrderedDict"
@@ -43,7 +44,7 @@ _STORAGES = {
     "torch.ComplexFloatStorage": "complex64", "torch.ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
-#: Dtypes that a pickle may name.
+#: Dtypes that may occur in a pickle, by their globals.
 DTYPES = {
     f"torch.{dtype}": dtype
     for dtype in (
@@ -53,10 +54,10 @@ DTYPES = {
 
 _KNOWN = frozenset({_TENSOR, _TENSOR_OF_DTYPE, _ORDERED, _UNTYPED, *_STORAGES, *DTYPES})
 
-#: Bytes of the pickle of one tensor or of one small value, at most.
+#: Largest size in bytes of the pickle of one tensor or of one small value.
 _MOST_PICKLE_BYTES = 16 << 20
 
-#: What `zipfile` raises of damaged archives.
+#: Exceptions of `zipfile` for damaged archives.
 _OF_ZIPFILE = (
     zipfile.BadZipFile, OSError, ValueError, LookupError, RuntimeError, EOFError, struct.error,
 )  # fmt: skip
@@ -65,13 +66,13 @@ _TODO = "the file is damaged: get it again"
 
 
 class TorchFileTensor(NamedTuple):
-    """Where a saved tensor lies.
+    """Position of a saved tensor in a file.
 
     Attributes:
-        shape, dtype: Of the tensor.
-        strides: In elements; row-major if None.
-        offset: Of its first element, in bytes from the beginning of the file.
-        end: Of its storage, likewise.
+        shape, dtype: Shape and dtype of the tensor.
+        strides: Strides in elements; None for row-major.
+        offset: Position of its first element, in bytes from the start of the file.
+        end: End of its storage, in bytes from the start of the file.
     """
 
     shape: tuple[int, ...]
@@ -82,16 +83,16 @@ class TorchFileTensor(NamedTuple):
 
 
 def read_tensor(path: Path, offset: int, length: int, where: str) -> TorchFileTensor:
-    """Return where the tensor lies that a part of a file holds.
+    """Return the position of the tensor in a part of a file.
 
     Args:
-        path: Of the file.
-        offset: Of what `torch.save` wrote, in bytes.
-        length: Of that, in bytes.
-        where: For messages.
+        path: Path of the file.
+        offset: Start of the output of `torch.save`, in bytes.
+        length: Length of that output in bytes.
+        where: The place, for messages.
 
     Raises:
-        ConfigError: it is damaged, no tensor, or asks for something else.
+        ConfigError: it is damaged, is not a tensor, or has an unexpected global.
     """
     error = partial(ConfigError, where=where, todo=_TODO)
     with _opened(path, offset, length, where) as archive:
@@ -120,8 +121,8 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> TorchFileTe
             dtype = DTYPES.get(str(found.args[6]), "")
         check_shape("the tensor", shape, dtype, path)
         info = _record(archive, f"data/{key}", where)
-        # After the header that is before the record, whose two last lengths may differ from
-        # those of the directory.
+        # The data follow the local header of the record. Its name and extra field may be longer or
+        # shorter than in the central directory.
         file: Any = archive.fp
         file.seek(info.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", file.read(4))
@@ -137,27 +138,27 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> TorchFileTe
 
 
 def read_value(path: Path, offset: int, length: int, where: str) -> str:
-    """Return in words what a part of a file holds that is no tensor: a number, a text, a list.
+    """Describe in words the value in a part of a file that is not a tensor: a number, a list.
 
     Raises:
-        ConfigError: it is damaged, or asks for something that it may not.
+        ConfigError: it is damaged, or has an unexpected global.
     """
     with _opened(path, offset, length, where) as archive:
         return _words(_pickle(archive, where))
 
 
 def damaged_record(path: Path, offset: int, length: int, where: str) -> str | None:
-    """Return the name of a record whose bytes are not what was written; None if all are.
+    """Return the name of a record whose checksum does not match; None if all match.
 
     Raises:
-        ConfigError: it is no zip of `torch.save`.
+        ConfigError: it is not a zip of `torch.save`.
     """
     with _opened(path, offset, length, where) as archive:
         return archive.testzip()
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A byte range of a file, as a file object."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -205,7 +206,7 @@ def _opened(path: Path, offset: int, length: int, where: str) -> Iterator[zipfil
 
 
 def _record(archive: zipfile.ZipFile, name: str, where: str) -> zipfile.ZipInfo:
-    """Return the record whose name ends so, after that of the archive."""
+    """Return the record of a name, without the folder that `torch.save` puts before it."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED or found[0].flag_bits & 1:
         raise ConfigError(f"there is no one record {name!r} in it", where=where, todo=_TODO)
@@ -213,7 +214,7 @@ def _record(archive: zipfile.ZipFile, name: str, where: str) -> zipfile.ZipInfo:
 
 
 def _pickle(archive: zipfile.ZipFile, where: str) -> Any:
-    """Return what was saved, as plain data."""
+    """Return the saved object as plain data."""
     names = {info.filename.partition("/")[2] for info in archive.infolist()}
     if "byteorder" in names:
         order = archive.open(_record(archive, "byteorder", where)).read(16)
@@ -229,7 +230,7 @@ def _pickle(archive: zipfile.ZipFile, where: str) -> Any:
 
 
 def _words(value: Any, depth: int = 2) -> str:
-    """Return a plain value in a few words."""
+    """Describe a plain value in a few words."""
     if isinstance(value, str | int | float | None):
         return shown(value)
     if isinstance(value, list | tuple) and depth and len(value) <= 8:

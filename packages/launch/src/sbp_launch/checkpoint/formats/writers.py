@@ -1,12 +1,12 @@
-"""Tensors as files of other programs, written one after the other in parts of at most 64 MiB.
+"""Write tensors in the formats of other libraries, one after the other in parts of up to 64 MiB.
 
-Safetensors: one file, or the shards of Hugging Face's libraries. The header is written first, as
-shapes and dtypes are known before.
+Safetensors: one file, or the shards of Hugging Face's libraries. The header is written first,
+because shapes and dtypes are known without values.
 
-A checkpoint that `torch.distributed.checkpoint.load` reads is written by PyTorch's own writer. It
-is given tensors without values, and asks for a chunk of one when it is its turn. Each chunk gets a
-file, because PyTorch keeps all that goes to a file until it is written: so writing takes the memory
-of a chunk.
+DCP: PyTorch's own writer writes a checkpoint for `torch.distributed.checkpoint.load`. It receives
+tensors without values, and requests each chunk when it writes it. Each chunk gets its own file,
+because PyTorch keeps all data of a file in memory until the file is written. So writing takes the
+memory of one chunk.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from sbp_launch.checkpoint.formats.safetensors_file import (
 )
 from sbp_launch.checkpoint.tensors import PART_BYTES, LazyTensors, bytes_of, dtype_name, size_bytes
 
-#: Says whose tensors they are; `transformers` loads no file without it.
+#: Metadata of files: tensors of PyTorch. `transformers` loads no file without it.
 _NOTES = {"format": "pt"}
 
 
 def write_safetensors(path: Path, tensors: LazyTensors, names: Iterable[str] | None = None) -> None:
-    """Write tensors into one file, which takes the place of a former one when it is whole.
+    """Write tensors into one file; when it is complete, it replaces an existing file.
 
     Args:
-        path: Of the file.
-        tensors: Each is asked for once.
-        names: Which of them; all if None.
+        path: Path of the file.
+        tensors: The tensors; each is read once.
+        names: Names of the tensors to write; None for all.
 
     Raises:
-        ConfigError: one has a dtype that the format does not have.
+        ConfigError: a tensor has a dtype that the format does not have.
         RunError: it cannot be written.
     """
     metas = {name: tensors.like(name) for name in (tensors if names is None else names)}
-    # The largest elements first, so that each tensor begins at a multiple of its element.
+    # Large elements first, so that each tensor starts at a multiple of its element size.
     order = sorted(metas, key=lambda name: (-metas[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": _NOTES}
     end = 0
@@ -89,22 +89,22 @@ def write_safetensors(path: Path, tensors: LazyTensors, names: Iterable[str] | N
 
 
 def write_sharded(folder: Path, tensors: LazyTensors, max_shard_bytes: int) -> list[str]:
-    """Write tensors as Hugging Face's libraries do: `model.safetensors`, or shards and an index.
+    """Write tensors in Hugging Face's layout: `model.safetensors`, or shards and an index.
 
     Tensors keep their order, and shards are filled one after the other; a tensor that is larger
-    than a shard gets one of its own. Other files of the folder stay, such as `config.json`; weights
-    of an earlier writing are replaced.
+    than a shard gets its own shard. Other files in the folder stay, such as `config.json`; existing
+    weights are replaced.
 
     Args:
-        folder: Is made if it is not there.
-        tensors: Each is asked for once.
-        max_shard_bytes: Bytes of the tensors of a shard, at most.
+        folder: The folder; created if it does not exist.
+        tensors: The tensors; each is read once.
+        max_shard_bytes: Largest number of tensor bytes in a shard.
 
     Returns:
         The names of the files.
 
     Raises:
-        ConfigError: one has a dtype that the format does not have.
+        ConfigError: a tensor has a dtype that the format does not have.
         RunError: they cannot be written.
     """
     sizes = {name: size_bytes(tensors.like(name)) for name in tensors}
@@ -133,7 +133,7 @@ def write_sharded(folder: Path, tensors: LazyTensors, max_shard_bytes: int) -> l
             with writing_aside(aside / INDEX) as opened:
                 opened.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
             files.append(INDEX)
-        # What says that all are there, the one file or the index, goes first and comes last.
+        # The single file or the index marks the weights as complete: removed first, moved last.
         for name in (INDEX, SINGLE):
             (folder / name).unlink(missing_ok=True)
         for old in folder.iterdir():
@@ -153,11 +153,11 @@ def write_sharded(folder: Path, tensors: LazyTensors, max_shard_bytes: int) -> l
 
 
 def write_distributed_checkpoint(folder: Path, tensors: LazyTensors) -> None:
-    """Write tensors as one process would; a checkpoint that is there is replaced.
+    """Write tensors as a checkpoint of one process; an existing checkpoint is replaced.
 
     Args:
-        folder: Is made if it is not there. It is written aside, and then renamed.
-        tensors: Each part is asked for once.
+        folder: The folder; created if it does not exist. It is written aside, and then renamed.
+        tensors: The tensors; each part is read once.
 
     Raises:
         ConfigError: the folder has something else in it.
@@ -195,7 +195,7 @@ def write_distributed_checkpoint(folder: Path, tensors: LazyTensors) -> None:
 
 
 def _cannot_write(folder: Path, cause: BaseException) -> BaseException:
-    """Return the error of what has kept PyTorch from writing; ours as it is."""
+    """Return the error to raise after PyTorch could not write; an error of ours is unchanged."""
     if isinstance(cause, SbpError):
         return cause
     reason = getattr(cause, "strerror", None) or cause
@@ -205,14 +205,14 @@ def _cannot_write(folder: Path, cause: BaseException) -> BaseException:
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands over the values of a chunk when it is to be written."""
+    """A save planner that provides the values of each chunk when the chunk is written."""
 
     def __init__(self, tensors: LazyTensors) -> None:
         super().__init__()
         self._tensors = tensors
 
     def create_local_plan(self) -> SavePlan:
-        """Cut what PyTorch would write as one into chunks, each one run of its bytes."""
+        """Cut the tensors of PyTorch's plan into chunks, each a contiguous range of bytes."""
         plan, parts = super().create_local_plan(), []
         for item in plan.items:
             data = item.tensor_data
