@@ -4,8 +4,9 @@
     such that   sum_i m_i(o_i) + F + max_i x_i(o_i) <= L                                     [B]
 
 t, m and x are the seconds, the resident bytes and the transient bytes of an option; F does not
-depend on the choice; L is the limit. An item may be a parameter with the options replicated and sharded,
-or a block of which several parts may be sharded. This module knows no graph and no cluster.
+depend on the choice; L is the limit. An item may be a parameter with the options replicated and
+sharded, or a block of which several parts may be sharded. This module knows no graph and no
+cluster.
 
 The solution is exact; bytes are never rounded. The transient is a maximum, so the problem is solved
 for each value τ that it may have. Under options with x <= τ it is a knapsack of capacity L - F - τ,
