@@ -1,4 +1,4 @@
-"""sbp-aten: what ATen's operators mean, as rules of signatures and passes over graphs.
+"""sbp-aten: the meaning of ATen's operators, as rules of signatures and passes over graphs.
 
 Everything is loaded when first used.
 """

@@ -1,7 +1,7 @@
 """The settings of the passes of a step: `PassOptions`, and settings of single passes.
 
-Values only, so that a config can be checked before anything heavy is imported; `passes` holds the
-passes, and `passes.pipeline` their order.
+This module holds only values, so that a config can be checked before heavy imports; the passes are
+in `passes`, and their order is in `passes.pipeline`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _one_of(name: str, value: str, *allowed: str) -> None:
 
 
 class LossMeaning(StrEnum):
-    """What the loss of a step of several micro-batches is.
+    """The meaning of the loss of a step of several micro-batches.
 
-    `whole_batch`: what it would be if the batch were one, so a mean over valid tokens is that of
-    all of them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
+    `whole_batch`: the loss of the whole batch, so a mean over valid tokens is over all tokens of
+    the batch. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
     `each_micro_batch`: each micro-batch, or every few of them, ends with an update by the mean of
     their own losses.
     """
@@ -39,14 +39,14 @@ class LossMeaning(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastPlacement:
-    """How conversions are placed.
+    """Where conversions between dtypes are placed.
 
     Args:
-        reduce_dtype: What gradients are summed over ranks in, where products of low precision make
-            them: `float32`, or `as_made`, which moves half the bytes and rounds the parts of the
-            sum. Concerns gradients of matrices; those of convolutions are summed as they are made.
+        reduce_dtype: The dtype in which ranks sum gradients that products of low precision make:
+            `float32`, or `as_made`, which moves half the bytes and rounds the parts of the sum. It
+            applies to gradients of matrices; those of convolutions are summed as they are made.
         parameters: Whether a parameter is converted in `each_phase` that uses it, so that no phase
-            holds gathered copies for another, or `once` a micro-batch, which saves a little where
+            keeps gathered copies for another, or `once` a micro-batch, which saves a little if
             parameters are whole on every rank.
     """
 
@@ -60,17 +60,17 @@ class CastPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSplit:
-    """Which cross-entropies are written so that their classes may be split.
+    """The cross-entropies that are written so that their classes may be split.
 
     Args:
-        when: `always`, or only where it is `profitable`: where the logits are the product of a
-            matrix, and there are more classes than samples in a micro-batch. Then even data
-            parallelism, which moves the gradient of that matrix, moves more:
+        when: `always`, or only if it is `profitable`: if the logits are a product with a matrix,
+            and there are more classes than samples in a micro-batch. Then even data parallelism,
+            which moves the gradient of that matrix, moves more:
             2 (p - 1) d c > 2 (p - 1) d n + 6 (p - 1) n for d features, c classes and n samples.
-        min_classes: Fewer classes are never split, >= 1. The price of splitting is more passes
-            over the logits: a step of a linear classifier of 512 features and 32,000 classes on
-            512 samples takes 1.24 times as long on one device where nothing is split (two CPU
-            cores, run op by op), less with more features.
+        min_classes: Fewer classes are never split, >= 1. Splitting takes more passes over the
+            logits: a step of a linear classifier of 512 features and 32,000 classes on 512 samples
+            takes 1.24 times as long on one device where nothing is split (two CPU cores, run op by
+            op), less with more features.
     """
 
     when: Literal["profitable", "always"] = "profitable"
@@ -84,13 +84,13 @@ class ClassSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """What computes in low precision.
+    """The settings of mixed precision.
 
     Args:
         dtype: The low precision.
         keep: Patterns of module paths, or names of operators, that stay in float32.
-        lower: Names of further operators in low precision: `embedding` halves what a split table
-            sends, and rounds what it holds; the gradient of the table is float32 all the same.
+        lower: Names of further operators in low precision: `embedding` halves the bytes that a
+            split table sends, and rounds its rows; the gradient of the table stays float32.
     """
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -106,9 +106,9 @@ class Slicing:
     """How the operators of one parameter are sliced.
 
     Args:
-        count: Slices; it divides the dims that are sliced.
-        along: What they are; see the module's docstring. An operator that can be cut equally in
-            the other way only is cut so.
+        count: Number of slices; it divides the dims that are sliced.
+        along: The kind of dims to slice; see `passes.operator_slicing`. An operator that can be cut
+            equally only along the other kind is cut that way.
 
     Raises:
         SbpValueError: there are fewer than two slices.
@@ -128,24 +128,24 @@ class PassOptions:
 
     Args:
         tie_step_counters: One step counter on the host instead of one tensor a parameter.
-        counters_apart: One step counter on the host for each parameter, as they are not equal.
-        fold_constants: What is known before the step is not computed in it.
-        drop_identities: Operators that give back their argument go.
-        fold_views: Transposes of transposes go, and reshapes of reshapes become one.
+        counters_apart: One step counter on the host for each parameter, if they are not equal.
+        fold_constants: Values that are known before the step are not computed in it.
+        drop_identities: Remove operators that return their argument.
+        fold_views: Remove transposes of transposes, and merge reshapes of reshapes.
         share_expressions: Equal expressions are computed once.
-        mixed_precision: Products of a step captured in float32 in low precision; None: not.
-        place_casts: Conversions stand where what is sent is narrow; None: where they are.
-        split_classes: Cross-entropies that split classes need no whole logits for; None: none.
-        sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
+        mixed_precision: Products of a float32 step in low precision; None: off.
+        place_casts: Move conversions to where fewer bytes are sent; None: off.
+        split_classes: Cross-entropies with split classes need no whole logits; None: off.
+        sum_losses: Mean losses become a sum over a count, so split batches give partial sums.
         split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
-        split_backward: Convolutions compute their input gradients apart from those of weights, so
-            that a pipeline can send the former first. None: where a planner is given a mesh with
-            an axis `pipe`; not in `prepare_step` itself, which knows no mesh.
-        slices: Pattern of parameters or modules -> how their operators are sliced. None: not.
-        expose_batch_dim: Products over (times, batch, features) keep the batch as a dim of its own.
-        recompute: Forward values that are made again; by default those under
+        split_backward: Convolutions compute input gradients apart from weight gradients, so that a
+            pipeline can send the former first. None: if a planner gets a mesh with an axis `pipe`;
+            never in `prepare_step` itself, which knows no mesh.
+        slices: Pattern of parameters or modules -> how their operators are sliced. None: off.
+        expose_batch_dim: Products over (times, batch, features) keep the batch as a separate dim.
+        recompute: Forward values that are recomputed; by default those under
             `torch.utils.checkpoint` in the model. None: none.
-        defer_reductions: Norms of split tensors are partial numbers, not gathers.
+        defer_reductions: Norms of split tensors are partial numbers, without a gather.
         accumulate_addends: Patterns of parameters whose gradients are accumulated addend by addend.
     """
 

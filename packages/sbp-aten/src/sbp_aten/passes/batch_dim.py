@@ -1,30 +1,30 @@
-"""Matrix products over flattened rows, rewritten so that the batch is a dim of its own.
+"""Matrix products over flattened rows, rewritten so that the batch is a separate dim.
 
 PyTorch writes a layer over (times, batch, features) as a matrix product over rows (times * batch).
-Sequences whose batch is the second dim are common: `nn.MultiheadAttention` and the recurrent layers
-compute so inside, also with `batch_first`. A split batch is no contiguous part of such rows, so
-that every rank would have to gather all of them:
+Sequences with the batch as the second dim are common: `nn.MultiheadAttention` and the recurrent
+layers compute in this way inside, even with `batch_first`. A split batch is no contiguous part of
+such rows, so every rank would have to gather all of them:
 
     rows (t b), T = 3, B = 4, batch split over 2 ranks:    t0    t1    t2
                                                          0011  0011  0011    rank of each row
 
-Products of the same numbers over separate dims leave the batch a dim that can be split:
+Products of the same numbers over separate dims keep the batch as a dim that can be split:
 
     x (t b) i, w i o -> (t b) o        mm        rows whole
-    x t b i,   w i o -> t b o          matmul    S(1), as the batch is split
+    x t b i,   w i o -> t b o          matmul    S(1), like the batch
     g t b o,   x t b i -> o i          tensordot: the gradient of the weight, partial sums
 
 A product whose rows have no known batch (`batch_factors`) stays as it is.
 
-Likewise batched products over merged batch dims. PyTorch writes `q @ k.mT` over (batch, heads,
-times, features) as a product of a batch of matrices, one for each pair of batch and head. Split
-heads are no contiguous part of such pairs, so that every rank would have to gather all of them.
-Products over separate dims, which come first, leave both dims that can be split:
+The same applies to batched products over merged batch dims. PyTorch writes `q @ k.mT` over (batch,
+heads, times, features) as a product of a batch of matrices, one for each pair of batch and head.
+Split heads are no contiguous part of such pairs, so every rank would have to gather all of them.
+Products over separate batch dims, which come first, keep both as dims that can be split:
 
     q (b h) t k, k (b h) k s -> (b h) t s      bmm      only the batch can be split
-    q b h t k,   k b h k s   -> b h t s        matmul   so can heads
+    q b h t k,   k b h k s   -> b h t s        matmul   heads can be split, too
 
-It is the same kernel: `matmul` merges the dims again, of what a rank has of them.
+The kernel is the same: `matmul` merges a rank's part of these dims again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BMM = "aten.bmm.default"
 
 
 def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
-    """Rewrite products over flattened rows so that the batch is a dim of its own.
+    """Rewrite products over flattened rows so that the batch is a separate dim.
 
     before: a = view(x, [t * b, i]); y = mm(a, w); z = view(y, [t, b, o])
     after:  z = matmul(x, w)                          x is [t, b, i]
@@ -67,7 +67,7 @@ class _ProductRewriter:
 
     Args:
         graph: The graph to rewrite.
-        factors: The batch factor of each value in which it is known.
+        factors: The batch factor of each value, where it is known.
     """
 
     def __init__(self, graph: LogicalGraph, factors: dict[str, BatchFactor]) -> None:
@@ -84,7 +84,7 @@ class _ProductRewriter:
         return node.op == _SUM and self._rewrite_sum(node)
 
     def _flattened_batch(self, value: Argument) -> BatchFactor | None:
-        """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
+        """Return the batch factor of a matrix's rows; None if they are no flattened batch."""
         factor = self.factors.get(value.name)
         strided = factor is not None and factor.is_strided and factor.dim == 0
         return factor if strided and self._before_flattening(value) is not None else None
@@ -178,7 +178,7 @@ class _Apart(NamedTuple):
 
 
 def separate_merged_batches(graph: LogicalGraph) -> LogicalGraph:
-    """Rewrite products over merged batch dims so that these are dims of their own.
+    """Rewrite products over merged batch dims so that these are separate dims.
 
     before: a = view(x, [b * h, t, k]); c = view(y, [b * h, k, s]); d = bmm(a, c)
             z = view(d, [b, h, t, s])
@@ -222,7 +222,7 @@ def _rewrite(graph: LogicalGraph, writer: GraphWriter, node: Node) -> bool:
 
 
 def _apart(graph: LogicalGraph, value: str) -> _Apart | None:
-    """Return what a batch of matrices was before its two batch dims were merged."""
+    """Return the tensor of which a batch of matrices merged two batch dims; None if none."""
     node = graph.producers.get(value)
     if node is None or not node.args or not isinstance(node.args[0], Ref):
         return None

@@ -1,21 +1,20 @@
 """Batch normalisation whose batch may be split: fused kernels on parts, sums of parts between them.
 
-The operators need the whole batch on every rank, which costs a gather of the activations; what they
-are made of needs two numbers a channel in each direction. Each is a pass of a fused kernel over the
-data; r is 1 / sqrt(var + eps), n the number of elements of a channel:
+The operators need the whole batch on every rank, which costs a gather of the activations. Their
+parts need only two numbers a channel in each direction. Each part is a pass of a fused kernel over
+the data; r is 1 / sqrt(var + eps), n the number of elements of a channel:
 
     sum(x), sum(x^2)    P(sum), then B, float64    `sbp.batch_norm_sums`
     mean, var           from these
     y = batch_norm(x; w, b, mean, var)             split as x is, statistics given
-    dw, db              P(sum), then B             the backward kernel, no gradient of x asked for
+    dw, db              P(sum), then B             the backward kernel, without gradient of x
     dx = w r dy + batch_norm(x; -w r dw / n, -w r db / n, mean, var)
 
 The last line is dx = w r (dy - db / n - (x - mean) r dw / n), written as another normalisation of
 x. Both sums cross between ranks as one tensor, [2, C].
 
-This is what is called synchronised batch normalisation: statistics are those of the whole
-micro-batch, as on one device. Source: Ioffe and Szegedy, "Batch normalization", ICML 2015, section
-3.
+This is known as synchronised batch normalisation: statistics are those of the whole micro-batch, as
+on one device. Source: Ioffe and Szegedy, "Batch normalization", ICML 2015, section 3.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
 
 
 class _Norm:
-    """The writing of one operator's parts.
+    """Writes the parts of one operator.
 
     Args:
-        writer: What collects them.
+        writer: The writer of the new graph.
         node: The operator.
         data: Its data, (batch, channels, ...).
     """
@@ -77,7 +76,7 @@ class _Norm:
         means = self._pointwise("mul.Scalar", sums, 1 / self.count)
         wide_mean, square = self._row(means, 0), self._row(means, 1)
         excess = self._pointwise("addcmul.default", square, wide_mean, wide_mean, value=-1)
-        # Where a channel is constant, rounding may leave less than nothing.
+        # For a constant channel, rounding may give a variance below zero.
         wide_var = self._pointwise("clamp_min.default", excess, 0.0)
         mean, var = self._wide(wide_mean), self._wide(wide_var)
         made = self._normalised(
@@ -93,7 +92,7 @@ class _Norm:
         self._leave(made, mean, spread, new_mean, new_var)
 
     def backward(self) -> None:
-        """Write the gradients of data, weight and bias that are asked for."""
+        """Write the requested gradients of data, weight and bias."""
         grad, data, weight, _, _, mean, spread, _, eps, mask = self.node.args
         wide_weight, mean, spread = map(self._wide, (weight, mean, spread))
         # The gradients of weight and bias are those of the fused operator, [2, C].
@@ -111,7 +110,7 @@ class _Norm:
             shares = self._pointwise("mul.Scalar", sums, -1 / self.count)
             slopes = self._pointwise("mul.Tensor", shares, scale)
             slope, shift = self._row(slopes, 0), self._row(slopes, 1)
-            # This is var + eps: nothing is left to add.
+            # This is var + eps, so nothing is to be added.
             var = self._pointwise("pow.Tensor_Scalar", spread, -2)
             lean = self._normalised(self._wide(data), slope, shift, mean, var, 0.0, 0.0)
             column = TensorType((1, self.channels, *(1 for _ in self.full.shape[2:])), self.dtype)
@@ -163,10 +162,10 @@ class _Norm:
         return self.writer.call(self.node, op, args, made)
 
     def _leave(self, *made: Ref) -> None:
-        """Let what was written make the outputs of the node, in its order.
+        """Name the written results as the outputs of the node, in its order.
 
-        Saved statistics are of the dtype of statistics, whatever their type was said to be:
-        PyTorch's fake tensors are wrong about it where data are of low precision.
+        Saved statistics have the dtype of statistics, whatever their recorded type: PyTorch's fake
+        tensors are wrong about it for data of low precision.
         """
         types, nodes = self.writer.types, self.writer.nodes
         names = dict(zip((value.name for value in made), self.node.outputs, strict=True))

@@ -1,12 +1,13 @@
-"""What is known before the step runs: host arithmetic on numbers, and chains on constants.
+"""Values that are known before the step runs: host arithmetic, and operators on constants.
 
-A value is known if it comes from `full`, `arange` and their like through looks and arithmetic. It
-is kept as a NumPy array, of zero strides where all elements are equal, so that a large `full` costs
-nothing here. NumPy rounds float32 and float64 as PyTorch does; floats of two bytes are left alone.
+A value is known if it comes from `full`, `arange` and similar factories through views and
+arithmetic. It is kept as a NumPy array, with zero strides if all elements are equal, so that a
+large `full` costs nothing here. NumPy rounds float32 and float64 like PyTorch; floats of two bytes
+are left alone.
 
-Floats are kept in double precision, whatever their dtype: `full(1.1, float32)` is 1.1 here, which
-becomes the nearest float32 when it runs. So a step is the same one if all of it is computed in
-float64, as a proof does. What would be another float32 then is left to the step.
+Floats are kept in double precision, whatever their dtype: `full(1.1, float32)` is 1.1 here, and the
+nearest float32 at run time. So the step stays the same if all of it is computed in float64, as in a
+proof. Values that would become another float32 are left to the step.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from sbp_core.graph import map_refs as map_arguments
 
 _Array = NDArray[Any]
 
-#: Known values whose elements differ have at most this many.
+#: Most elements of a known value whose elements differ.
 _MOST_ELEMENTS = 1 << 14
 
 _DTYPES = frozenset({"float64", "float32", "int64", "int32", "bool"})
 
 
-#: For a value whose device nothing here tells: `ones_like(x)` is made where `x` is.
+#: For a value whose device is unknown here: `ones_like(x)` is on the device of `x`.
 _ELSEWHERE = Symbol("device", "that of a tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A value that is known, its dtype, and the device that it is made on; None for the default.
+    """A known value, its dtype, and its device; None for the default device.
 
-    The array holds floats as float64; of those, the value has the nearest ones of its dtype.
+    The array holds floats as float64; the value has the nearest numbers of its dtype.
     """
 
     array: _Array
@@ -59,7 +60,7 @@ class _Known:
 
     @property
     def number(self) -> bool | int | float | None:
-        """The number that all elements are; None if they differ, or there are none."""
+        """The common value of all elements; None if they differ, or there are none."""
         if not self.array.size:
             return None
         first: bool | int | float = self.array.flat[0].item()
@@ -72,13 +73,13 @@ class _Known:
 
 
 def fold_constants(graph: LogicalGraph) -> LogicalGraph:
-    """Compute what can be known before the step runs.
+    """Compute values that are known before the step runs.
 
     before: a = arange(4); b = view(a, [4, 1]); m = ge(b, 0); n = host.mul(2, 0.5); y = mul(x, n)
     after:  y = mul(x, 1.0)                     m, where it is used: full([4, 1], True)
 
-    A value whose elements are all equal becomes a `full` of its shape, but for an `expand`, which
-    would then hold each of them. Random operators are never known.
+    A value with equal elements becomes a `full` of its shape. An `expand` does not, because `full`
+    would store each element. Random operators are never known.
     """
     return _Folding(graph).run()
 
@@ -93,11 +94,11 @@ class _Folding:
         self.made: dict[str, Node] = {}
 
     def run(self) -> LogicalGraph:
-        # Nodes come in topological order, so one pass sees each argument as it was folded before:
+        # Nodes come in topological order, so one pass sees each argument after it was folded:
         #
-        #     number    a host scalar that is known: its node goes, users take the number
-        #     known     a tensor that is known, as an array; in the graph a `full`, if it can be one
-        #     names     a value that is another one: users take that one
+        #     number    a known host scalar: its node is dropped, users take the number
+        #     known     a known tensor, as an array; in the graph a `full`, if possible
+        #     names     a value that equals another one: users take that one
         leaving = {out.value for out in self.graph.outputs}
         names: dict[str, str] = {}
         kept: list[Node] = []
@@ -119,7 +120,7 @@ class _Folding:
         return drop_dead(self.graph.with_nodes(tuple(kept), outputs=outputs))
 
     def _with_numbers(self, node: Node) -> Node:
-        """Return the node with host scalars that are known as numbers."""
+        """Return the node with known host scalars as numbers."""
         if not any(value in self.numbers for value in node.inputs()):
             return node
 
@@ -130,13 +131,13 @@ class _Folding:
         return replace(node, args=map_arguments(node.args, change), kwargs=kwargs)
 
     def _folded(self, node: Node) -> Node:
-        """Remember what a node makes if it is known; return a factory of it if one is simpler."""
+        """Record the value of a node if it is known; return a simpler factory of it, if any."""
         found = self._value(node)
         if found is None:
             return node
         self.known[node.outputs[0]] = found
         number = found.number
-        # A device that is not known here cannot be written into a `full`.
+        # An unknown device cannot be written into a `full`.
         stays = not node.inputs() or node.kind == "expand" or found.device == _ELSEWHERE
         if stays or number is None:
             return node
@@ -151,7 +152,7 @@ class _Folding:
         )
 
     def _value(self, node: Node) -> _Known | None:
-        """Return what a node makes, if it can be known."""
+        """Return the value of a node, if it can be known."""
         if len(node.outputs) != 1 or node.is_host:
             return None
         kind = self.graph.tensor(node.outputs[0])
@@ -170,35 +171,35 @@ class _Folding:
             device = device or (_ELSEWHERE if inputs else None)
         elif inputs and all(value in self.known for value in inputs):
             array = self._computed(node, kind)
-            # Tensors without dims on a CPU go with tensors of any device.
+            # Tensors without dims on a CPU may be combined with tensors of any device.
             widest = max(inputs, key=lambda value: self.known[value].array.ndim)
             device = device or self.known[widest].device
         else:
             return None
-        # Whatever NumPy does otherwise than PyTorch in its types leaves the node as it is.
+        # If NumPy's types behave differently from PyTorch's, the node stays as it is.
         if array is None or array.shape != kind.shape or array.dtype != _kept_as(kind):
             return None
         return _Known(array, kind.dtype, device)
 
     def _computed(self, node: Node, kind: TensorType) -> _Array | None:
-        """Return the result of a look or of arithmetic on known values, if it is understood."""
+        """Return the result of a view or of arithmetic on known values, if it is supported."""
         function = _FUNCTIONS.get(node.kind)
         if function is None or not node.op.startswith("aten.") or "out" in node.kwargs:
             return None
-        # Such as `alpha` of an addition, or a rounding mode: it would change the result.
+        # Further arguments, such as `alpha` of an addition or a rounding mode, change the result.
         if set(node.kwargs) - _ALLOWED.get(node.kind, frozenset()):
             return None
         args = map_arguments(node.args, lambda ref: self.known[ref.name])
         held = [part for part in args if isinstance(part, _Known)]
         if len(held) != len(node.inputs()):
             return None
-        # NumPy and PyTorch promote types each by its own rules, so nothing is left to promotion.
+        # NumPy and PyTorch promote types by different rules, so no promotion may be needed.
         if node.kind in _POINTWISE and {part.dtype for part in held} != {kind.dtype}:
             return None
-        # Zero strides are one element that is seen everywhere:
+        # Zero strides show one element everywhere:
         #
         #     full([4096, 4096], 2.0)    array of 16.7 million elements, strides (0, 0), 8 bytes
-        #     mul(that, 3.0)             computed on one element, and seen as (4096, 4096) again
+        #     mul(that, 3.0)             computed on one element, broadcast to (4096, 4096) again
         arrays = [part.array for part in held]
         uniform = all(not any(array.strides) and array.size for array in arrays)
         if not uniform and max((array.size for array in arrays), default=0) > _MOST_ELEMENTS:
@@ -211,15 +212,15 @@ class _Folding:
         if node.kind == "_to_copy" and (held[0].dtype, kind.dtype) == ("float32", "float64"):
             own = np.asarray(values[0]).astype("float32")
             if not np.array_equal(own, values[0], equal_nan=True):
-                return None  # a float64 with the error of a float32
+                return None  # a float64 with the rounding error of a float32
         with np.errstate(all="ignore"):
             made = function(kind, *values)
         return None if made is None else np.broadcast_to(made, kind.shape)
 
     def _neutral(self, node: Node) -> str | None:
-        """Return the argument that a node gives back because the other is known: `and` with True.
+        """Return the argument that equals a node's result because the other is known.
 
-        And of `where`, the branch that is always taken.
+        For example, `and` with True, or the branch of a `where` that is always taken.
         """
         # where(True, a, b), mul(a, ones) and and(a, True) are all a, if `a` has the same type.
         tensors = [part.name for part in node.args if isinstance(part, Ref)]
@@ -234,20 +235,20 @@ class _Folding:
         elif node.op in _AND:
             choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
         for value in choices:
-            # Users may go by how a value is laid out in memory: a new one has no gaps, this may
-            # have.
+            # Users may depend on the memory layout of a value: a new one has no gaps, this one
+            # may have some.
             gaps = may_have_gaps(self.made, value)
             if self.graph.types[value] == self.graph.types[made] and not gaps:
                 return value
         return None
 
 
-#: Where True gives back the other argument, if that is a bool.
+#: Operators for which True returns the other argument, if that is a bool.
 _AND = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
 
 
 def _host_number(node: Node) -> Argument:
-    """Return the result of a host operator on numbers; None if an argument is not known."""
+    """Return the result of a host operator on numbers; None if an argument is unknown."""
     function = _HOST.get(node.op)
     if function is None or node.kwargs:
         return None
@@ -257,7 +258,7 @@ def _host_number(node: Node) -> Argument:
         found = function(*node.args)
     except ArithmeticError:
         return None
-    # A broken power of a number below 0 is refused when it runs.
+    # A fractional power of a number below 0 is refused at run time.
     return found if isinstance(found, int | float) else None
 
 
@@ -291,7 +292,7 @@ def _arange(node: Node, kind: TensorType) -> _Array | None:
     return np.arange(*node.args, dtype=kind.dtype)
 
 
-# Looks and arithmetic: functions of the type that is made, and of the arguments in order
+# Views and arithmetic: functions of the result's type, and of the arguments in order
 
 _Function = Callable[..., _Array | None]
 
@@ -322,20 +323,20 @@ def _converted(kind: TensorType, array: _Array) -> _Array | None:
 
 
 def _fitting(kind: TensorType, array: _Array) -> _Array | None:
-    """Return an array, unless a number in it is too large for the dtype: no `full` takes it."""
+    """Return an array, unless a number in it is too large for the dtype, as for `full`."""
     return array if np.array_equal(np.isinf(array.astype(kind.dtype)), np.isinf(array)) else None
 
 
 def _pointwise(function: np.ufunc) -> _Function:
-    """Return an operator that computes in the dtype that it makes.
+    """Return a pointwise operator that computes in the dtype of its result.
 
-    A Python number takes part in that dtype, as PyTorch has it.
+    A Python number is converted to that dtype, as in PyTorch.
     """
 
     def compute(kind: TensorType, *args: Any) -> _Array | None:
         if len(args) != function.nin:
             return None
-        # 1 + 0.1 is 1.1 in double precision; in float32, it is the float32 next to that, or the
+        # 1 + 0.1 is 1.1 in double precision. If the nearest float32 is not the float32 result, the
         # value is left to the step.
         made: _Array = np.asarray(function(*(np.asarray(a).astype(_kept_as(kind)) for a in args)))
         own = np.asarray(function(*(np.asarray(part).astype(kind.dtype) for part in args)))
@@ -351,7 +352,7 @@ def _comparison(function: np.ufunc) -> _Function:
     """Return an operator that compares integers."""
 
     def compute(_: TensorType, *args: Any) -> _Array | None:
-        # Floats of two types would be compared after a promotion.
+        # Floats of two types would be compared after promotion.
         integers = all(np.asarray(part).dtype.kind in "bi" for part in args)
         if len(args) != function.nin or not integers:
             return None
@@ -361,7 +362,7 @@ def _comparison(function: np.ufunc) -> _Function:
     return compute
 
 
-#: Named arguments that do not matter to the result.
+#: Named arguments that do not change the result.
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "_to_copy": frozenset({"dtype", "device", "layout"}),
     "clone": frozenset({"memory_format"}),

@@ -1,8 +1,8 @@
-"""Write a step that was captured on CPUs so that it runs on GPUs.
+"""Writes a step that was captured on CPUs for GPUs.
 
-A step is always captured on fake CPU tensors: it needs no GPU, and PyTorch built for CPUs cannot
-differentiate on fake GPU tensors. What of the graph names the CPU is the `device` of factories, and
-the kernel of fused attention.
+A step is always captured on fake CPU tensors: this needs no GPU, and PyTorch built for CPUs cannot
+differentiate on fake GPU tensors. Two things in a graph depend on the CPU: the `device` of
+factories, and the kernel of fused attention.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _EFFICIENT_BACKWARD = "aten._scaled_dot_product_efficient_attention_backward.def
 #: dtypes that the memory-efficient kernels take.
 _DTYPES = ("float32", "float16", "bfloat16")
 
-#: Queries to a multiple of which the log-sum-exp is padded, and elements to which rows of a mask
-#: are aligned. Source: PyTorch 2.13, aten/src/ATen/native/transformers/attention.cpp.
+#: The log-sum-exp is padded to a multiple of so many queries, and rows of a mask are aligned to so
+#: many elements. Source: PyTorch 2.13, aten/src/ATen/native/transformers/attention.cpp.
 _PADDED_QUERIES, _ALIGNED_MASK = 32, 16
 
 
@@ -35,7 +35,7 @@ def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
             m = full([4, 4], 0.0, device=cuda)
 
     Args:
-        graph: As captured, on CPUs.
+        graph: The graph as captured, on CPUs.
         device: `cpu` or `cuda`.
 
     Raises:
@@ -56,7 +56,7 @@ def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
 
 
 def _on_device(node: Node, device: str) -> Node:
-    """Return a node whose factory makes its tensor on the device; the node itself if it is none."""
+    """Return a factory that makes its tensor on the device; any other node unchanged."""
     args = _moved(node.args, device)
     kwargs = {name: _moved(value, device) for name, value in node.kwargs.items()}
     same = args == node.args and kwargs == node.kwargs
@@ -64,7 +64,7 @@ def _on_device(node: Node, device: str) -> Node:
 
 
 def _moved(argument: Argument, device: str) -> Argument:
-    """Return an argument that names the device where it named another one."""
+    """Return an argument with any device in it replaced by this one."""
     if isinstance(argument, Symbol) and argument.kind == "device":
         return Symbol("device", device)
     if isinstance(argument, tuple):
@@ -73,15 +73,15 @@ def _moved(argument: Argument, device: str) -> Argument:
 
 
 class _Attention:
-    """The writing of attention in the memory-efficient kernels of GPUs.
+    """Writes attention in the memory-efficient kernels of GPUs.
 
-    They take float32 and half precision, a mask or a causal one, and save what dropout would draw
-    again as a seed and an offset; capture makes dropout a mask of its own, so here they are unused.
+    They take float32 and half precision, a mask or a causal one. They save a seed and an offset, so
+    that dropout can draw again; capture makes dropout a separate mask, so here they are unused.
     """
 
     def __init__(self, writer: GraphWriter) -> None:
         self.writer = writer
-        #: By the name of a log-sum-exp: the seed and the offset that belong to it, and the mask.
+        #: By the name of a log-sum-exp: its seed and offset, and the mask.
         self._saved: dict[str, tuple[Ref, Ref, Argument]] = {}
 
     def forward(self, node: Node) -> None:
@@ -134,7 +134,7 @@ class _Attention:
         )
 
     def _aligned(self, node: Node, mask: Argument) -> Argument:
-        """Return a mask of every batch entry and head, in rows that are aligned."""
+        """Return a mask of every batch entry and head, with aligned rows."""
         if not isinstance(mask, Ref):
             return mask
         kind = self.writer.tensor(mask.name)

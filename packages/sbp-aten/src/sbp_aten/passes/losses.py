@@ -1,17 +1,17 @@
 """Cross-entropies whose samples and classes may be split.
 
-A mean loss is a sum over a count, so that a split batch gives a partial sum.
+A mean loss is written as a sum over a count, so that a split batch gives a partial sum.
 
-The operator `_log_softmax` needs all classes of a sample; what it is made of does not:
+The operator `_log_softmax` needs all classes of a sample; its parts do not:
 
     m = amax(x)            P(max)     one number a sample crosses between ranks
     s = sum(exp(x - m))    P(sum)     another one
-    y = x - m - log s      S(1)       as the logits
+    y = x - m - log s      S(1)       like the logits
 
-The target's log-likelihood is read where its class is: `nll_loss` of split classes is a partial sum
-by its own rule, and so is its backward operator, which writes -1 where the class is. The gradient
-of the logits, softmax - onehot, then needs nothing from other ranks: the sum of a row of the second
-term is known to all from the targets.
+The target's log-likelihood is read on the rank of its class. By its own rule, `nll_loss` of split
+classes is a partial sum, and its backward operator writes -1 on the rank of the class. The gradient
+of the logits, softmax - onehot, then needs nothing from other ranks: all ranks know the sum of a
+row of the second term from the targets.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3 (its parallel cross-entropy).
 """
@@ -36,15 +36,15 @@ _MEAN, _SUM = 1, 2
 #: Products whose result has the classes of a parameter.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
-#: Operators whose result lies as their first argument does.
+#: Operators whose result has the layout of their first argument.
 _AS_GIVEN = ("view", "_unsafe_view", "_to_copy")
 
-#: Most operators between such a product and the softmax.
+#: The most operators between such a product and the softmax.
 _MOST_BETWEEN = 16
 
 
 def computed_in(dtype: str) -> str:
-    """Return the dtype in which numbers of a dtype are summed: no narrower than float32."""
+    """Return the dtype for sums of numbers of a dtype: no narrower than float32."""
     return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
@@ -84,7 +84,7 @@ def sum_losses(graph: LogicalGraph) -> LogicalGraph:
 def split_classes(
     graph: LogicalGraph, how: ClassSplit | None = None, num_micro_batches: int = 1
 ) -> LogicalGraph:
-    """Write cross-entropies so that split classes need only a maximum and a sum of parts.
+    """Write cross-entropies so that split classes need only partial maxima and partial sums.
 
     before: y = _log_softmax(x, 1); dx = _log_softmax_backward_data(nll_loss_backward(.., y, t), y)
     after:  m = amax(x, 1); c = sub(x, m); s = sum(exp(c), 1); y = sub(c, log(s))
@@ -124,7 +124,7 @@ def _is_wanted(graph: LogicalGraph, node: Node, how: ClassSplit, num_micro_batch
 
 
 def _is_product(graph: LogicalGraph, value: str) -> bool:
-    """Whether logits are a product with a matrix, but for a few operators."""
+    """Whether logits are a product with a matrix, perhaps followed by a few operators."""
     for _ in range(_MOST_BETWEEN):
         node = graph.producers.get(value)
         if node is None or node.kind in _PRODUCTS:
@@ -137,7 +137,7 @@ def _is_product(graph: LogicalGraph, value: str) -> bool:
 
 
 def _is_contiguous(graph: LogicalGraph, value: str) -> bool:
-    """Whether logits are sure to lie class by class within sample by sample."""
+    """Whether logits are certainly contiguous: class by class within sample by sample."""
     node = graph.producers.get(value)
     while node is not None and (node.kind in _AS_GIVEN or "pointwise" in node.tags):
         node = graph.producers.get(graph.tensor_inputs(node)[0])
@@ -191,7 +191,7 @@ def _write_backward(writer: GraphWriter, graph: LogicalGraph, node: Node) -> Non
 
 
 def _sum_of_rows(writer: GraphWriter, node: Node, loss: Node, row: TensorType, dim: int) -> Ref:
-    """Return what each row of the gradient of `nll_loss` sums to: -weight of the target, or 0.
+    """Return the sum of each row of the gradient of `nll_loss`: -weight of the target, or 0.
 
     No rank needs classes of another one for it: targets and class weights are whole.
     """

@@ -1,15 +1,15 @@
 """Mixed precision of a step that was captured in float32: products in two bytes, the rest in four.
 
-States stay float32, and are converted where they are used; `casts` then puts the conversions where
-they cost least. Losses are not scaled: float16 needs that (`torch.amp.GradScaler`'s scaling is part
-of a capture under autocast), bfloat16 does not.
+States stay float32, and are converted where they are used; `casts` then moves the conversions to
+where they cost least. Losses are not scaled: float16 needs that (a capture under autocast includes
+the scaling of `torch.amp.GradScaler`), bfloat16 does not.
 
-Which operators compute in low precision, which in float32, and which in what they are given.
-Source: PyTorch 2.13, docs "Automatic Mixed Precision package", section "Autocast Op Reference" for
-CUDA, and aten/src/ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
-`AT_FORALL_FP32_SET_OPT_DTYPE`), carried over from the operators that users call to those that a
-step holds once it is captured, backward operators included. Two differences, both to the side of
-float32: every reduction and every norm is in float32, and so is every operator not named here.
+The lists below say which operators compute in low precision, which in float32, and which in the
+dtype of their inputs. Source: PyTorch 2.13, docs "Automatic Mixed Precision package", section
+"Autocast Op Reference" for CUDA, and aten/src/ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`,
+`AT_FORALL_FP32`, `AT_FORALL_FP32_SET_OPT_DTYPE`), translated from operators that users call to
+operators of captured steps, including backward operators. Two differences, both towards float32:
+every reduction and every norm is in float32, and so is every operator that is not listed here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ATTENTION = tuple(
     for name, suffix in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
 )
 
-#: Products: their time is what low precision saves, and they sum in float32 inside.
+#: Products: low precision saves their time, and they sum in float32 inside.
 _LOW = frozenset(
     {"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr"}
     | {"convolution", "convolution_backward", "_convolution", "_grouped_mm"}
@@ -47,10 +47,10 @@ _LOW = frozenset(
     | {*_ATTENTION, *(f"{name}_backward" for name in _ATTENTION)}
 )
 
-#: Outputs of those that are float32 in any case, by place: sums of powers that attention keeps.
+#: Outputs of products that are always float32, by index: sums of powers that attention saves.
 _FLOAT32_OUTPUTS = dict.fromkeys(_ATTENTION, (1,))
 
-#: Pointwise operators that lose too much: their results grow fast, or differences cancel in them.
+#: Pointwise operators that lose too much precision: results grow fast, or differences cancel.
 _FULL_POINTWISE = frozenset(
     {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"}
     | {"reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "softplus_backward"}
@@ -59,8 +59,8 @@ _FULL_POINTWISE = frozenset(
     | {"smooth_l1_loss", "huber_loss", "mse_loss", "soft_margin_loss", "xlogy", "logaddexp"}
 )
 
-#: Operators that only move elements; like those that ATen tags as pointwise they compute in what
-#: they are given, and in float32 if that differs.
+#: Operators that only move elements; like operators that ATen tags as pointwise they compute in the
+#: dtype of their inputs, and in float32 if these differ.
 _MOVING = frozenset(
     {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"}
     | {"expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias"}
@@ -70,10 +70,10 @@ _MOVING = frozenset(
     | {"pixel_shuffle", "pixel_unshuffle", "diagonal", "unfold"}
 )
 
-#: Reductions that can be told to sum in float32 what is not.
+#: Reductions with a `dtype` argument, so that they can sum narrower inputs in float32.
 _DTYPE_ARGUMENT = frozenset({"sum", "mean"})
 
-#: Factories that read of their argument only what it looks like.
+#: Factories that read only the metadata of their argument.
 _LIKE = frozenset(
     {"ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like"}
     | {"new_ones", "new_zeros", "new_full", "new_empty"}
@@ -86,9 +86,10 @@ _FULL = "float32"
 class _Precision(Enum):
     """The dtype in which an operator computes.
 
-    LOW: inputs are cast to the low precision. FULL: inputs are cast to float32. AS_GIVEN: as the
-    inputs are. DTYPE_ARGUMENT: the operator takes a `dtype` and casts inside. LIKE: a factory that
-    would take its dtype from a tensor that is now in low precision; its old dtype is written out.
+    LOW: inputs are cast to the low precision. FULL: inputs are cast to float32. AS_GIVEN: the dtype
+    of the inputs. DTYPE_ARGUMENT: the operator takes a `dtype` and casts inside. LIKE: a factory
+    that would take its dtype from a tensor that is now in low precision; its old dtype is written
+    out.
     """
 
     LOW = auto()
@@ -105,8 +106,8 @@ def mixed_precision(graph: LogicalGraph, how: MixedPrecision | None = None) -> L
     after:  xl = _to_copy(x, bfloat16); wl = _to_copy(w, bfloat16); hl = mm(xl, wl)
             h = _to_copy(hl, float32); s = _softmax(h)
 
-    Which is which follows PyTorch's autocast (see the lists). Values of float64 stay as they
-    are. Losses, metrics and new states have the dtypes that they had.
+    The choice follows PyTorch's autocast (see the lists). Values of float64 stay as they are.
+    Losses, metrics and new states keep their dtypes.
     """
     return _Lowering(graph, how or MixedPrecision()).run()
 
@@ -118,7 +119,7 @@ class _Lowering:
         self.graph, self.how = graph, how
         self.writer = GraphWriter(graph)
         self.converted: dict[tuple[str, str], Ref] = {}
-        #: Values of low-precision operators that are float32 in any case.
+        #: Values of low-precision operators that are always float32.
         self.stays_float32: set[str] = set()
 
     def run(self) -> LogicalGraph:
@@ -127,7 +128,7 @@ class _Lowering:
                 self.writer.nodes.append(node)
             else:
                 self._write(node)
-        # Outputs of the graph are cast back to the dtypes that they had.
+        # Outputs of the graph are cast back to their old dtypes.
         names: dict[str, str] = {}
         for out in self.graph.outputs:
             before = self.graph.types[out.value]
@@ -187,7 +188,7 @@ class _Lowering:
         )
 
     def _was_float32(self, value: str) -> bool:
-        """Whether a value was a float32 tensor, and may be in low precision by now."""
+        """Whether a value was a float32 tensor, which may be in low precision now."""
         kind = self.graph.types.get(value)
         stays_float32 = value in self.stays_float32
         return isinstance(kind, TensorType) and kind.dtype == _FULL and not stays_float32
@@ -210,7 +211,7 @@ class _Lowering:
         if key not in self.converted:
             producer = self.graph.producers.get(value)
             # A value of every micro-batch that is used once a step is cast in every micro-batch,
-            # before it is accumulated: the sum is taken in the dtype of its user.
+            # before it is accumulated, so the sum has the dtype of its user.
             like = user if producer is None or user.rate is producer.rate else producer
             self.converted[key] = self.writer.call(
                 like,

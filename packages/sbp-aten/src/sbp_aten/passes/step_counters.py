@@ -1,8 +1,8 @@
-"""Move step counters to the host and keep one instead of one a parameter.
+"""Moves step counters to the host and keeps one instead of one a parameter.
 
-`torch.optim` keeps a 0-d `step` tensor next to every parameter. Mostly they count the same steps,
-so that one host number does: `tie_step_counters` finds counters that only count and are only read
-on the host.
+`torch.optim` keeps a 0-d `step` tensor next to every parameter. Usually all of them count the same
+steps, so one host number is enough: `tie_step_counters` finds counters that only count and are only
+read on the host.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ STEP_COUNTER = "step_counter"
 def tie_step_counters(graph: LogicalGraph, *, apart: bool = False) -> LogicalGraph:
     """Replace equal counting states by one host scalar `step_counter`.
 
-    States of one key count together; those of further keys have counters of their own, such as
+    States of one key share a counter; states of further keys have separate counters, such as
     `step_counter.count`.
 
     Args:
-        graph: As it was captured.
-        apart: Whether each has a host scalar of its own, such as `step_counter.w1.step`, as they
-            are not equal: after some parameters were frozen, say.
+        graph: The graph as captured.
+        apart: Whether each state has a separate host scalar, such as `step_counter.w1.step`,
+            because they are not equal: for example, after some parameters were frozen.
 
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
     after:  s1 = host.add(step_counter, 1)            n1, n2 are s1;  states w1.step, w2.step: s1
 
     Raises:
-        GraphError: counters of one key advance by different amounts, so that they are not equal.
+        GraphError: counters of one key advance by different amounts, so they are not equal.
     """
     found: dict[str, dict[str, Node]] = defaultdict(dict)
     for entry in graph.inputs:
@@ -58,7 +58,7 @@ def tie_step_counters(graph: LogicalGraph, *, apart: bool = False) -> LogicalGra
 
 
 def _tied(graph: LogicalGraph, name: str, counters: Mapping[str, Node]) -> LogicalGraph:
-    """Replace some counters, by state, by the host scalar `name`."""
+    """Replace the given counters, by state, by the host scalar `name`."""
     steps = {repr(node.args[1]) for node in counters.values()}
     if len(steps) != 1:
         raise GraphError(

@@ -1,24 +1,24 @@
 """How the parts of micro-batches make a value of the whole batch.
 
-Micro-batches are the ranks of one more mesh axis, in time. So what ranks may compute apart,
-micro-batches may, and a value of the whole batch is made of parts as a tensor of that axis is made
-of shards. One more freedom: nobody has to send these parts, so that samples need not be next to
-each other.
+Micro-batches are like the ranks of one more mesh axis, in time. Whatever ranks may compute
+separately, micro-batches may, too, and their parts make a value of the whole batch as shards make a
+tensor. There is one more freedom: these parts are not sent, so samples need not be next to each
+other.
 
     layout             SBP     the whole batch of two micro-batches
     `Samples(0)`       S(0)    aaaabbbb: the samples of one, and then those of the other
     `Samples(0, 2)`            aabbaabb: two views of every sample, one view after the other
     `Total("sum")`     P       the sum of both
-    `SAME`             B       what either has
+    `SAME`             B       the value of either
     `SamplePiece(1, 0, 2)`     the second of two pieces of the first micro-batch: see `pieces`
 
-What a value of the whole batch is to its micro-batches:
+A value of the whole batch has one of these relations to its micro-batches:
 
     terms      the sum of c · v: parts v that are samples, totals or the same, and coefficients c,
-               products of powers of numbers that are known once a step, such as 1 / D of a number
-               of tokens D; terms of equal coefficients and layouts are one
-    late       of totals: known once a step
-    unknown    nothing of that: samples meet each other, or are told apart by their places
+               products of powers of numbers that are known once a step, such as 1 / D for a number
+               of tokens D; terms of equal coefficients and layouts are merged
+    late       computed from totals: known once a step
+    unknown    none of these: samples are combined, or differ by their places
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Samples:
     """The elements of a dim belong to samples.
 
     Args:
-        dim: Which.
+        dim: The dim.
         blocks: So many blocks of equal length make the dim; each has all samples in their order.
     """
 
@@ -61,10 +61,10 @@ class SamplePiece:
     """One piece of the samples, such as a single one.
 
     Args:
-        place: Which of the pieces of its micro-batch.
-        micro_batch: In which.
+        place: Index of the piece in its micro-batch.
+        micro_batch: Index of the micro-batch.
         count: Pieces of each micro-batch, all of one size.
-        dim: If not None, the elements of all samples along that dim, zero but for this piece.
+        dim: If not None, the value has all samples along that dim, zero but for this piece.
     """
 
     place: int
@@ -79,14 +79,14 @@ Layout = Samples | Total | Same | SamplePiece
 
 
 def sbp_of(layout: Layout) -> Sbp:
-    """Return what a layout is called on a mesh axis."""
+    """Return the SBP of a layout on a mesh axis of micro-batches."""
     if isinstance(layout, Samples):
         return S(layout.dim)
     return Partial(layout.reduction) if isinstance(layout, Total) else B
 
 
 def layout_of(sbp: Sbp, blocks: int) -> Layout:
-    """Return the layout of what an operator makes of samples that are in so many blocks."""
+    """Return the layout of an operator's result, given an SBP and the blocks of its samples."""
     if isinstance(sbp, Split):
         return Samples(sbp.dim, blocks)
     return Total(sbp.reduction) if isinstance(sbp, Partial) else SAME
@@ -116,20 +116,20 @@ def reshaped(
 ) -> Samples | None:
     """Return the layout of samples in another shape of the same elements in the same order.
 
-    In their order the elements are so many blocks of equal length, each cut into parts; there is at
-    most one dim along which they still are:
+    In memory order the elements are so many blocks of equal length, each cut into parts; there is
+    at most one dim of the other shape along which this holds:
 
         before [2 * B, 6], 2 blocks      after [2, B, 6]: Samples(1)
         elements: 2 blocks of 6 B        after [12 * B]: Samples(0, 2)
 
     Args:
-        layout: In the shape `before`.
+        layout: The layout in the shape `before`.
         before: Shape of the whole tensor.
         after: The other shape.
-        num_parts: Micro-batches.
+        num_parts: Number of micro-batches.
 
     Returns:
-        None if the parts are no parts of one dim there.
+        The layout in the shape `after`; None if the parts are not parts of one dim there.
     """
     blocks = prod(before[: layout.dim]) * layout.blocks
     for dim, extent in enumerate(after):
@@ -150,7 +150,7 @@ Coefficient = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PartValue:
-    """A value of one micro-batch: its name in the graph that is written, and what it is part of."""
+    """A value of one micro-batch: its name in the new graph, and its layout in the whole."""
 
     name: str
     layout: Layout = SAME
@@ -164,7 +164,7 @@ class LinearTerm:
     part: PartValue
 
 
-#: A value of the whole batch: the sum of these, at least one.
+#: A value of the whole batch as a sum of terms, at least one.
 Terms = tuple[LinearTerm, ...]
 
 
@@ -189,12 +189,12 @@ def inverse(coefficient: Coefficient) -> Coefficient:
 
 @dataclass(frozen=True, slots=True)
 class StepConstant:
-    """Known once a step, under its own name."""
+    """A value that is known once a step, under its own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Not to be had of micro-batches: why, and the node where that begins."""
+    """A value that does not follow from micro-batches: why, and the node where that begins."""
 
     why: str
     node: Node
@@ -206,7 +206,7 @@ Value = Terms | StepConstant | Unknown
 
 
 def single_part(value: Value) -> PartValue | None:
-    """Return the part of a value that is one term without coefficient."""
+    """Return the part of a value that is one term without coefficient; None for others."""
     if not isinstance(value, tuple) or len(value) != 1 or value[0].coefficient:
         return None
     return value[0].part
@@ -218,7 +218,7 @@ def is_total(value: Value) -> bool:
 
 
 def has_totals(terms: Terms) -> bool:
-    """Whether a part of a value is to be added up over the micro-batches."""
+    """Whether a part of a value is to be accumulated over the micro-batches."""
     return any(isinstance(term.part.layout, Total) for term in terms)
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch that is written: its nodes, and what of the whole graph is the same in all."""
+"""The new graph of one micro-batch: its nodes, and values that are equal in all micro-batches."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import Samples
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs
 
-#: How the names of operators begin that draw counted random numbers.
+#: Prefix of the names of operators that draw counted random numbers.
 RANDOM = "sbp.random_"
 
 
 @dataclass(slots=True)
 class MicroBatch(ABC):
-    """What is written of one micro-batch, and what is known of it.
+    """The nodes that are written for one micro-batch, and facts about them.
 
     Args:
         graph: A step on the whole batch.
-        num_parts: Micro-batches, >= 2.
+        num_parts: Number of micro-batches, >= 2.
     """
 
     graph: LogicalGraph
     num_parts: int
     nodes: list[Node] = field(default_factory=list)
-    #: Of what is written.
+    #: Types of the written values.
     types: dict[str, ValueType] = field(default_factory=dict)
     #: Values of the whole graph that are the same in every micro-batch.
     same: set[str] = field(default_factory=set)
-    #: Calls of the whole graph that take pieces of samples: how many a micro-batch has.
+    #: Calls of the whole graph that take pieces of samples, and the number for each micro-batch.
     loops: dict[str, int] = field(default_factory=dict)
-    #: Those that join pieces, and what they make.
+    #: Calls that join pieces, and the layout of their results.
     joins: dict[str, Samples] = field(default_factory=dict)
-    #: What makes each value that is written once for all of its equals.
+    #: The node for each value that is written once for all equal values.
     makers: dict[str, Node] = field(default_factory=dict)
     _written: dict[str, Node] = field(default_factory=dict)
     _standing_for: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class MicroBatch(ABC):
     whole_types: dict[str, ValueType] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A copy of its own: `declare` adds to what it knows.
+        # A separate copy, because `declare` adds nodes and types to it.
         self.whole_types = dict(self.graph.types)
         self.graph = replace(self.graph, types=self.whole_types)
         self.producers = dict(self.graph.producers)
@@ -52,7 +52,7 @@ class MicroBatch(ABC):
         self._taken = {node.name for node in self.graph.nodes} | set(self.graph.types)
 
     def fresh(self, name: str) -> str:
-        """Return a name that nothing else has."""
+        """Return an unused name."""
         count, found = 0, name
         while found in self._taken:
             count += 1
@@ -61,14 +61,14 @@ class MicroBatch(ABC):
         return found
 
     def add(self, node: Node, made: Sequence[ValueType]) -> None:
-        """Write a node as it is."""
+        """Write a node unchanged."""
         self.nodes.append(node)
         self.types.update(zip(node.outputs, made, strict=True))
 
     def declare(self, node: Node, kind: TensorType) -> None:
-        """Write a node that the whole graph does not have, and does the same in every micro-batch.
+        """Write a new node, which does the same in every micro-batch.
 
-        The whole graph knows it from now on, so that what it makes is cut where it meets samples.
+        It is added to the whole graph, too, so that its value can be cut to combine with samples.
         """
         (value,) = node.outputs
         self.producers[value] = node
@@ -76,7 +76,7 @@ class MicroBatch(ABC):
         self.as_it_is(node)
 
     def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
-        """Write a node under new names, unless an equal one is written; return what it makes."""
+        """Write a node under new names, unless an equal one exists; return its outputs."""
         key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
         if key not in self._written:
             written = replace(
@@ -92,7 +92,7 @@ class MicroBatch(ABC):
         return self._written[key].outputs
 
     def first_equal(self, value: str) -> str:
-        """Return the first of all values, the same in every micro-batch, that are equal to one."""
+        """Return the first value that equals a given one, both the same in every micro-batch."""
         if value not in self._first_equal:
             node = self.graph.producers.get(value)
             if node is None:
@@ -119,7 +119,7 @@ class MicroBatch(ABC):
         """Return a part of a tensor that is made of numbers alone; None if parts would differ.
 
         Args:
-            value: Of the whole graph, the same in every micro-batch.
-            layout: What it is cut to.
-            numbers: Whether it is an index of the samples, which in a part are its own.
+            value: A value of the whole graph, the same in every micro-batch.
+            layout: The layout of the wanted part.
+            numbers: Whether it numbers the samples; then a part numbers its own samples.
         """

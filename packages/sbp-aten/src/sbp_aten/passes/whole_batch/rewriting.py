@@ -1,4 +1,4 @@
-"""The rewriting of a step on the whole batch as one of micro-batches."""
+"""The rewriting of a step on the whole batch as a step of micro-batches."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGrap
 
     Args:
         graph: A step on the whole batch, whose mean losses are ratios (pass `sum_losses`). The
-            samples of a batch input are along its dim 0; one without dims is the same for all.
-        num_micro_batches: Parts of equal size.
+            samples of a batch input are along its dim 0; an input without dims is the same for all.
+        num_micro_batches: Number of parts of equal size.
 
     Raises:
         GraphError: a result of the whole batch does not follow from those of micro-batches; names
-            it, and the line where samples meet.
+            it, and the line where samples are combined.
     """
     if num_micro_batches == 1 or all(out.kind is not OutputKind.LOSS for out in graph.outputs):
         return graph
@@ -96,7 +96,7 @@ class _Rewriting:
 
     Args:
         graph: A step on the whole batch.
-        num_parts: Micro-batches.
+        num_parts: Number of micro-batches.
     """
 
     graph: LogicalGraph
@@ -104,9 +104,9 @@ class _Rewriting:
     values: dict[str, Value] = field(default_factory=dict)
     #: Nodes that run once a step, in their order.
     late: list[Node] = field(default_factory=list)
-    #: Once a step: the name of each value of the whole batch that is asked for.
+    #: The name, once a step, of each value of the whole batch that is needed.
     whole: dict[str, str] = field(default_factory=dict)
-    #: How much larger numbers of the whole batch are than what micro-batches compute with.
+    #: The ratio of each number of the whole batch to its nominal value in micro-batches.
     ratios: dict[tuple[str, str], str] = field(default_factory=dict)
     parts: PartCalls = field(init=False)
     terms: TermCalls = field(init=False)
@@ -198,7 +198,7 @@ class _Rewriting:
             self.values[value], self.whole[value] = LATE, value
 
     def _problem(self, value: str) -> Unknown | None:
-        """Return why a value cannot be had once a step; None if it can."""
+        """Return why a value is not known once a step; None if it is."""
         found = self.values[value]
         if isinstance(found, Unknown):
             return found
@@ -211,7 +211,7 @@ class _Rewriting:
         return Unknown("there is a number for each sample", node)
 
     def _apart(self, value: str) -> Unknown:
-        """Return why nothing follows from pieces of samples, and where they are taken."""
+        """Return why a value of pieces cannot be used, and the node where they are taken."""
         while True:
             node = self.graph.producers[value]
             names = self.graph.tensor_inputs(node)
@@ -221,10 +221,10 @@ class _Rewriting:
             value = earlier
 
     def _like(self, node: Node) -> Node:
-        """Return a node that belongs where another does, and runs once a step."""
+        """Return a node with the place of another one, which runs once a step."""
         if node.rate is not Rate.MICRO:
             return node
-        # Of the forward phase, so that a loss is known, and may undo the step, before it commits.
+        # In the forward phase, so that a loss is known before the commit, and may undo the step.
         phase = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
         return replace(node, phase=phase, rate=Rate.STEP, forward="")
 
@@ -270,7 +270,7 @@ class _Rewriting:
             self._once(node)
 
     def _why(self, node: Node, given: Sequence[Value]) -> str:
-        """Return why what a node makes of samples is unknown."""
+        """Return why the result of a node on samples is unknown."""
         if node.kind in _BATCH_NORMS:
             return "batch normalisation in training takes its statistics of all samples"
         if not signatures_of(self.graph, node, self.num_parts):
@@ -289,7 +289,7 @@ class _Rewriting:
         """Return a value of the whole batch, known once a step.
 
         Raises:
-            GraphError: it does not follow from those of micro-batches.
+            GraphError: it does not follow from values of micro-batches.
         """
         if value in self.whole or not self.graph.is_tensor(value):
             return self.whole.get(value, value)
@@ -324,7 +324,7 @@ class _Rewriting:
         self.parts.types[name] = kind
         phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
         source = term.part.name
-        if source in self.graph.input_kinds:  # which no actor sends
+        if source in self.graph.input_kinds:  # no actor sends inputs
             source = self.parts.fresh(f"{value}.read")
             args = (Ref(term.part.name),)
             read = replace(like, name=source, op="aten.clone.default", args=args, outputs=(source,))
@@ -347,8 +347,8 @@ class _Rewriting:
             op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
-        # Where zeros are written over what is divided, nothing may count, and a divisor be zero:
-        # 0 / 0 is zero then. The ratio of a number of targets is never zero.
+        # If zeros overwrite a quotient, its count, the divisor, may be zero: then 0 / 0 is made
+        # zero. The ratio of a number of targets is never zero.
         if any(
             power < 0 and atom in self.terms.filled and counted_targets(self.graph, atom) is None
             for atom, power in term.coefficient
@@ -360,7 +360,7 @@ class _Rewriting:
         return name
 
     def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:
-        """Write a pointwise call that makes a value of the whole batch."""
+        """Write a pointwise call that computes a value of the whole batch."""
         kind = self.graph.tensor(value)
         return self._late(like, f"{value}.whole", op, tuple(map(Ref, names)), kind)
 
@@ -390,12 +390,12 @@ class _Rewriting:
         return name
 
     def _ratio(self, atom: str, dtype: str) -> str:
-        """Return by how much a number of the whole batch is larger than its nominal value."""
+        """Return the ratio of a number of the whole batch to its nominal value."""
         key = (atom, dtype)
         if key in self.ratios:
             return self.ratios[key]
-        # With the total, not with the gradients that it divides: every stage has such, and would
-        # wait for the update of the one that computes the ratio.
+        # At the place of the total, not of the gradients that it divides: every stage has some, and
+        # would wait for the update on the stage that computes the ratio.
         like, kind = self.graph.producers[atom], TensorType((), dtype)
         exact = dtype == "float64"
         source = self._whole(atom) if exact else self._ratio(atom, "float64")
@@ -404,7 +404,7 @@ class _Rewriting:
         name = self._late(like, label, "_to_copy.default", (Ref(source),), kind, dtype=cast)
         if exact:
             if counted_targets(self.graph, atom) is not None:
-                # Where no target counts, PyTorch computes no gradients at all: not 0 / 0.
+                # If no target counts, PyTorch computes no gradients at all, so 0 / 0 is avoided.
                 flag = TensorType((), "bool")
                 none = self._late(like, f"{atom}.none", "eq.Scalar", (Ref(name), 0), flag)
                 args = (Ref(name), Ref(none), 1)
