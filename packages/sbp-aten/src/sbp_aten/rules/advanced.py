@@ -1,14 +1,14 @@
-"""What a list of indices means, as in `x[i, :, j]` or `x[mask]`; reading and writing by one.
+"""The meaning of a list of indices, as in `x[i, :, j]` or `x[mask]`; reading and writing by one.
 
-The indices are broadcast together, to dims `b0 b1`, which are in the result where the first of
-them stood, or in front if a dim that is not indexed is between them. Dims that are not indexed
-are free (`d1`), those that are indexed are windows (`v0`). A mask stands for as many dims as it
-has, and makes one whose extent only the data tell.
+The indices are broadcast together, to dims `b0 b1`. The result has these in the place of the first
+index, or in front if a dim that is not indexed is between the indices. Dims that are not indexed
+are free (`d1`); indexed dims are windows (`v0`). A mask indexes as many dims as it has, and makes
+one dim, whose extent depends on the data.
 
     v0 d1, b0, b0 d1 => v0 d1    x[i] = values
     v*, i*, i* => v*             put: into the flattened tensor
 
-A rank that holds a window of an indexed dim redirects the updates of other windows to a spare row,
+A rank that holds a window of an indexed dim redirects updates of other windows to a spare row,
 which it cuts off afterwards. So shapes do not depend on the values of indices:
 
     x has 6 rows, i = [4, 0, 5], and this rank holds rows 0 to 2:
@@ -60,7 +60,7 @@ from sbp_core.signatures import (
     run_as_is,
 )
 
-#: Why dims stay whole that a mask reads, and those that it makes.
+#: Why the dims that a mask reads, and the dims that it makes, stay whole.
 _DATA = "a mask makes as many elements as it has true ones"
 
 
@@ -71,7 +71,7 @@ class Index:
     Args:
         slot: Position in the list of indices.
         tensor: Position among the tensor arguments.
-        dims: Dims of the indexed tensor that it stands for: one, but for masks.
+        dims: Dims of the indexed tensor that it indexes: one, but for masks.
         shape: Its shape.
         mask: Whether it is a mask.
     """
@@ -85,10 +85,10 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexing:
-    """What a list of indices does to a tensor.
+    """The effect of a list of indices on a tensor.
 
     Args:
-        indices: Those that are given.
+        indices: The given indices.
         free: Dims of the tensor that are not indexed.
         at: How many of these are in the result before the dims that the indices make.
     """
@@ -102,7 +102,7 @@ class Indexing:
         """Read the list of indices of a call.
 
         Args:
-            call: The call; the tensor that is indexed is its first argument.
+            call: The call; its first argument is the indexed tensor.
             position: Position of the list among the arguments.
             tensor: Position of its first tensor among the tensor arguments.
         """
@@ -115,8 +115,7 @@ class Indexing:
                 dim += 1
                 continue
             given_type = call.inputs[tensor + len(found)]
-            # A mask is indexed by all its dims at once; `uint8` is how masks were written before
-            # `bool`.
+            # A mask indexes all its dims at once; masks may be `uint8`, as before `bool` existed.
             mask = given_type.dtype in ("bool", "uint8")
             count = len(given_type.shape) if mask else 1
             found.append(
@@ -130,10 +129,10 @@ class Indexing:
             )
             dim += count
         free += range(dim, len(call.inputs[0].shape))
-        # NumPy's rule. `at` counts free dims in front of what the indices make:
+        # NumPy's rule. `at` counts free dims in front of the dims that the indices make:
         #
-        #     x[:, i, j]    adjacent     d0 b0       at 1
-        #     x[i, :, j]    not so       b0 d1       at 0: in front of everything
+        #     x[:, i, j]    adjacent       d0 b0       at 1
+        #     x[i, :, j]    not adjacent   b0 d1       at 0: in front of all others
         slots = [index.slot for index in found]
         adjacent = slots == list(range(slots[0], slots[-1] + 1))
         at = sum(dim < found[0].dims[0] for dim in free) if adjacent and found[0].dims else 0
@@ -146,13 +145,13 @@ class Indexing:
 
     @property
     def num_made(self) -> int:
-        """How many dims the indices make."""
+        """The number of dims that the indices make."""
         return max(1 if index.mask else len(index.shape) for index in self.indices)
 
     @property
     def extents(self) -> tuple[int, ...]:
         """Extents of the dims that the indices make, if none is a mask."""
-        # Broadcast: aligned at the last dim, an extent of 1 gives way to any other.
+        # Broadcasting aligns the last dims, and an extent of 1 becomes that of the other indices.
         shapes = [(1,) * (self.num_made - len(index.shape)) + index.shape for index in self.indices]
         return tuple(
             next((extent for extent in column if extent != 1), 1)
@@ -160,7 +159,7 @@ class Indexing:
         )
 
     def tensor(self) -> Dims:
-        """Return the dims of the tensor that is indexed."""
+        """Return the dims of the indexed tensor."""
         count = len(self.free) + sum(len(index.dims) for index in self.indices)
         return tuple((f"d{dim}" if dim in self.free else f"v{dim}",) for dim in range(count))
 
@@ -169,17 +168,17 @@ class Indexing:
         return fresh_dims(self.num_made, "b")
 
     def result(self) -> Dims:
-        """Return the dims of what is read or written: free ones, with those made among them."""
+        """Return the dims of the read or written values: free dims, and those of the indices."""
         free: list[Dim] = [(f"d{dim}",) for dim in self.free]
         return (*free[: self.at], *self.made(), *free[self.at :])
 
     def of_index(self, index: Index) -> Dims:
-        """Return the dims of one index: labels of its own if one of the indices is a mask."""
+        """Return the dims of one index: separate labels if one of the indices is a mask."""
         if self.masked:
             return fresh_dims(len(index.shape), f"t{index.slot}_")
         extents = self.extents[self.num_made - len(index.shape) :]
         dims = self.made()[self.num_made - len(index.shape) :]
-        # What is broadcast along a dim has one element there: label-free, so it is not split.
+        # A dim along which an index is broadcast has one element: it has no label and is not split.
         return tuple(
             () if here == 1 != wide else dim
             for dim, here, wide in zip(dims, index.shape, extents, strict=True)
@@ -194,7 +193,7 @@ class Indexing:
         return frozenset(name for dim in own for name in dim) | read
 
     def cut(self, shape: Sequence[int], bounds: Bounds) -> list[Index]:
-        """Return the indices of dims that a rank has a window of."""
+        """Return the indices of dims of which a rank holds a window."""
         return [
             index
             for index in self.indices
@@ -213,7 +212,7 @@ def _right_aligned(shape: Sequence[int], wide: Sequence[int], dims: Dims) -> Dim
 
 # Reading
 
-#: The operators whose mask says which elements are read or written.
+#: Operators whose mask selects the elements to read or write.
 _MASKED = "aten._unsafe_masked_index.default"
 _MASKED_PUT = "aten._unsafe_masked_index_put_accumulate.default"
 
@@ -221,7 +220,7 @@ _MASKED_PUT = "aten._unsafe_masked_index_put_accumulate.default"
 def _index(call: OpCall) -> Notation:
     """Return `v0 d1, b0 => b0 d1` for `x[i]`.
 
-    Masked: `v0 d1, b0 d1, b0 => b0 d1`, an element where the mask holds, else a number.
+    Masked: `v0 d1, b0 d1, b0 => b0 d1`, an element where the mask is true, else a number.
     """
     made, masked = call.outputs[0], call.op == _MASKED
     indexing = Indexing.of(call, 1 + masked, 1 + masked)
@@ -244,15 +243,15 @@ def _index(call: OpCall) -> Notation:
 def _clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
 
-    What is beyond either end means the last element there.
+    An index beyond either end means the last element there.
     """
     return wrapped(builder, builder("aten.clamp.default", index, -extent, extent - 1), extent)
 
 
 def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read what is in the windows of all dims that are indexed.
+    """Read the elements in the windows of all indexed dims.
 
-    The number that fills the rest, with a mask, is given by the first rank.
+    With a mask, the first rank provides the number that fills the rest.
     """
     masked = call.op == _MASKED
     names = ("self", "mask", "indices", "fill") if masked else ("self", "indices")
@@ -273,16 +272,16 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         )
         local[index.slot], beyond = readable(builder, front, window)
         outside.append(beyond)
-    # Every place is read, those outside of the window at element 0 of it, and overwritten with
-    # zeros: shapes stay static, and the sum over the ranks has each element once.
+    # Every place is read. Places outside of the window read element 0 of it, and are overwritten
+    # with zeros: shapes stay static, and the sum over the ranks has each element once.
     found = builder(call.op, tensor, *masks[:1], tuple(local), *[0] * masked)
     for beyond in outside:
-        # `beyond` has the dims that the indices make; it is aligned with them by new dims behind.
+        # `beyond` has the dims that the indices make; new dims at the end align it with the result.
         for _ in range(len(indexing.free) - indexing.at):
             beyond = builder("aten.unsqueeze.default", beyond, -1)
         found = builder("aten.masked_fill.Scalar", found, beyond, 0)
-    # Ranks add up what they find, so the number that stands where the mask does not hold must come
-    # from one rank only: that of the first window. The others fill zeros.
+    # Ranks sum their results, so only one rank may provide the number where the mask is false: the
+    # rank of the first window. The others fill zeros.
     if masked and masks[1] != 0 and all(first == 0 for first, _ in windows):
         beside = builder("aten.logical_not.default", masks[0])
         found = builder("aten.masked_fill.Scalar", found, beside, masks[1])
@@ -293,7 +292,7 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 
 def _updates(call: OpCall, over: list[str]) -> Updates:
-    """Return how updates combine with the tensor; their values are the last tensor argument."""
+    """Return how updates combine with the tensor; their values are in the last tensor argument."""
     values = len(call.inputs) - 1
     if call.op == _MASKED_PUT or argument(call, 3, "accumulate", False):
         return combining("sum", call.inputs[0], values, over)
@@ -301,21 +300,21 @@ def _updates(call: OpCall, over: list[str]) -> Updates:
 
 
 def _index_put(call: OpCall) -> Notation:
-    """Return the notation of a write; an argument more may say which values to write."""
+    """Return the notation of a write; one more argument may select the values to write."""
     at = 2 if call.op == _MASKED_PUT else 1
     indexing = Indexing.of(call, at, at)
     shape, values = call.inputs[0].shape, call.inputs[-1].shape
     result, free = indexing.result(), [shape[dim] for dim in indexing.free]
     extents = indexing.extents if not indexing.masked else ()
     if indexing.masked:
-        # Beside a mask, the dims that indices make are as the values have them there.
+        # With a mask, the dims that indices make follow the dims of the values.
         behind = len(free) - indexing.at
         padded = (1,) * (behind + indexing.num_made) + values
         extents = padded[len(padded) - behind - indexing.num_made : len(padded) - behind]
     wide = (*free[: indexing.at], *extents, *free[indexing.at :])
     aligned = _right_aligned(values, wide, result)
     if at == 1 and [index.mask for index in indexing.indices] == [True] and set(extents) == {1}:
-        # `m0 d1, m0, d1 => m0 d1`: one mask, and values that do not differ along it.
+        # `m0 d1, m0, d1 => m0 d1`: one mask, and values that are broadcast along it.
         (index,) = indexing.indices
         tensor = tuple(
             (f"m{dim}" if dim in index.dims else f"d{dim}",) for dim in range(len(shape))
@@ -334,7 +333,7 @@ def _index_put(call: OpCall) -> Notation:
 
 
 def _index_put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Redirect updates of other windows to a spare row of each dim that is cut and indexed."""
+    """Redirect updates of other windows to a spare row of each indexed dim that is split."""
     masked = call.op == _MASKED_PUT
     names = ("self", "mask", "indices") if masked else ("self", "indices")
     arguments, named = given(call, (*names, "values"))

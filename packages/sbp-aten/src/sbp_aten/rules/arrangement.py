@@ -1,7 +1,7 @@
-"""What operators that only arrange elements have in common: `reshape`, `views`, `rearrange`, ...
+"""The common part of operators that only arrange elements: `reshape`, `rearrange`, ...
 
-Each element of an output is an element of an argument, or zero. So all are jointly linear in their
-arguments, and jointly increasing.
+Each element of an output is an element of an argument, or zero. So all these operators are jointly
+linear in their arguments, and jointly increasing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def arranged(
         inputs: Dims of each argument.
         outputs: Dims of each output.
         whole: Labels that may not be split.
-        why: Why not.
-        gathered: Labels that outputs lack because these have elements of one place of that dim
-            only. A rank that holds others has zeros: partial sums, or, of bools, maxima.
-        copies: Whether elements move in memory; those whose name says so need not be told.
+        why: Why they may not be split.
+        gathered: Labels that the outputs lack because they have elements of only one index of that
+            dim. Ranks with other indices have zeros: partial sums, or partial maxima of bools.
+        copies: Whether elements move in memory; not needed for operators with copy in their name.
     """
     everything = range(len(inputs))
     kind = "max" if call.outputs[0].dtype == "bool" else "sum"
@@ -66,13 +66,13 @@ def permuted(
     copies: bool = False,
     localize: Localizer | None = None,
 ) -> Rule:
-    """Return the rule of an operator that puts the dims of a tensor into another order.
+    """Return the rule of an operator that permutes the dims of a tensor.
 
     Args:
-        order: From the call and the number of dims: the dim of the argument that is each dim of
-            the output.
-        moved: Dims of the argument whose elements change places: whole if there are several.
-        why: What happens to these.
+        order: Returns, for the call and the number of dims, the argument's dim for each dim of the
+            output.
+        moved: Returns dims whose elements change places; those of several elements are whole.
+        why: Why they are whole.
         copies: Whether elements move in memory.
         localize: How arguments change on a shard.
     """
@@ -88,24 +88,24 @@ def permuted(
 
 
 def in_order(_: OpCall, num_dims: int) -> Sequence[int]:
-    """Return the dims in their order."""
+    """Return the dims in unchanged order."""
     return range(num_dims)
 
 
 def fitted(
     builder: LocalProgramBuilder, x: Ref, dim: int, shape: Sequence[int], held: Range, wanted: Range
 ) -> Ref:
-    """Return the elements in range `wanted` of a dim of which `x` has those in range `held`.
+    """Return the elements in range `wanted` of a dim, given a tensor with those in range `held`.
 
-    Those that it does not have are zero.
+    Elements outside of `held` are zero.
 
     Args:
-        builder: Takes the calls.
+        builder: Builder of the program.
         x: The tensor.
         dim: The dim.
-        shape: Of the result.
-        held: Range of those in `x`.
-        wanted: Range of those in the result, counted alike.
+        shape: Shape of the result.
+        held: Range of the elements in `x`.
+        wanted: Range of the elements in the result, in the same numbering.
     """
     if held == wanted:
         return x

@@ -3,14 +3,14 @@
 Labels: `b` batch, `h` heads of keys, `g` queries that share a head of keys, `t` queries, `s` keys,
 `d` and `e` the head dims of keys and values; `u` to `z` further batch dims.
 
-Forward, keys are needed whole (a softmax runs over them). Backward, where the log-sum-exp of the
-softmax is given, they are not: gradients of queries are sums over keys, and those of keys and
+Forward, keys are whole, because a softmax runs over them. Backward, the log-sum-exp of the softmax
+is given, so they may be split: gradients of queries are sums over keys, and gradients of keys and
 values sums over queries.
 
-A causal mask compares positions, which a shard of queries or keys has to count from its own start:
-the CPU kernels take the mask of the shard instead; others have no such argument. With dropout
-everything is whole: a shard would draw other random numbers. Kernels divide by the extents, so
-shards may not be empty.
+A causal mask compares positions, which a shard of queries or keys has to count from its own start.
+The CPU kernels take the mask of the shard instead; other kernels have no such argument. With
+dropout everything is whole, because a shard would draw other random numbers. Kernels divide by the
+extents, so shards may not be empty.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BATCH = "uvwxyz"
 _SPLITTABLE = frozenset(f"{_BATCH}bhgts")
 
 
-#: What a tensor is, by the name of the argument; any other is whole (seeds, lengths).
+#: Role of a tensor by the name of the argument; tensors without a role are whole (seeds, lengths).
 _ROLES = {
     "grad_out": "out",
     "grad_out_": "out",
@@ -63,7 +63,7 @@ _ROLES = {
 }
 
 
-#: Arguments of a batch of sequences that differ.
+#: Arguments of a batch whose sequences differ.
 _RAGGED = (
     *("cu_seqlens_q", "cu_seqlens_k", "cum_seq_q", "cum_seq_k", "seqlen_k", "seqused_k"),
     *("alibi_slopes", "block_table"),
@@ -72,11 +72,11 @@ _RAGGED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """One fused attention operator: its arguments, and what it restricts.
+    """One fused attention operator: its arguments, and its restrictions.
 
     Args:
         arguments: Names of its arguments, in order.
-        outputs: Roles of its first outputs; any other is whole.
+        outputs: Roles of its first outputs; further outputs are whole.
         order: Letters of the dims of a query.
         backward: Whether it is a backward operator.
         masks: Whether a causal mask may be given as a mask instead.
@@ -103,7 +103,7 @@ class _Kernel:
         return any(named.get(name) is not None for name in _RAGGED)
 
     def position(self, name: str) -> int:
-        """Return the position of an argument; one past the last if it can be given by name only."""
+        """Return the position of an argument; one past the last for a keyword-only argument."""
         listed = self.arguments.split()
         return listed.index(name) if name in listed else len(listed)
 
@@ -151,7 +151,7 @@ class _Call:
         ]
 
     def outputs(self) -> list[tuple[str, Dims]]:
-        """Return role and dims of each output; gradients that are not wanted are left out."""
+        """Return role and dims of each output; gradients that are not requested are left out."""
         wanted = self.named.get("grad_input_mask")
         roles = self.kernel.outputs.split()
         if isinstance(wanted, tuple):
@@ -164,7 +164,7 @@ class _Call:
         ]
 
     def _dims(self, role: str, shape: Sequence[int], prefix: str) -> Dims:
-        """Return the dims of a tensor in a role; `prefix` is that of labels of any other tensor."""
+        """Return the dims of a tensor in a role; `prefix` starts the labels of other tensors."""
         order = self._order
         if role in ("query", "out"):
             return self._dims_of_letters(
@@ -214,10 +214,10 @@ _PACKED = opaque("sequences that differ share one dim, or tables that say how th
 
 
 def _dependences(attention: _Call, roles: Sequence[str]) -> tuple[Dependence, ...]:
-    """Return in what attention is linear: the values; backward, the gradient of the output.
+    """Return the arguments in which attention is linear: values; backward, the output's gradient.
 
-    The gradients of queries, keys and mask are those of scores, which are linear in values and
-    output together (`dO V - sum(dO O)`); the gradient of the values depends on neither.
+    The gradients of queries, keys and mask depend on those of scores, which are linear in values
+    and output together (`dO V - sum(dO O)`); the gradient of the values depends on neither.
     """
     at = {name: index for index, name in enumerate(attention.types)}
     if not attention.kernel.backward:
@@ -227,10 +227,10 @@ def _dependences(attention: _Call, roles: Sequence[str]) -> tuple[Dependence, ..
 
 
 def _meaning(kernel: _Kernel, call: OpCall) -> Notation:
-    """Return `b (h g) t d!, b h s! d!, b h s! e! => b (h g) t e!, b (h g) t` and alike.
+    """Return `b (h g) t d!, b h s! d!, b h s! e! => b (h g) t e!, b (h g) t` and similar ones.
 
-    Forward makes two products of queries (or alike) with keys (or alike), backward five; a causal
-    mask halves each.
+    Forward takes two products of the size of queries with keys, backward five; a causal mask halves
+    each.
     """
     if kernel.is_ragged(call):
         return _PACKED.notation(call)
@@ -242,7 +242,7 @@ def _meaning(kernel: _Kernel, call: OpCall) -> Notation:
     needed_whole = {name for group, _ in reasons for name in group}
     whole = present & (needed_whole | (present - _SPLITTABLE - {"e"}))
     free = present - whole
-    # Forward, what lacks a label does not depend on it (seeds); backward, it is a sum over it.
+    # Forward, an output without a label does not depend on it (seeds); backward, it is a sum.
     unreduced = [
         (f"{label}@{index}", "none")
         for index, dims in enumerate(outputs)
@@ -265,7 +265,7 @@ def _meaning(kernel: _Kernel, call: OpCall) -> Notation:
 def _localize_causal_mask(
     kernel: _Kernel, call: OpCall, shards: Shards
 ) -> LocalCall | LocalProgram:
-    """Give a shard whose positions do not begin at 0 its part of the causal mask as a tensor.
+    """Pass a shard whose positions do not begin at 0 its part of the causal mask as a tensor.
 
     Query t0 + i sees key s0 + j if s0 + j <= t0 + i: `triu(-inf, t0 - s0 + 1)` hides the others.
     `is_causal` on the shard would compare i and j, and hide too much or too little:

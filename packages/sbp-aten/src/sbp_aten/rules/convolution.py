@@ -4,7 +4,7 @@
     n (g i) x!, (g i) o k!, (g o)    -> n (g o) y!               transposed
     n (g o) y!, n (g i) x!, (g o) i k! => n (g i) x!, (g o) i k!, (g o)    backward
 
-Spatial dims are as in `rules.sliding`: free where no window reaches into another shard. Shards of
+Spatial dims are as in `rules.sliding`: free if no window reaches into another shard. Shards of
 channels may not be empty, because the kernels refuse weights without channels.
 """
 
@@ -37,14 +37,14 @@ from sbp_core.signatures import (
 
 
 class _Labelled(NamedTuple):
-    """A convolution with its dims as labels, of the forward or the backward operator.
+    """A convolution with labelled dims, for the forward or the backward operator.
 
     Args:
         source, target: Dims of the input and of the output.
         weight, bias: Dims of the weights and of the bias.
         work_flop: Work of one such sum of products.
-        rest: What else its notation says: labels that may not be split or whose shards may not be
-            empty, channels included, and the extent of the groups.
+        rest: The rest of the notation: labels that may not be split, or whose shards may not be
+            empty (including channels), and the extent of the groups.
     """
 
     source: Dims
@@ -56,12 +56,12 @@ class _Labelled(NamedTuple):
 
 
 def _labelled(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Labelled:
-    """Return a convolution in labels.
+    """Return a convolution with labelled dims.
 
     Args:
         call: The call.
-        shapes: Of its input, output and weights.
-        first: Position of the argument `stride`; the others follow.
+        shapes: Shapes of its input, output and weights.
+        first: Position of the argument `stride`; its later arguments follow.
     """
     source, target, weight = shapes
     count = len(source) - 2
@@ -118,7 +118,7 @@ def _forward(call: OpCall) -> Notation:
         inputs=(labelled.source, labelled.weight, *([labelled.bias] if with_bias else [])),
         outputs=(labelled.target,),
         addends=(0, 0, 1) if with_bias else (0, 0),
-        # Each element of the output grows with one element of the bias.
+        # Each element of the output is increasing in one element of the bias.
         dependences=(increasing(2),) if with_bias else (),
         work_flop=labelled.work_flop,
         **labelled.rest,
@@ -162,11 +162,11 @@ def _backward(call: OpCall) -> Notation:
 
 
 def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependence]:
-    """Yield the dependences on input and weights: each is read for the gradient of the other only.
+    """Yield the dependences on input and weights: each matters only for the gradient of the other.
 
     Args:
-        of_weight: Which output the gradient of the weights is; None if it is not wanted.
-        of_input: Which output the gradient of the input is.
+        of_weight: Index of the output for the gradient of the weights; None if not requested.
+        of_input: Index of the output for the gradient of the input.
     """
     for position, output in ((1, of_weight), (2, of_input)):
         yield unread(position) if output is None else linear(position, outputs=(output,))
@@ -175,7 +175,7 @@ def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependenc
 
 
 def _local(call: OpCall, shards: Shards, *, backward: bool) -> LocalCall:
-    """Give a shard its groups: its channels over those of one group, as the weights tell."""
+    """Pass a shard its number of groups: its channels divided by the channels of one group."""
     first = 4 if backward else 3
     groups: int = argument(call, first + 5, "groups", 1)
     transposed = argument(call, first + 3, "transposed", False)

@@ -2,8 +2,8 @@
 
     v d, n, o! => b! d, n, b!, b!    table, indices, offsets => bags, bag of each place, sizes, ...
 
-Sums and means of parts of the vocabulary (`v`), or of the places (`n`), are partial sums. Which
-places make a bag is said by offsets, so the bags themselves are whole.
+Sums and means of parts of the vocabulary (`v`), or of the places (`n`), are partial sums. Offsets
+determine which places make a bag, so the bags themselves are whole.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _PADDED = "how many places of a bag are padding is known from all of them only"
 def _bag(call: OpCall) -> Notation:
     """Return the notation of the forward operators; see the module docstring.
 
-    Further labels: `c`, `m`, `t` are outputs or arguments of an extent of their own, which nothing
-    else is cut with.
+    Further labels: `c`, `m`, `t` are outputs or arguments with a separate extent, which is not
+    split with anything else.
     """
     mode = argument(call, 4, "mode", _SUM)
     v = n = why = ""
@@ -65,11 +65,11 @@ def _bag(call: OpCall) -> Notation:
     elif mode == _MEAN and argument(call, 8, "padding_idx", -1) >= 0:
         n, why = "!", _PADDED
     largest = "b! d" if len(call.outputs[3].shape) == 2 else "m!"
-    # The kernel may leave it out which bag each place is in.
+    # The kernel may leave out the bag of each place.
     told = call.outputs[1].shape == call.inputs[1].shape
     weighted = len(call.inputs) == 4
     sums = "; linear 0 to 0" + "; linear 3 to 0" * weighted if mode != _MAX else ""
-    # Sizes, and which bag a place is in, do not hang on the rows.
+    # Sizes, and the bag of each place, do not depend on the rows.
     none = "".join(f"; reduce {label}@{output} none" for label in "vd" for output in (1, 2, 3))
     none += "; reduce n@1 none" * (not told)
     inputs = f"v{v} d, n{n}, o!" + ", n" * weighted
@@ -91,7 +91,7 @@ def _local_padding(padding: int, rows: Range) -> int:
 
 
 def _sizes(builder: LocalProgramBuilder, offsets: Ref, num_places: int, last: bool) -> Ref:
-    """Return the number of places of each bag; `last`: offsets say where the last one ends."""
+    """Return the number of places of each bag; `last`: offsets include the end of the last one."""
     if not last:
         end = builder("aten.new_full.default", offsets, (1,), num_places)
         offsets = builder("aten.cat.default", (offsets, end))
@@ -100,9 +100,9 @@ def _sizes(builder: LocalProgramBuilder, offsets: Ref, num_places: int, last: bo
 
 
 def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Sum what the windows of rows and places have; rows of other ranks weigh nothing.
+    """Sum the rows in the windows of rows and places; rows of other ranks have weight 0.
 
-    Everything but the bags comes from a table without columns: it does not hang on the rows.
+    All other outputs come from a table without columns, because they do not depend on the rows.
     """
     arguments, _ = given(call, _FORWARD.split())
     weight, indices, offsets, _, mode, _, weights, last, padding = arguments
@@ -113,12 +113,12 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         return run_as_is(call)
     builder = LocalProgramBuilder()
     begins = _local_offsets(builder, offsets, places) if is_cut(places, num_places) else offsets
-    # All rows, but no columns: the kernel counts with the indices as they are, at hardly any cost.
+    # All rows, but no columns: the kernel counts with unchanged indices, at almost no cost.
     bare = builder("aten.new_zeros.default", weight, (num_rows, 0))
     _, bag_of, sizes, largest = builder.several(
         4, call.op, bare, indices, begins, False, mode, False, None, last, padding
     )
-    # No rows: there is none that indices of other ranks' rows could be moved to.
+    # Without rows in the window, indices of other ranks' rows cannot be redirected to one.
     if rows[0] == rows[1]:
         made = builder("aten.new_zeros.default", weight, shards.output_shape())
         return builder.program(made, bag_of, sizes, largest)
@@ -129,8 +129,8 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
             weights = builder("aten.new_ones.default", weight, (length(places),))
         weights = builder("aten.masked_fill.Scalar", weights, outside, 0)
     local = _local_padding(padding, rows)
-    # Means are taken as sums here, and divided by the sizes of whole bags below: the means of parts
-    # would not add up.
+    # Means are taken as sums here, and divided by the sizes of whole bags below, because the means
+    # of parts would not add up.
     made, *_ = builder.several(
         4, call.op, weight, indices, begins, False, _SUM, False, weights, last, local
     )
@@ -144,8 +144,8 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 def _table_gradient(call: OpCall) -> Notation:
     """Return the notation of `_embedding_bag_backward` or `_embedding_bag_dense_backward`.
 
-    Sums and means: `b! d, n, o!, n, b!, b! => v d`, as each place adds to its row.
-    Maxima: `b d, n!, o!, n!, b, b d => v d`, as each bag adds to a row for each column.
+    Sums and means: `b! d, n, o!, n, b!, b! => v d`, because each place adds to its row.
+    Maxima: `b d, n!, o!, n!, b, b d => v d`, because each bag adds to a row for each column.
     """
     names = _names(call)
     mode = argument(call, names.index("mode"), "mode")
@@ -166,7 +166,7 @@ def _table_gradient(call: OpCall) -> Notation:
         "per_sample_weights": f"n{n}",
     }
     inputs = [name for name in dims if name in names][: len(call.inputs)]
-    # What the kernel does not look at in this mode may be split for itself; nothing comes of it.
+    # Arguments that the kernel ignores in this mode may be split separately.
     unused = ["indices", "offset2bag"] if largest else ["maximum_indices"]
     unused += ["offsets"] * told + ["bag_size"] * (mode == _SUM)
     own = [name for name in inputs if name in unused]
@@ -187,7 +187,7 @@ def _names(call: OpCall) -> list[str]:
 
 
 def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let places of other windows add to a spare row, and offsets count local places."""
+    """Let places of other windows add to a spare row, and make offsets count local places."""
     names = _names(call)
     values: dict[str, Argument] = dict(zip(names, given(call, names)[0], strict=True))
     num_rows, num_places = call.outputs[0].shape[0], call.inputs[1].shape[0]
@@ -200,7 +200,7 @@ def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProg
     if is_cut(rows, num_rows):
         for name in ("indices", "maximum_indices"):
             values[name] = writable(builder, values[name], rows)
-        # One row more than the window has takes what belongs to other ranks' rows, and is cut off.
+        # One extra row takes the gradients of other ranks' rows, and is cut off.
         values["num_weights"] = length(rows) + 1
         values["padding_idx"] = _local_padding(values["padding_idx"], rows)
     made = builder(call.op, *values.values())

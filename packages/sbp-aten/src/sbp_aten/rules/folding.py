@@ -35,11 +35,11 @@ _PADDED = "why a shard would be elsewhere among the padded elements"
 
 
 def _dims(rank: int, pad: Sequence[int], *, nonempty: bool = False) -> tuple[str, str]:
-    """Return dims before and after padding; those that are padded are whole.
+    """Return dims before and after padding; padded dims are whole.
 
     Args:
         rank: Number of dims.
-        pad: Elements to add before and after each dim (negative: to take away), last dim first.
+        pad: Elements to add before and after each dim (negative: to remove), last dim first.
         nonempty: Whether kernels need elements in all dims but a batch.
     """
     touched = {rank - 1 - at // 2 for at, number in enumerate(pad) if number}
@@ -69,7 +69,7 @@ def _repeated(call: OpCall) -> Notation:
 def _repeated_backward(call: OpCall) -> Notation:
     padding = argument(call, 2, "padding")
     before, after = _dims(len(call.inputs[0].shape), padding, nonempty=True)
-    # Where nothing is repeated, no gradients are added up.
+    # If no element is repeated, no gradients are added up.
     moved = "; increasing 0" * (max(padding) <= 0)
     text = f"{after}, {before} => {before}; linear 0; unread 1{moved}; {_PADDED}"
     return notation(call, text)
@@ -119,7 +119,7 @@ def _localize_fold(call: OpCall, shards: Shards) -> LocalCall:
 
 
 def _unfold(call: OpCall, *, backward: bool) -> Notation:
-    """Windows along one dim; what each holds becomes the last dim. The gradient sums overlaps."""
+    """Windows along one dim; their elements become the last dim. The gradient sums overlaps."""
     types = (call.outputs[0], call.inputs[0]) if backward else (call.inputs[0], call.outputs[0])
     whole, made = (entry.shape for entry in types)
     first = 2 if backward else 1
@@ -145,7 +145,7 @@ def _unfold(call: OpCall, *, backward: bool) -> Notation:
 
 
 def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
-    """Blocks of pixels and groups of channels trade places."""
+    """Blocks of pixels become groups of channels, or the reverse."""
     # PyTorch 2.13 gives the reverse of an empty image the shape of the image.
     mark = "" if shuffle else "+"
     channels = f"n*{mark} (c{mark} r! s!) h{mark} w{mark}"
@@ -156,7 +156,7 @@ def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
 
 
 def _channel_shuffle(call: OpCall) -> Notation:
-    """Shards of channels are none of the result, unless `g` or `c` is 1."""
+    """Shards of channels are not shards of the result, unless `g` or `c` is 1."""
     moves = argument(call, 1, "groups") not in (1, call.inputs[0].shape[1])
     both = "n (g! c!) x* => n (c g) x*" if moves else "n c x* => n c x*"
     why = "every group has a channel in every part of the result"

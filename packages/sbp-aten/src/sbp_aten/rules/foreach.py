@@ -1,8 +1,8 @@
-"""Operators on lists of tensors: `_foreach_*` and the fused optimizers, also ours of one parameter.
+"""Operators on lists of tensors: `_foreach_*` and the fused optimizers, including our own.
 
-Each entry of the lists is an operator call of its own, independent of the other entries: its labels
+Each entry of the lists is a separate operator call, independent of the other entries. Its labels
 are those of the single operator after a prefix `p0_`, `p1_`, ... A signature splits the tensors of
-one entry, or passes partial values in one entry or in all.
+one entry, or passes partial values in one entry or in all. Our own optimizers have one parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sbp_core.signatures import (
     tensors_as_refs,
 )
 
-#: What the call of one entry means.
+#: The notation of the call of one entry.
 Meaning = Callable[[OpCall], Notation]
 
 
@@ -42,7 +42,7 @@ def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
     lists = [arg for arg in args if isinstance(arg, tuple)]
     if name == "pow" and overload != "ScalarAndTensor":
         overload = "of_tensor"
-    # A tensor that holds one number for each entry is no factor or addend.
+    # For `addc*`, a tensor with one number for each entry is left out.
     numbers = name.startswith("addc")
     for entry_index in range(len(lists[0])):
         entry_args: list[Argument] = [
@@ -130,11 +130,11 @@ def _dependences(entries: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterato
 
 
 def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
-    """Return the meaning of a reduction over all dims: with sum, max or min, or not of parts."""
+    """Return the meaning of a reduction over all dims: sum, max, min, or one without parts."""
 
     def meaning(call: OpCall) -> Notation:
         kind = how(call)
-        # Nothing has no maximum.
+        # An empty tensor has no maximum.
         mark = "!" if not kind else "+" * (kind != "sum")
         reason = "" if kind else f"; why {why}"
         return notation(call, f"d*{mark} => (); reduce d* {kind or 'sum'}{reason}")
@@ -143,19 +143,19 @@ def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
 
 
 def _of_norm(call: OpCall) -> str:
-    """Return how norms of parts give the norm: as a sum, maximum or minimum, or not at all."""
+    """Return how norms of parts combine to the norm: as a sum, maximum, minimum, or not at all."""
     order = argument(call, 1, "ord", 2)
     known = {0: "sum", 1: "sum", inf: "max", -inf: "min"}
     return known.get(order, "") if isinstance(order, int | float) else ""
 
 
 def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
-    """Return the notation of a fused optimizer: elementwise at each place.
+    """Return the notation of a fused optimizer: elementwise in each entry.
 
     Args:
-        call: The call; its lists are all of one length, or empty.
-        steps: Which list holds the numbers of steps, which stay whole. Some operators return new
-            values of all lists, some of all but this one.
+        call: The call; its lists have equal lengths, or are empty.
+        steps: Index of the list of step numbers, which stay whole. Some operators return new values
+            of all lists, some of all but this one.
         sums: Whether new values are jointly linear in the old ones and the gradients.
     """
     args, _ = tensors_as_refs(call)
@@ -187,7 +187,7 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
 
 
 def _own_fused(call: OpCall, *, sums: bool) -> Notation:
-    """Split all tensors of the parameter's shape alike; a 0-d step belongs to all.
+    """Split all tensors of the parameter's shape alike; a 0-d step is whole.
 
     Args:
         call: `sbp.fused_*(p, g, states..., [0-d step])`.

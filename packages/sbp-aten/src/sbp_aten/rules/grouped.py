@@ -1,4 +1,4 @@
-"""Grouped matrix products, for mixtures of experts: offsets say which tokens an expert has.
+"""Grouped matrix products, for mixtures of experts: offsets determine the tokens of an expert.
 
     t d, e d f, o! => t f        tokens times the weights of their expert
     m t, t n, o! => e m n        the gradient of the weights: a product for each expert
@@ -7,8 +7,8 @@
 
     t d, e d f, o!, t f => t d, e d f        both gradients of the first, in one call
 
-Tokens may be split: offsets then count local ones. A rank that holds some of the experts brings
-their tokens to the front, and gives zeros for the others.
+Tokens may be split: offsets then count local tokens. A rank that holds some of the experts moves
+their tokens to the front, and returns zeros for all other tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sbp_core.signatures import (
     run_as_is,
 )
 
-#: Labels of the operands and of the result, a letter a dim, by the number of dims of the operands.
+#: Labels of the operands and of the result, a letter a dim, by the operands' numbers of dims.
 _FORMS = {
     (2, 3): ("td", "edf", "tf"),
     (2, 2): ("mt", "tn", "emn"),
@@ -41,7 +41,7 @@ _FORMS = {
 
 _OFFSETS = "offsets count tokens from the first group on"
 
-#: Rows of the operands have to begin at multiples of so many bytes.
+#: Rows of the operands have to begin at multiples of this many bytes.
 _ALIGNMENT_BYTES = 16
 
 
@@ -64,7 +64,7 @@ def _notation(call: OpCall) -> Notation:
 
 
 def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
-    """Return the window of each label, and the labels that are cut."""
+    """Return the window of each label, and the labels that are split."""
     windows: dict[str, Range] = {}
     cut: set[str] = set()
     types = (*call.inputs[:2], *call.outputs)
@@ -72,7 +72,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
         _operand_labels(call), types, (*shards.inputs[:2], *shards.outputs), strict=True
     ):
         for name, extent, window in zip(names, entry.shape, bounds, strict=True):
-            # What is summed away is cut in both operands.
+            # A label that is summed away is split in both operands.
             windows[name] = window
             cut |= {name} if is_cut(window, extent) else set()
     return windows, cut
@@ -81,7 +81,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
 def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict[str, int]:
     """Return how many elements to append along each label so that rows are aligned.
 
-    Shards are cut out of tensors of either order of dims, so what is cut is aligned in any case.
+    Shards are cut from tensors with either order of dims, so split labels are aligned in any case.
     """
     multiple = max(_ALIGNMENT_BYTES // ITEMSIZE[call.inputs[0].dtype], 1)
     left, right, _ = _operand_labels(call)
@@ -90,10 +90,10 @@ def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict
 
 
 class _ExpertTokens:
-    """Rotates tokens so that those of a window of the experts come first, and back.
+    """Rotates tokens so that the tokens of a window of experts come first, and back.
 
-    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so those of a window are
-    contiguous, and a rotation needs no extents that depend on data, as a slice would:
+    The kernel counts offsets from token 0. Tokens are sorted by expert, so those of a window are
+    contiguous. A rotation needs no extents that depend on data, unlike a slice:
 
         tokens, by expert         a a b b b c d d      window b, c; offsets 2 5 6 8
         rotated by offset of a    b b b c d d a a      local offsets 3 4
@@ -101,9 +101,9 @@ class _ExpertTokens:
         zeros, rotated back       0 0 B B B C 0 0
 
     Args:
-        builder: Takes the calls.
-        offsets: Where each expert's tokens end; all experts.
-        experts: The window.
+        builder: Builder of the program.
+        offsets: Where the tokens of each expert end, for all experts.
+        experts: The window of experts.
         num_tokens: Number of tokens, at least one.
     """
 
@@ -123,7 +123,7 @@ class _ExpertTokens:
         self._positions = builder("aten.sub.Tensor", counted, 1)
 
     def to_front(self, tensor: Ref, dim: int) -> Ref:
-        """Rotate the tokens so that those of the window come first."""
+        """Rotate the tokens so that the tokens of the window come first."""
         return self._rotate(tensor, dim, "aten.add.Tensor")
 
     def to_original_order(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
@@ -223,16 +223,16 @@ def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, tokens: Range) -> Ref:
     """Return the offsets of the tokens in a window, counted from its start.
 
-    Clamping gives experts that are all before the window no tokens, and likewise those after it.
+    By clamping, experts whose tokens are all before or all after the window have no tokens.
     """
     offsets = builder("aten.sub.Tensor", offsets, tokens[0])
     return builder("aten.clamp.default", offsets, 0, length(tokens))
 
 
-#: Of any operator that takes (operand, operand, offsets) as `_grouped_mm` does.
+#: For any operator that takes (operand, operand, offsets) like `_grouped_mm`.
 PRODUCT = Rule(_notation, _localize_product)
 
-#: Of any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
+#: For any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
 GRADIENTS = Rule(_gradients, _localize_gradients)
 
 RULES = {"aten._grouped_mm.default": PRODUCT}

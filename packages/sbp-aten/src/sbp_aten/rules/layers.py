@@ -1,7 +1,7 @@
-"""Whole layers as one operator: recurrent networks, transformers, a product with its cross entropy.
+"""Whole layers as one operator: recurrent networks, transformers, a product with cross entropy.
 
-Batches are free. Time is a chain, and gates are chunks of one dim. Tensors of data carry the batch,
-weights do not, and gradients of biases are sums over it.
+Batches are free. Time is a sequential dim, and gates are chunks of one dim. Data tensors have the
+batch dim, weights do not, and gradients of biases are sums over it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLASSES = "a softmax runs over the classes, and products over the features"
 
 
 def _network(call: OpCall) -> Notation:
-    """`lstm.input` and alike: `t! b+ i!, l! b+ h!, weights => t! b+ o!, l! b+ h!`.
+    """`lstm.input` and similar: `t! b+ i!, l! b+ h!, weights => t! b+ o!, l! b+ h!`.
 
     oneDNN, which serves the LSTM on CPUs, refuses an empty batch.
     """
@@ -46,21 +46,21 @@ def _network(call: OpCall) -> Notation:
 
 
 def _cell(call: OpCall) -> Notation:
-    """`lstm_cell` and alike: `b i!, b h!, weights => b h!`."""
+    """`lstm_cell` and similar: `b i!, b h!, weights => b h!`."""
     num_states = len(call.outputs)
     weights = [None] * (len(call.inputs) - 1 - num_states)
     return batch_notation(call, [0, *[0] * num_states, *weights, *[0] * num_states], why=_GATES)
 
 
 def _lstm_gradient(call: OpCall) -> Notation:
-    """`b h!, b h!, b h!, b h!, b g! => b g!, b h!, g!`, linear in the gradients that are given."""
+    """`b h!, b h!, b h!, b h!, b g! => b g!, b h!, g!`, linear in the given gradients."""
     gradients = (argument(call, 0, "grad_hy"), argument(call, 1, "grad_cy"))
     given = sum(gradient is not None for gradient in gradients)
     return batched(1, linear(*range(given)), why=_GATES).notation(call)
 
 
 def _transformer(call: OpCall) -> Notation:
-    """`b t! e!, weights => b t! e!`; with a mask, whose kinds differ in their dims, whole.
+    """`b t! e!, weights => b t! e!`; whole with a mask, whose dims depend on its kind.
 
     `_native_multi_head_attention` begins with queries, keys and values, the encoder layer with one
     source.
@@ -81,7 +81,7 @@ def _transformer(call: OpCall) -> Notation:
 def _linear_cross_entropy(call: OpCall) -> Notation:
     """`n i!, c! i!, n => (), n i!, c! i!, c!` in sums; the mean of a batch needs it whole.
 
-    Loss and gradients are made together; a gradient that is not wanted has no elements.
+    Loss and gradients are computed together; a gradient that is not requested has no elements.
     """
     mean = argument(call, 5, "reduction") == "mean"
     wanted = argument(call, 12, "compute_input_grad")

@@ -1,10 +1,10 @@
-"""Linear algebra: matrices are whole, batches of them free, and so are right-hand sides.
+"""Linear algebra: matrices are whole; their batch dims and right-hand sides are free.
 
-A line of the tables says what becomes of one matrix, `i! j! => i! j!, ()`; in front of every tensor
-stand batch dims, which are broadcast. An output that a flag leaves out is an empty vector.
+A line of the tables describes one matrix, `i! j! => i! j!, ()`. Every tensor has leading batch
+dims, which are broadcast. An output that a flag leaves out is an empty vector.
 
-Fourier transforms are linear, and whole along the dims that they transform. Other dims of them may
-not have empty shards: MKL refuses an empty batch.
+Fourier transforms are linear, and whole along the transformed dims. Their other dims may not have
+empty shards: MKL refuses an empty batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from sbp_core.signatures import (
 _MIXES = "a factorisation mixes all rows and columns of a matrix"
 
 
-#: Up to how many matrices every choice of them is listed.
+#: Up to this number of matrices, every subset of them is listed.
 _FEW = 3
 
 
-#: Meaning of one matrix, and work as a multiple of `m n min(m, n)`.
+#: Notation of one matrix, and work as a multiple of `m n min(m, n)`.
 #: Source: Golub and Van Loan, Matrix Computations, 4th edition, the flop counts of each algorithm.
 _FACTORISATIONS: dict[str, tuple[str, float]] = {
     "_linalg_det.default": ("i! j! => (), i! j!, i!", 2 / 3),
@@ -62,7 +62,7 @@ _FACTORISATIONS: dict[str, tuple[str, float]] = {
 }
 
 
-#: Right-hand sides: position of the argument and its label, and the meaning of one matrix.
+#: Right-hand sides: position of the argument and its label, and the notation of one matrix.
 _SOLVES: dict[str, tuple[int, str]] = {
     "cholesky_solve.default": (0, "i! k, i! j! => i! k"),
     "linalg_ldl_solve.default": (2, "i! j!, i!, i! k => i! k"),
@@ -91,7 +91,7 @@ def _stacked(
 ) -> Notation:
     """Return the notation of a batch, given that of one matrix.
 
-    An output that lacks a label, of the batch or of `one`, does not depend on what it indexes.
+    An output without a label, of the batch or of `one`, does not depend on that dim.
     """
     types = (*call.inputs, *call.outputs)
     inner = (*one.inputs, *one.outputs)
@@ -139,7 +139,7 @@ def _factorised(text: str, factor: float) -> Rule:
 
 
 def _solution(call: OpCall, position: int, text: str) -> Notation:
-    """Return the notation of a solver, linear in its right-hand sides, of which each is free.
+    """Return the notation of a solver, linear in its right-hand sides, each of which is free.
 
     A system of n equations and k right-hand sides costs `2 n n k`.
     """
@@ -203,14 +203,14 @@ def _lstsq(call: OpCall) -> Notation:
 
 
 def _pinv(call: OpCall) -> Notation:
-    """`i! j!, (), () => j! i!`: tolerances, if given, are one for each matrix."""
+    """`i! j!, (), () => j! i!`: given tolerances have one number for each matrix."""
     one = parse_notation("i! j!" + ", ()" * (len(call.inputs) - 1) + " => j! i!")
     shape = call.inputs[0].shape
     return _stacked(call, one, work_flop=21.0 * prod(shape) * min(shape[-2:]))
 
 
 def _lu_unpack(call: OpCall) -> Notation:
-    """`m! n!, k! => m! m2!, m! k!, k! n!`, with the parts that are wanted."""
+    """`m! n!, k! => m! m2!, m! k!, k! n!`, with the requested parts."""
     data, pivots = argument(call, 2, "unpack_data", True), argument(call, 3, "unpack_pivots", True)
     read = [
         increasing(0, outputs=(1, 2)) if data else unread(0),
@@ -221,7 +221,7 @@ def _lu_unpack(call: OpCall) -> Notation:
 
 
 def _check_errors(call: OpCall) -> Notation:
-    """`b => ` without outputs: each rank checks what it holds."""
+    """`b => ` without outputs: each rank checks its shard."""
     return Notation(
         inputs=(broadcast_dims(call.inputs[0].shape, call.inputs[0].shape),), outputs=()
     )
@@ -237,7 +237,7 @@ def _block_diag(call: OpCall) -> Notation:
     known = {name for dims in tensors for dim in dims for name in dim}
     made: Dims = (("i",), ("j",)) if count > 1 else tuple((n,) if n in known else () for n in "ij")
     every = tuple(range(count))
-    # Each element comes from one matrix, so any of them may be partial maxima; few are worth it.
+    # Each element comes from one matrix, so any subset may be partial maxima; few are listed.
     some = chain.from_iterable(combinations(every, size) for size in range(1, count))
     sets = [every, *(some if count <= _FEW else ((index,) for index in every))]
     return Notation(

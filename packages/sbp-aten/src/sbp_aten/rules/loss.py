@@ -1,12 +1,12 @@
-"""Losses, forward and backward: of pairs of tensors, of margins, of classes, and of alignments.
+"""Losses, forward and backward: of pairs of tensors, margins, classes, and alignments.
 
     mse_loss, reduction none     ..., ... => ...
     mse_loss, sum or mean        ..., ... => ()
     its backward                 (), ..., ... => ...; linear 0; linear 1 2
     multi_margin_loss, sum       n+ c!, n+, c! => (); linear 2
 
-A mean runs over all elements (samples), so a shard has a part of it, and its gradient divides by
-the number of all; see `reductions`.
+A mean runs over all elements (samples), so a shard computes its part of it, and its gradient
+divides by the number of all; see `reductions`.
 
 Negative log-likelihood: samples and classes may be split.
 
@@ -14,19 +14,19 @@ Negative log-likelihood: samples and classes may be split.
     mean    n! c s*!, n! s*!, w! => (), (); linear 0 to 0; reduce c@1 none
     back    (), n c s*, n s*, w!, () => n c s*; linear 0; linear 3; unread 1
 
-A rank with some of the classes ignores targets elsewhere: its losses are partial sums. It has all
-targets and class weights, hence the total weight, which is output 1. A mean divides by that, which
-a rank with some of the samples does not know; the backward operators are told.
+A rank with some of the classes ignores targets of other classes: its losses are partial sums. It
+has all targets and class weights, hence the total weight, which is output 1. A mean divides by
+that. A rank with some of the samples does not know it, but backward operators get it as argument.
 
 Connectionist temporal classification: the batch is free.
 
     forward     t! n+ c!, n+ s! => n+, n+ t! a!
     backward    n, t! n c!, n s!, n, n t! a! => t! n c!; linear 0
 
-Lengths are literals, or tensors `n`. Targets may also be in one row, `s!`, where lengths say
-which are whose. Output 1 of the forward operator is as wide as the longest target of the batch
-needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves those of its
-elements undefined that no target reaches.
+Lengths are literals, or tensors `n`. Targets may also be in one row, `s!`, which lengths divide
+among the samples. Output 1 of the forward operator is as wide as the longest target of the batch
+needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves the elements
+undefined that no target reaches.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _is_gradient(call: OpCall) -> int:
-    """Return 1 for the gradient of a loss, whose argument 0 is that of its result; else 0."""
+    """Return 1 for the backward operator of a loss, whose argument 0 is a gradient; else 0."""
     return int("_backward." in call.op)
 
 
 def _linear_in(call: OpCall, weight: int | None, more: str = "") -> str:
-    """Return clauses: in what a loss is linear, given the position of its weight."""
+    """Return the clauses of linear arguments of a loss, given the position of its weight."""
     at = None if weight is None else tensor_position(call, weight, "weight")
     linear = "; linear 0" * _is_gradient(call) + more
     return linear if at is None else f"{linear}; linear {at}"
 
 
 def _part(call: OpCall, reduction: int, local: int, total: int) -> LocalCall | LocalProgram:
-    """Return what a rank runs that holds `local` of `total` samples."""
+    """Return the program of a rank that holds `local` of `total` samples."""
     if argument(call, reduction, "reduction", MEAN) != MEAN:
         return run_as_is(call)
     if _is_gradient(call):
@@ -85,7 +85,7 @@ def _elementwise(reduction: int, weight: int | None = None, more: str = "") -> R
     Args:
         reduction: Position of the argument `reduction`.
         weight: Position of the argument `weight`; None if it has none.
-        more: Clauses: in what else it is linear.
+        more: Clauses of further linear arguments.
     """
 
     def meaning(call: OpCall) -> Notation:
@@ -97,7 +97,7 @@ def _elementwise(reduction: int, weight: int | None = None, more: str = "") -> R
         shapes = [entry.shape for entry in call.inputs]
         held = [shape_of(bounds) for bounds in shards.inputs]
         if _is_gradient(call):
-            # These divide by the elements of the first of the pair, before it is broadcast.
+            # The kernels divide by the elements of the first of the pair, before broadcasting.
             return _part(call, reduction, prod(held[1]), prod(shapes[1]))
         return _part(call, reduction, prod(broadcast_shape(held)), prod(broadcast_shape(shapes)))
 
@@ -108,8 +108,8 @@ def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
     """Return the rule of a loss that compares the classes of each sample.
 
     Args:
-        layout: What each tensor holds: `x` scores, `y` targets, `w` weights of classes, if they are
-            given, and `l` losses.
+        layout: Kinds of its tensors: `x` scores, `y` targets, `w` weights of classes, if given, and
+            `l` losses.
         reduction: Position of the argument `reduction`.
         weight: Position of the argument `weight`; None if it has none.
     """
@@ -117,7 +117,7 @@ def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
     def meaning(call: OpCall) -> Notation:
         shape = call.inputs[_is_gradient(call)].shape
         each = argument(call, reduction, "reduction", MEAN) == NONE
-        # Kernels sum nothing, not even to zero, where there are no samples.
+        # Without samples, kernels return no sum, not even zero.
         samples = "n" + "+" * (not _is_gradient(call) and not each) if len(shape) == 2 else ""
         weighted = weight is not None and tensor_position(call, weight, "weight") is not None
         texts = {
@@ -142,7 +142,7 @@ def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
 
 # Negative log-likelihood
 
-#: The target that a rank ignores, whatever the call ignores.
+#: The target that a rank ignores, whatever `ignore_index` the call has.
 _ELSEWHERE = -100
 
 _ARGUMENTS = ("self", "target", "weight", "reduction", "ignore_index")
@@ -178,7 +178,7 @@ def _nll(call: OpCall) -> Notation:
             ("linear 2 to 0" if each else "linear 2") * (bool(weight) and not mean),
             "decreasing 0 to 0" * (each and not weight),
             "reduce c@1 none",
-            # The total weight of losses that are not reduced is zero.
+            # The total weight of unreduced losses is zero.
             "reduce n@1 none; reduce s*@1 none" * each,
             f"why {why if batched and mean else 'any target may need any class weight'}",
         ]
@@ -258,7 +258,7 @@ def _here(
 
 
 def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument) -> Argument:
-    """Return targets as int64: what uint8 holds has no room for `_ELSEWHERE`."""
+    """Return targets as int64, because uint8 has no room for `_ELSEWHERE`."""
     if call.inputs[1 + _is_gradient(call)].dtype == "int64":
         return target
     return builder("aten._to_copy.default", target, dtype=Symbol("dtype", "int64"))
@@ -270,7 +270,7 @@ def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument) -> Ar
 def _ctc(call: OpCall) -> Notation:
     backward = _is_gradient(call)
     in_row = len(call.inputs[1 + backward].shape) == 1
-    # The batch is whole, too, if only values say which targets are whose.
+    # The batch is whole, too, if only values determine the sample of a target.
     n = "n" + "!" * (in_row and call.op.endswith(".Tensor")) + "+" * (not backward)
     scores, alpha = f"t! {n} c!", f"{n} t! a!"
     given = [scores, "s!" if in_row else f"{n} s!"]
@@ -284,9 +284,9 @@ def _ctc(call: OpCall) -> Notation:
 
 
 def _localize_ctc(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Give a rank literal lengths of its samples, and their part of a row of targets.
+    """Pass a rank literal lengths of its samples, and their part of a row of targets.
 
-    The forward operator makes its second output as wide as that of all samples is.
+    The forward operator makes its second output as wide as for all samples.
     """
     backward, literal = _is_gradient(call), not call.op.endswith(".Tensor")
     samples = shards.inputs[backward][1]

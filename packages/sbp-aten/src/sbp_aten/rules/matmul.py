@@ -1,4 +1,4 @@
-"""Matrix products: sums of products, so that the notation says everything; distances of rows.
+"""Matrix products: sums of products, which the notation describes completely; distances of rows.
 
 A distance under a norm p is a sum over the columns for p = 0 and 1 and a maximum for p = infinity;
 other norms take a root of the whole sum.
@@ -27,7 +27,7 @@ from sbp_core.signatures import (
     wrap_dim,
 )
 
-#: Why there may be no empty shards with some biases.
+#: Why empty shards are not allowed with some biases.
 _UNBROADCAST = "with an empty matrix the kernel does not broadcast the bias"
 
 
@@ -55,25 +55,25 @@ def _product_flop(call: OpCall, product: Notation) -> float:
 def _monotone(call: OpCall) -> tuple[Dependence, ...]:
     """Return how the output grows with a bias that is scaled by `beta`.
 
-    Bool products are made of "and" and "or", which grow with everything.
+    Bool products consist of "and" and "or", which are increasing in all arguments.
     """
     if call.inputs[0].dtype == "bool":
         return (*map(increasing, range(3)), maxima(0, 1), maxima(0, 2))
     beta = _beta(call)
     if not isinstance(beta, int | float):
         return ()
-    # No case for 0: the bias is not read then, see `_with_bias`.
+    # Not needed for 0: the bias is not read then, see `_with_bias`.
     return (increasing(0) if beta > 0 else decreasing(0),)
 
 
 def _beta(call: OpCall) -> object:
-    """Return what the bias is multiplied by; integers are multiplied by an integer."""
+    """Return the factor of the bias; for integers it is an integer."""
     beta = call.kwargs.get("beta", 1)
     return int(beta) if isinstance(beta, float) and "int" in call.inputs[0].dtype else beta
 
 
 def _with_bias(text: str, *, empty: bool = True) -> Rule:
-    """Return the rule of a product to which a first argument, broadcast, is added.
+    """Return the rule of a product to which the first argument is added, broadcast.
 
     `j + i k, k j -> i j`; with `beta=0` the bias is not read: `j, i k, k j => i j; unread 0`.
     A product whose kernel returns an unbroadcast bias for an empty matrix has no `empty` shards.
@@ -82,14 +82,14 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
     def meaning(call: OpCall) -> Notation:
         product = parse_notation(text)
         inputs = (_bias_dims(call, product), *product.inputs)
-        # A rank with an empty shard calls the kernel on it, which must then do what it always does.
+        # A rank with an empty shard calls the kernel on it, which must then behave as usual.
         why = "" if empty or inputs[0] == product.outputs[0] else _UNBROADCAST
         if "int" in call.inputs[0].dtype and isinstance(call.kwargs.get("beta"), float):
             why = _REAL_BETA
         if why:
             product = replace(product, nonempty=frozenset(product.labels), why=why)
-        # An unread bias may be anything, also nan: it is no addend. So the sum of products has to
-        # be stated by hand, without the bias.
+        # An unread bias may have any value, even NaN, so it is not an addend. The sum of products
+        # is stated by hand, without the bias.
         if _beta(call) == 0:
             return Notation(
                 inputs=inputs,
@@ -123,7 +123,7 @@ def _int_mm(call: OpCall) -> Notation:
 def _scaled_mm(call: OpCall) -> Notation:
     """`i k, k j, i 1, 1 j => i j` with a scale for each row and column, or one for all.
 
-    Scales of blocks have to stay with their blocks; a bias is added once, to a whole sum.
+    Scales of blocks have to stay with their blocks; a bias is added once, to a complete sum.
     """
     (rows, inner), columns = call.inputs[0].shape, call.inputs[1].shape[1]
     scales: list[Dims] = []
@@ -134,8 +134,8 @@ def _scaled_mm(call: OpCall) -> Notation:
         dims: Dims = tuple(
             () if size == 1 else (f"t{index}_{at}",) for at, size in enumerate(shape)
         )
-        # One scale a row (or column), which is cut with it. Anything else, but one number for all,
-        # is of blocks.
+        # One scale a row (or column) is split with it. Any other shape, except a single number, has
+        # scales of blocks.
         if prod(shape) != 1 and prod(shape) == extent and shape[aligned] == extent:
             dims = tuple((label,) if at == aligned else () for at in range(len(shape)))
         own |= {name for dim in dims for name in dim if name not in "ij"}
@@ -153,7 +153,7 @@ def _scaled_mm(call: OpCall) -> Notation:
 
 
 def _matmul(call: OpCall) -> Notation:
-    """`b0 i k, k j -> b0 i j`: matrices of a batch, which is broadcast; vectors lack `i` or `j`."""
+    """`b0 i k, k j -> b0 i j`: matrices of a batch, broadcast; vectors lack `i` or `j`."""
     left, right = (entry.shape for entry in call.inputs)
     batches = (left[:-2], right[:-2])
     longest = max(map(len, batches))
@@ -191,7 +191,7 @@ def _tensordot(call: OpCall) -> Notation:
 
 
 def _trilinear(call: OpCall) -> Notation:
-    """`b o i, b o i, b o i -> b o` and alike: each argument lacks the dims it is expanded over."""
+    """`b o i, b o i, b o i -> b o` and similar: arguments lack the dims they are expanded over."""
     num_dims = len(call.inputs[0].shape) + len(argument(call, 3, "expand1"))
     inputs: list[Dims] = []
     for index, entry in enumerate(call.inputs):
@@ -210,7 +210,7 @@ def _trilinear(call: OpCall) -> Notation:
 
 
 def _over_columns(norm: float) -> tuple[str, str]:
-    """Return the mark of the columns `m`, and the clauses of a distance: how they are reduced."""
+    """Return the mark of the columns `m`, and the clauses for the reduction of a distance."""
     if norm in (0, 1):
         return "", ""
     if norm == inf:
@@ -219,9 +219,9 @@ def _over_columns(norm: float) -> tuple[str, str]:
 
 
 def _unread(norm: float, count: int) -> str:
-    """Return which of `count` arguments, the distances last, a gradient does not read.
+    """Return the clause for arguments, of `count`, that a gradient does not read.
 
-    Under p = 1 it hangs on signs of differences, under p = 0 it is zero.
+    The distances are last. The gradient depends on signs of differences (p = 1), or is zero (p = 0).
     """
     if norm not in (0, 1):
         return ""
@@ -237,7 +237,7 @@ def _cdist(call: OpCall) -> Notation:
 
 
 def _cdist_backward(call: OpCall) -> Notation:
-    """Return a sum over the rows of argument 2."""
+    """Return the notation: a sum over the rows of argument 2."""
     work = 4.0 * prod(call.outputs[0].shape) * call.inputs[2].shape[-2]
     clauses = f"linear 0{_unread(argument(call, 3, 'p'), 4)}; flop {work}"
     return notation(call, f"... p r, ... p m, ... r m, ... p r => ... p m; {clauses}")
@@ -260,7 +260,7 @@ def _pdist_backward(call: OpCall) -> Notation:
 
 
 def _cross(call: OpCall) -> Notation:
-    """`..., ... => ...`, of which the dim of the components is whole."""
+    """`..., ... => ...`, in which the dim of the components is whole."""
     shape = call.outputs[0].shape
     dim = wrap_dim(argument(call, 2, "dim", -1), len(shape))
     found = notation(call, f"..., ... => ...; linear 0; linear 1; flop {3.0 * prod(shape)}")

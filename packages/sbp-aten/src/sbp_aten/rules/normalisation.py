@@ -5,7 +5,7 @@
     its backward           d* n*!, d* n*, d* 1, d* 1, n*, n* => d* n*, n*, n*; linear 0
     group norm             n (g c!) s*!, (g c), (g c) => n (g c) s*, n g, n g
 
-What is normalised stays whole; weight gradients are sums over the rest.
+Normalised dims stay whole; weight gradients are sums over the rest.
 
     batch norm, training   n! c+ s*!, c, c, c, c => n c s*, c, c; linear 1 2 to 0
     evaluation             n c+ s*, c, c, c, c => n c s*, t6_0!, t7_0!; linear 1 2 to 0;
@@ -14,8 +14,8 @@ What is normalised stays whole; weight gradients are sums over the rest.
 In training the statistics run over the batch and all positions, so only channels may be split. In
 evaluation batch and positions are free, and weight gradients are sums over them.
 
-`native_batch_norm` and others write the running statistics that they are given; here those are
-arguments only. What a rank writes is right, since its shards of them lie like the channels.
+`native_batch_norm` and similar operators update running statistics in place; here these are only
+arguments. The update of a rank is correct, because its shards of them are split like the channels.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _BATCH = "why the statistics are those of the whole batch and of all positions"
 
 
 def _affine(call: OpCall, weight: int, bias: int) -> str:
-    """Return in what `weight * normalised + bias` is linear or monotone; it is output 0 of several.
+    """Return the clauses for `weight * normalised + bias`, which is output 0 of several.
 
     With both it is jointly linear in them, with a bias alone affine.
 
     Args:
         call: The call.
         weight: Position of the argument `weight`, which may be left out.
-        bias: That of the bias.
+        bias: Position of the argument `bias`.
     """
     scale, shift = tensor_position(call, weight, "weight"), tensor_position(call, bias, "bias")
     both = " ".join(str(at) for at in (scale, shift) if at is not None)
@@ -59,15 +59,15 @@ def _affine(call: OpCall, weight: int, bias: int) -> str:
 
 
 def _gradients(call: OpCall, weight: int, mask: int, made: Sequence[str]) -> tuple[str, str]:
-    """Return the outputs of a backward operator, and in what they are linear.
+    """Return the outputs of a backward operator, and its linear clauses.
 
     Of all gradients only the first, that of the data, is linear in the weight.
 
     Args:
         call: The call.
         weight: Position of the argument `weight`.
-        mask: Position of the argument that says which gradients are wanted.
-        made: Dims of each of them.
+        mask: Position of the argument that selects the gradients.
+        made: Dims of each gradient.
     """
     wanted = argument(call, mask, "output_mask")
     at = tensor_position(call, weight, "weight")
@@ -77,7 +77,7 @@ def _gradients(call: OpCall, weight: int, mask: int, made: Sequence[str]) -> tup
 
 
 def _layer_norm(call: OpCall) -> Notation:
-    """Layer norm has two statistics and perhaps a bias, RMS norm one and none."""
+    """Layer norm has two statistics and perhaps a bias, RMS norm one statistic and no bias."""
     inner = len(argument(call, 1, "normalized_shape"))
     inputs = ", n*" * (len(call.inputs) - 1)
     outputs = f", d*{' 1' * inner}" * (len(call.outputs) - 1)
@@ -86,7 +86,7 @@ def _layer_norm(call: OpCall) -> Notation:
 
 
 def _layer_norm_backward(call: OpCall) -> Notation:
-    """Of RMS norm, there are one statistic and no bias."""
+    """RMS norm has one statistic and no bias."""
     rms = "rms" in call.op
     inner = len(argument(call, 2, "normalized_shape"))
     statistics = f", d*{' 1' * inner}" * (1 if rms else 2)
@@ -112,7 +112,7 @@ def _group_norm_backward(call: OpCall) -> Notation:
 
 
 def _counted(data: int, first: int) -> Localizer:
-    """Return the localiser of group norm: it is told N, C, HxW and the number of groups.
+    """Return the localiser of group norm, which takes N, C, HxW and the number of groups.
 
     Args:
         data: Position of the data among the tensor arguments.
@@ -161,16 +161,16 @@ def _softmax_backward(call: OpCall) -> Notation:
 def _of_channels(
     call: OpCall, data: int, like: Sequence[bool], fixed: bool, clauses: Iterable[str]
 ) -> Notation:
-    """Return the notation: data is `n c s*`, all else has a number for each channel.
+    """Return the notation: data is `n c s*`, any other tensor has a number for each channel.
 
     Tensors of other extents are those that a mode leaves empty.
 
     Args:
         call: The call.
         data: Position of the data among the tensor arguments.
-        like: For each output, whether it is like the data.
+        like: For each output, whether it has the dims of the data.
         fixed: Whether statistics are given: then batch and positions are free.
-        clauses: In what the operator is linear.
+        clauses: The linear clauses.
     """
     shape = call.inputs[data].shape
     mark = "" if fixed else "!"
@@ -192,7 +192,7 @@ def _of_channels(
 
 
 def _batch_norm(trains: bool | None) -> Rule:
-    """Return the rule of a forward operator; None: its sixth argument says if this is training."""
+    """Return the rule of a forward operator; None: its sixth argument is the training flag."""
 
     def meaning(call: OpCall) -> Notation:
         training = bool(argument(call, 5, "training")) if trains is None else trains
@@ -206,7 +206,7 @@ def _batch_norm(trains: bool | None) -> Rule:
             clauses.append(f"linear {' '.join(shifts)} to 0")
         momentum = 6 - ("_with_update" in call.op)
         if training and len(call.outputs) >= 5 and argument(call, momentum, "momentum") <= 1:
-            # The new running statistics, the last two outputs, grow with the old ones.
+            # The new running statistics, the last two outputs, are increasing in the old ones.
             first, mean, variance = (
                 len(call.outputs) - 2,
                 len(call.inputs) - 2,
@@ -224,7 +224,7 @@ def _batch_norm(trains: bool | None) -> Rule:
 
 
 def _batch_norm_backward(call: OpCall) -> Notation:
-    """Arguments: gradient, data, weight, running and saved statistics; the eighth says the mode."""
+    """Arguments: gradient, data, weight, running and saved statistics; the eighth is the mode."""
     spread, trains = ("save_invstd", "train") if "native" in call.op else ("save_var", "update")
     training = bool(argument(call, 7, trains))
     mask = tuple(argument(call, 9, "output_mask"))

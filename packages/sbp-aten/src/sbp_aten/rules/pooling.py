@@ -5,9 +5,8 @@
     n c m -> n c 1                               the mean over all of a dim is a partial sum
     n c y, n c x!, n c y => n c x!               gradients that go where indices say: partial sums
 
-`n` is missing in calls without batch. Where windows are side by side, the indices that maxima come
-with count elements of the whole plane, row by row: localisers move them between the plane and its
-shard.
+`n` is missing in calls without batch. If windows are side by side, the indices of maxima count
+elements of the whole plane, row by row: localisers convert them between the plane and its shard.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _explicit(first: int, *, dilated: bool = False) -> _Slides:
 
 
 def _adaptive(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Iterator[Slide]:
-    """Windows share the elements: evenly and side by side if their number divides that of these."""
+    """Windows divide the elements: evenly and side by side if their numbers divide evenly."""
     for have, want in zip(elements, windows, strict=True):
         even = want > 0 and have % want == 0
         # Uneven windows overlap by one element.
@@ -82,7 +81,7 @@ def _adaptive(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Ite
 
 
 def _unrelated(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Iterator[Slide]:
-    """Windows lie anywhere."""
+    """Windows may be anywhere."""
     for have, want in zip(elements, windows, strict=True):
         yield Slide(elements=have, windows=want, kernel=2, stride=1)
 
@@ -101,16 +100,16 @@ def _pool(
     """Return the rule of a pooling operator.
 
     Args:
-        layout: What each tensor holds, such as `w e > e`: `w` is one element a window, `e` are the
+        layout: Kinds of its tensors, such as `w e > e`: `w` has one element a window, `e` are the
             elements themselves, `r` random numbers for each channel.
         count: Number of spatial dims.
         slides: How the windows slide.
-        dependences: In what the operator is linear or monotone.
+        dependences: The linear and monotone arguments.
         average: Whether it averages: then it is not linear on integers, which it rounds, and a
-            window that holds everything is divisible if `localize` scales.
-        scatters: Whether each window adds to the element that its index names: then the windows
-            may be dealt out where the elements may not.
-        why: Why space is whole, if not for a halo.
+            window of all elements is divisible if `localize` scales.
+        scatters: Whether each window adds to the element of its index: then windows may be divided
+            among ranks if elements may not.
+        why: Why spatial dims are whole, if not for a halo.
         localize: How arguments change on a shard.
     """
     kinds = layout.replace(">", "").split()
@@ -141,7 +140,7 @@ def _pool(
 
 
 def _by_chance(layout: str, call: OpCall, slides: Sequence[Slide]) -> Iterator[Dependence]:
-    """Yield dependences that hold where windows do not overlap, or are single elements."""
+    """Yield dependences that hold if windows do not overlap, or are single elements."""
     backward = layout.endswith("> e")
     divides = call.op.startswith(("aten.avg_pool2d", "aten.avg_pool3d"))
     divisor = argument(call, 7 if backward else 6, "divisor_override") if divides else None
@@ -167,20 +166,20 @@ def _spatial(bounds: Bounds, count: int) -> tuple[int, ...]:
 
 
 def _plane(bounds: Bounds, shape: Sequence[int], count: int) -> _Plane:
-    """Return where the last `count` dims of a shard lie; nothing if it is all of them."""
+    """Return the bounds of a shard in the last `count` dims; nothing if it is all of them."""
     pairs = zip(bounds[-count:], shape[-count:], strict=True)
     found = [(*pair, extent) for pair, extent in pairs]
     return found if any(is_cut(pair[:2], pair[2]) for pair in found) else ()
 
 
 def _moved(builder: LocalProgramBuilder, indices: Ref, plane: _Plane, into: bool) -> Ref:
-    """Add the calls that turn indices into a shard to indices into the plane, or back.
+    """Add the calls that convert indices of a shard to indices of the plane, or back.
 
     Args:
-        builder: What the calls are added to.
+        builder: Builder of the program.
         indices: Flat indices (int64).
         plane: For each spatial dim the bounds of the shard and the extent of the whole.
-        into: Whether indices into the plane become such into the shard.
+        into: Whether to convert from the plane to the shard.
     """
     before = [extent if into else stop - start for start, stop, extent in plane]
     after = [stop - start if into else extent for start, stop, extent in plane]
@@ -236,7 +235,7 @@ def _indexed(count: int, *, sized: bool) -> Localizer:
 def _indexed_backward(count: int, index: int) -> Localizer:
     """Return the localiser of the gradient of maxima, whose indices are argument `index`.
 
-    The kernels for sliding windows want all of them; those for adaptive ones go by the indices.
+    A shard calls the kernel of adaptive pooling, which follows the indices; others need all of them.
     """
     scatter = f"aten.adaptive_max_pool{count}d_backward.default"
 
@@ -256,7 +255,7 @@ def _indexed_backward(count: int, index: int) -> Localizer:
 
 
 def _dealt(count: int) -> Localizer:
-    """Return the localiser of `fractional_max_pool_backward`, told the number of windows."""
+    """Return the localiser of `fractional_max_pool_backward`, which gets the number of windows."""
     return lambda call, shards: with_literals(
         call, (3, "output_size", _spatial(shards.inputs[0], count))
     )

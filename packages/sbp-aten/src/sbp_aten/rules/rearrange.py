@@ -120,10 +120,10 @@ def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
 
 
 def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
-    """Return by how much `roll` moves the elements of each dim that it moves.
+    """Return, for each dim that `roll` moves, by how much it moves the elements.
 
-    Without dims it moves all elements as one row: then the moves are of that row, and dims after
-    are free if they have as many elements as it moves by, or a divisor of it.
+    Without dims it moves all elements as one row, by one number. Trailing dims are free if the
+    product of their extents divides that number.
     """
     shape = call.inputs[0].shape
     shifts, dims = argument(call, 1, "shifts"), argument(call, 2, "dims", ())
@@ -138,7 +138,7 @@ def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
 
 
 def _roll_locally(call: OpCall, shards: Shards) -> LocalCall:
-    """Leave out dims that do not move; a row moves by as much as a shard has of what is free."""
+    """Leave out dims that do not move; a row moves by its shift on the shard of free dims."""
     shape, size, x = call.inputs[0].shape, shards.output_shape(), call.args[0]
     moves = _rolled(call, len(shape))
     if not moves:
@@ -196,8 +196,8 @@ def _reader(index: int, rows: int, columns: int) -> _Read:
 def _labels(shape: Sequence[int], length: int, where: tuple[int, int, int]) -> tuple[Dims, Dims]:
     """Return the dims of a matrix and of its diagonal.
 
-    A diagonal that begins in the first row and ends in the last has the label of the rows, likewise
-    with columns; any other has a label of its own.
+    A diagonal that begins in the first row and ends in the last has the label of the rows, or in
+    the same way of the columns; any other has a separate label.
     """
     offset, row, column = where
     dims = fresh_dims(len(shape))
@@ -211,7 +211,7 @@ def _labels(shape: Sequence[int], length: int, where: tuple[int, int, int]) -> t
 
 
 def _held(matrix: Bounds, where: tuple[int, int, int]) -> Range:
-    """Return which elements of the diagonal are in a shard of the matrix."""
+    """Return the range of the diagonal's elements in a shard of the matrix."""
     offset, row, column = where
     down, right = max(0, -offset), max(0, offset)
     (top, bottom), (left, end) = matrix[row], matrix[column]

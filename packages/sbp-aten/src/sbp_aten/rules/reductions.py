@@ -1,21 +1,21 @@
-"""Reductions: a dim that is summed gives partial sums, one whose maximum is taken partial maxima.
+"""Reductions: over a split dim, a sum gives partial sums, and a maximum partial maxima.
 
     sum over dim 1     d0 d1 => d0; linear 0
     amax over dim 1    d0 d1+ => d0; max 0; reduce d1 max
     var over dim 1     d0 d1! => d0
 
-Reductions that also say where an element was (`max.dim`) or that need an order (`median`) keep
-their dims whole; the latter are in `scans`.
+Reductions that also return the index of an element (`max.dim`) or that need an order (`median`)
+keep their dims whole; the latter are in `scans`.
 
-A mean of means is no mean where shards differ in length. Here a rank's part of a mean is the mean
-of its elements times its share of all elements, so that the mean is the sum of the parts; no part
-is larger than the mean itself, as sums would be.
+A mean of means is no mean if shards differ in length. Here a rank's part of a mean is the mean of
+its elements times its share of all elements, so that the mean is the sum of the parts. Unlike a
+sum, no part is larger than a mean.
 
 Histograms count, or sum weights of, the elements that fall into bins:
 
-    n* x!, n* => bins!, edges!   the elements are summed away; the edges do not hang on them
+    n* x!, n* => bins!, edges!   the elements are summed away; the edges do not depend on them
 
-If no range is given the extremes of all elements make the edges, and a density is divided by the
+If no range is given, the extremes of all elements make the edges, and a density is divided by the
 sum of all counts: then the elements are needed whole.
 """
 
@@ -56,13 +56,13 @@ from sbp_core.signatures import (
 def part_of_mean(
     call: OpCall, local: int, total: int, without: LocalCall
 ) -> LocalCall | LocalProgram:
-    """Return what a rank runs for its part of a mean, output 0; other outputs are of its shard.
+    """Return the program of a rank for its part of a mean, output 0; others are of its shard.
 
     Args:
         call: The mean.
         local: Number of elements (>= 0) that the rank holds.
         total: Number of elements (>= 0) of all ranks.
-        without: What it runs if it holds none, and a mean would be 0 / 0: the sum.
+        without: The operator without elements, for which a mean would be 0 / 0: the sum.
     """
     if local == total:
         return run_as_is(call)
@@ -74,7 +74,7 @@ def part_of_mean(
 
 
 def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
-    """Return what a rank runs for its shard of the gradient of a mean.
+    """Return the program of a rank for its shard of the gradient of a mean.
 
     The operator divides argument 0, the gradient of the mean, by the number of elements it sees.
 
@@ -91,7 +91,7 @@ def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalP
     return builder.program(builder(own.op, *own.args, **own.kwargs))
 
 
-#: Position of an argument that is not there: the reduction is over all dims.
+#: Position of a missing argument: the reduction is over all dims.
 _NONE = -1
 
 
@@ -100,10 +100,10 @@ class _Way:
     """How elements are reduced.
 
     Args:
-        kinds: For each output, the reduction of partial values that it is; empty: of none.
-        dependences: In what it is linear, or passes maxima and minima.
-        alone: The same where only one element is to be reduced; empty: no more than otherwise.
-        nonempty: Whether it has no value without elements.
+        kinds: For each output, how its partial values are reduced; empty: they are not.
+        dependences: The arguments in which it is linear, or passes maxima and minima.
+        alone: The same if only one element is reduced; empty: the same as in general.
+        nonempty: Whether it is undefined without elements.
         why: Why dims stay whole.
     """
 
@@ -118,7 +118,7 @@ class _Way:
 _SAME = (linear(0), increasing(0))
 
 
-#: It is its own maximum, and its index is 0.
+#: A single element is its own maximum, with index 0.
 _FIRST = (linear(0, outputs=(0,)), increasing(0, outputs=(0,)))
 
 
@@ -159,9 +159,9 @@ _HASH = _Way(why="a hash is no sum, maximum or minimum of those of the shards")
 
 
 def _same(call: OpCall) -> tuple[Dependence, ...]:
-    """Return in what a call is linear or monotone that leaves its elements as they are.
+    """Return the linear and monotone arguments of a call that leaves its elements unchanged.
 
-    Casts may round or wrap, but for those of booleans.
+    Casts may round or wrap, except for those of booleans.
     """
     return _SAME if call.inputs[0].dtype in ("bool", call.outputs[0].dtype) else ()
 
@@ -173,7 +173,7 @@ def _sum(call: OpCall) -> _Way:
 
 
 def _nansum(call: OpCall) -> _Way:
-    """What is not a number counts as zero, which is not linear; integers are all numbers."""
+    """NaN counts as zero, which is not linear; integers are never NaN."""
     return _COUNT if call.inputs[0].dtype.startswith(("float", "bfloat", "complex")) else _sum(call)
 
 
@@ -187,7 +187,7 @@ def _product(call: OpCall) -> _Way:
 def _logical(kind: str, dependence: Dependence) -> Callable[[OpCall], _Way]:
     """Return the way of a disjunction or conjunction: the maximum or minimum of truth values.
 
-    Those of partial values are so only if none is negative.
+    For partial values this holds only if none is negative.
     """
 
     def way(call: OpCall) -> _Way:
@@ -238,9 +238,8 @@ def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
     ]
     # Over dims of one element the reduction changes nothing (but perhaps the dtype).
     alone = way.alone if all(shape[dim] == 1 for dim in dims) else ()
-    # Each output must be a reduction of partial values, or a split of `over` has no meaning for it.
-    # A sum is what a label is reduced with unless something else is said, per output if they
-    # differ.
+    # Each output must reduce partial values, or a split of `over` has no meaning for it. The
+    # default reduction of a label is a sum; others are stated, for each output if they differ.
     split = all(way.kinds)
     alike = len(set(way.kinds)) == 1
     return Notation(
@@ -273,7 +272,7 @@ def _over(
 
 
 def _dims(call: OpCall, index: int) -> tuple[int, ...]:
-    """Return the dims that are reduced: all, if none is named; but `any` over () leaves all."""
+    """Return the reduced dims: all, if none is named; but `any` over () reduces none."""
     named = None if index == _NONE else argument(call, index, "dim")
     if named == () and call.op in ("aten.any.dims", "aten.all.dims"):
         return ()
@@ -308,7 +307,7 @@ def _distance(call: OpCall) -> Notation:
 
 
 def _histogram(call: OpCall) -> Notation:
-    """Counts of shards add up, if the range does not hang on the elements."""
+    """Counts of shards add up, if the range does not depend on the elements."""
     free = argument(call, 2, "min", 0) != argument(call, 3, "max", 0)
     why = (
         "each bin may count any element"
@@ -325,26 +324,26 @@ def _bincount(call: OpCall) -> Notation:
 
 
 def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Every rank makes all bins, whatever the largest of its items is."""
+    """Make all bins on every rank, whatever the largest of its items is."""
     items, weights = call.args[0], argument(call, 1, "weights")
     ((start, stop),) = shards.inputs[0]
     (num_bins,) = call.outputs[0].shape
-    # `minlength` is as many bins as the whole call makes.
+    # `minlength` is the number of bins of the whole call.
     if start < stop or weights is None:
         return LocalCall(op=call.op, args=(items, weights, num_bins))
-    # Without items it would make integers whatever the weights are.
+    # Without items the result would be integers, whatever the weights are.
     dtype = Symbol("dtype", call.outputs[0].dtype)
     builder = LocalProgramBuilder()
     return builder.program(builder("aten.new_zeros.default", weights, (num_bins,), dtype=dtype))
 
 
 def _binned(*, ranged: bool, counts: bool = True, coordinates: bool = False) -> Rule:
-    """Return the rule of a histogram: of elements, edges if they are given, and perhaps weights.
+    """Return the rule of a histogram of elements, perhaps with given edges and weights.
 
     Args:
         ranged: Whether the edges are given.
         counts: Whether output 0 holds counts; all others hold edges.
-        coordinates: Whether the last dim of the elements (`x`) holds coordinates of one.
+        coordinates: Whether the last dim of the elements (`x`) holds their coordinates.
     """
 
     def meaning(call: OpCall) -> Notation:
@@ -359,7 +358,7 @@ def _binned(*, ranged: bool, counts: bool = True, coordinates: bool = False) -> 
         inputs = [points + " x!" * coordinates, *(f"e{at - 1}_*!" for at in given)]
         outputs = [f"o{at}_*!" for at in range(len(call.outputs))]
         edges = "".join(f"; reduce n*@{at} none" for at in range(int(counts), len(outputs)))
-        # Weights are summed up, unless the sums are divided by their sum.
+        # Weights are summed, unless the sums are divided by their total.
         sums = f"; linear {len(call.inputs) - 1} to 0" * (weighted and counts and not density)
         left = ", ".join([*inputs, *[points] * weighted])
         return notation(call, f"{left} => {', '.join(outputs)}{sums}{edges}; why {why}")

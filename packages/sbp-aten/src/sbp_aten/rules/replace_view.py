@@ -1,13 +1,13 @@
-"""Writing into a view of a tensor, and operators whose places hang on the data.
+"""Writing into a view of a tensor, and operators whose places depend on the data.
 
     v d1, s d1 => v d1           slice_scatter(x, source, 0, start, end, step)
 
 Each element of the result of `select_scatter`, `slice_scatter` and `diagonal_scatter` is one of the
-tensor or of the source: linear and increasing in both. A rank that holds a window of the dim
-written to writes what falls into it.
+tensor or of the source: linear and increasing in both. A rank that holds a window of the written
+dim writes the part that falls into it.
 
-Masks, runs and segments are linear and increasing in what they pick from, and need the dims whole
-that they count.
+Masks, runs and segments are linear and increasing in the tensors from which they pick. The dims
+that they count are whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHOSEN = "linear 0 1; increasing 0; increasing 1; increasing 0 1"
 
 
 def _written(call: OpCall, source: Sequence[str], more: str = "") -> Notation:
-    """Return the notation, given the dims of the source; those of its own (`s0!`) are whole."""
+    """Return the notation, given the dims of the source; its separate dims (`s0!`) are whole."""
     target = " ".join(f"d{dim}" for dim in range(len(call.inputs[0].shape)))
     return notation(call, f"{target}, {' '.join(source)} => {target}; {_CHOSEN}{more}; {_SHORTER}")
 
@@ -141,7 +141,7 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     return builder.program(builder(call.op, target, part, offset, row, column))
 
 
-# Places that hang on the data
+# Places that depend on the data
 
 _COUNTED = "where an element goes hangs on how many are picked before it"
 _UNKNOWN = opaque("the data say how many elements there are")

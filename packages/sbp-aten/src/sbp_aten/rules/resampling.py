@@ -92,7 +92,7 @@ def _f32(value: float) -> float:
 
 
 def _picked(kind: _Kind, coarse: int, fine: int, factor: float | None) -> list[int]:
-    """Return which of `coarse` elements the kernels pick for each of `fine` ones."""
+    """Return which of `coarse` elements the kernels pick for each of `fine` elements."""
     scale = _f32(1.0 / factor if factor else coarse / fine)
     shift = 0.5 if kind is _Kind.EXACT else 0.0
     return [min(int(_f32((at + shift) * scale)), coarse - 1) for at in range(fine)]
@@ -101,7 +101,7 @@ def _picked(kind: _Kind, coarse: int, fine: int, factor: float | None) -> list[i
 def _ratio(
     kind: _Kind, source: int, target: int, factor: float | None, corners: bool
 ) -> tuple[int, int] | None:
-    """Return how many elements of source and target make a block of their own; None: all of them.
+    """Return how many elements of source and target make a separate block; None for all elements.
 
     Args:
         kind: How it interpolates.
@@ -121,7 +121,7 @@ def _ratio(
     plain = corners or factor is None or factor * source == target
     if block == (1, 1):
         return block if plain else None
-    # Places lie amid the blocks, where linear reads 2 elements and cubic 4.
+    # Places are in the middle of blocks, where linear reads 2 elements and cubic 4.
     widest = {_Kind.LINEAR: 2, _Kind.CUBIC: 4}.get(kind)
     narrow = widest is not None and block[0] >= widest
     return block if narrow and plain and not corners else None
@@ -134,7 +134,7 @@ def _space(
     dims: tuple[list[Dim], list[Dim]] = [], []
     whole: set[str] = set()
     halo = 0
-    # How many elements beyond its own block an element of the output reads.
+    # How many elements outside its block an element of the output reads.
     reads = {_Kind.NEAREST: 1, _Kind.EXACT: 1, _Kind.LINEAR: 1, _Kind.CUBIC: 3}.get(form.kind)
     for at, factor in enumerate(form.factors(call)):
         have, want = source[at], target[at]
@@ -162,8 +162,8 @@ def _meaning(form: _Upsample, call: OpCall) -> Notation:
     labels = {name for side in sides for dim in side for name in dim}
     # Interpolated integers are rounded.
     exact = form.kind.picks or not call.inputs[0].dtype.startswith(("int", "uint"))
-    # Where the sizes stay, nothing is interpolated. Of gradients of what is picked, none are added
-    # up if no element is picked twice.
+    # With equal sizes, nothing is interpolated. Gradients of picked elements are only added up if
+    # some element is picked twice.
     rises = (dims_in == dims_out and not whole) or (
         form.kind.picks
         and all(
@@ -211,7 +211,7 @@ _POINTS = "why the grid may point anywhere, and has all coordinates of a place t
 
 
 def _sampled(call: OpCall) -> Notation:
-    """`grid_sampler`: a grid says where to read for each element of the output."""
+    """`grid_sampler`: a grid gives the place to read for each element of the output."""
     picks = argument(call, 2, "interpolation_mode") == 1
     clauses = "linear 0" + "; increasing 0" * picks
     return notation(call, f"n c x*!, n y* t! => n c y*; {clauses}; {_POINTS}")
@@ -220,8 +220,8 @@ def _sampled(call: OpCall) -> Notation:
 def _sampled_backward(call: OpCall) -> Notation:
     """`n c y*, n c x*!, n y* t! => n c x*, n y* t; linear 0; linear 1 to 1`.
 
-    The gradient of the input does not depend on the input, that of the grid does, unless elements
-    are picked: then it is zero.
+    The gradient of the input does not depend on the input. The gradient of the grid does, unless
+    elements are picked: then it is zero.
     """
     wanted = argument(call, 6, "output_mask")[0]
     grid = int(wanted)

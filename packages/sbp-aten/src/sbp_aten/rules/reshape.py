@@ -1,8 +1,8 @@
-"""Operators that look at the elements of a tensor in another form.
+"""Operators that show the elements of a tensor in another form.
 
-They put dims into another order, group them anew, add and drop dims of one element, or address the
-memory of a tensor: its bytes, strides, or storage. A shard gets the size of its own part of the
-output. Logical tensors lie contiguously, shards need not: they are copied where it matters.
+They permute or regroup dims, add and drop dims of one element, or address the memory of a tensor:
+its bytes, strides, or storage. A shard gets the size of its own part of the output. Logical tensors
+are contiguous, shards need not be: they are copied where it matters.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _reshape_locally(call: OpCall, shards: Shards) -> LocalCall:
 
 
 def _squeezed(call: OpCall) -> tuple[int, ...]:
-    """Return the dims that go: those asked for, all if none are, that have one element."""
+    """Return the dropped dims: of the named dims, or else of all, those with one element."""
     shape = call.inputs[0].shape
     if call.op.endswith(".default"):
         return tuple(dim for dim, extent in enumerate(shape) if extent == 1)
@@ -171,7 +171,7 @@ def _squeeze(call: OpCall) -> Notation:
 
 
 def _squeeze_locally(call: OpCall, _: Shards) -> LocalCall:
-    """Name the dims that go: others may have one element on a shard."""
+    """Name the dropped dims, because further dims may have one element on a shard."""
     return LocalCall(op="aten.squeeze.dims", args=(call.args[0], _squeezed(call)))
 
 
@@ -194,7 +194,7 @@ _ADDRESSED = "it addresses memory, of which a shard has another layout"
 
 
 def _copied(builder: LocalProgramBuilder, call: OpCall) -> Ref:
-    """Return a copy of the first argument that lies contiguously from the begin of its memory."""
+    """Return a contiguous copy of the first argument that begins at the start of its memory."""
     symbol = Symbol("memory_format", "contiguous_format")
     return builder("aten.clone.default", call.args[0], memory_format=symbol)
 
@@ -227,7 +227,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_reshape(call: OpCall) -> bool:
-    """Whether `as_strided` gives the elements in the order in which they lie."""
+    """Whether `as_strided` gives the elements in their order in memory."""
     shape = call.outputs[0].shape
     pairs = zip(argument(call, 2, "stride"), _strides(shape), shape, strict=False)
     usual = all(given == step or extent == 1 for given, step, extent in pairs)
@@ -238,7 +238,7 @@ def _is_reshape(call: OpCall) -> bool:
 def _num_batch(call: OpCall) -> int:
     """Return how many leading dims `as_strided` keeps.
 
-    It works within each item of them: beyond, the last item would leave the memory.
+    It works within each item of these dims: otherwise the last item would leave the memory.
     """
     source, target = call.inputs[0].shape, call.outputs[0].shape
     kept = zip(source, target, _strides(source), argument(call, 2, "stride"), strict=False)
@@ -257,7 +257,7 @@ def _strided(call: OpCall) -> Notation:
 
 
 def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Adapt the strides of dims that are kept to the extents of those after them."""
+    """Adapt the strides of kept dims to the extents of the dims after them."""
     size = shards.output_shape()
     if _is_reshape(call):
         return LocalCall(op="aten.reshape.default", args=(call.args[0], size))
@@ -270,7 +270,7 @@ def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 
 def _resized(call: OpCall) -> Notation:
-    """`resize`, `resize_as`: as many elements are a reshape; of the template only shape matters."""
+    """`resize`, `resize_as`: a reshape for an equal number of elements; only shapes matter."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if prod(source) == prod(target):
         found = reshaped(call)

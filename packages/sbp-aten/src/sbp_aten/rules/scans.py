@@ -1,9 +1,9 @@
-"""Operators that run along one dim: running sums, sorting, order statistics; the others are free.
+"""Operators along one dim: running sums, sorting, order statistics; the other dims are free.
 
     cumsum(dim=1)     d0 t0_1! d2 => d0 t1_1! d2; linear 0
     topk(3, dim=1)    d0 t0_1! => d0 t1_1!, d0 t2_1!
 
-Also those that look for distinct elements, which run whole.
+Also operators that look for distinct elements, which run whole.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Operators that cut a dim into pieces, or keep one of it, and their backward operators.
+"""Operators that cut a dim into pieces, or keep one piece, and their backward operators.
 
-A piece is `count` elements, `step` apart, from `start` on. What a dim is before and after:
+A piece has `count` elements, `step` apart, from `start` on. A dim before and after:
 
     d => d                       the piece is all of it
     (k s!) => k                  every s-th element: equal shards that s divides keep their own
-    d => k!; reduce d sum        any other: a rank that holds none of its elements has zeros
-    d => ; reduce d sum          one element, and the dim goes
+    d => k!; reduce d sum        any other piece: a rank without any of its elements has zeros
+    d => ; reduce d sum          one element, and the dim is dropped
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Piece:
     count: int = 1
 
     def within(self, bounds: Range) -> Range:
-        """Return which elements of the piece are in a shard of the dim."""
+        """Return the range of the piece's elements in a shard of the dim."""
         first = max(0, -((self.start - bounds[0]) // self.step))
         last = min(self.count, -((self.start - bounds[1]) // self.step))
         return first, max(first, last)
@@ -51,7 +51,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a call cuts dim `dim`; `drops` it if each piece is one element."""
+    """How a call cuts dim `dim`; it `drops` the dim if each piece is one element."""
 
     dim: int
     pieces: tuple[_Piece, ...]
@@ -70,7 +70,7 @@ class _Cut:
         return whole, (*before, (f"k{index}",), *after)
 
 
-#: From a call and the shape that is cut.
+#: Reads a call and the shape that is cut.
 _Read = Callable[[OpCall, Sequence[int]], _Cut]
 
 
@@ -104,7 +104,7 @@ def _stretch(index: int, piece: int) -> _Read:
 
 
 def _sections(call: OpCall, shape: Sequence[int]) -> _Cut:
-    """Read `split`, `split_with_sizes` and the like: the outputs say where it is cut."""
+    """Read `split`, `split_with_sizes` and similar: the outputs determine the cuts."""
     dim = wrap_dim(argument(call, 2, "dim", 0), len(shape))
     counts = [entry.shape[dim] for entry in call.outputs]
     starts = accumulate(counts, initial=0)

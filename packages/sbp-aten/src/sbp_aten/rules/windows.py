@@ -1,8 +1,8 @@
-"""Reading and writing by index where a rank holds a window of the rows that the indices number.
+"""Reading and writing by index if a rank holds a window of the indexed rows.
 
-A read gives zeros for the rows that other ranks hold, so that the ranks' results sum up to the
-whole; a write to such a row goes to a spare row after the window, which is cut off afterwards.
-Holds no rules.
+A read gives zeros for rows of other ranks, so that the ranks' results add up to the whole. A write
+to such a row goes to a spare row after the window, which is cut off afterwards. This module has no
+rules.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
 
 
 def lookup_reduction(entry: TensorType) -> str:
-    """Return how reads from windows give the whole read: their sum; of booleans, a disjunction."""
+    """Return how reads from windows combine: by a sum; for booleans, by a disjunction."""
     return "max" if entry.dtype == "bool" else "sum"
 
 
 def wrapped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
-    """Return an index that may count from behind, counted from the front."""
+    """Return an index counted from the front, given one that may be negative."""
     return builder("aten.remainder.Scalar", index, extent)
 
 
 def inside(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
     """Return an index counted from the window's first row, and where it points outside of it.
 
-    The first window subtracts 0, so that its rank does what all others do: ranks that do the same
-    are compiled, ordered, checked and measured once.
+    The first window subtracts 0, so that all ranks run the same program, which is compiled,
+    ordered, checked and measured once.
     """
     local = builder("aten.sub.Tensor", index, window[0])
     before = builder("aten.lt.Scalar", local, 0)
@@ -71,7 +71,7 @@ def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
 def with_spare(
     builder: LocalProgramBuilder, tensor: Ref, dims: Sequence[int], num_dims: int
 ) -> Ref:
-    """Return a tensor with a row of zeros more after each of some dims."""
+    """Return a tensor with one more row, of zeros, after each of some dims."""
     padding = [0] * (2 * num_dims)
     for dim in dims:
         padding[2 * (num_dims - 1 - dim) + 1] = 1
@@ -86,9 +86,9 @@ def without_spare(builder: LocalProgramBuilder, tensor: Ref, windows: Mapping[in
 
 
 def given(call: OpCall, names: Sequence[str]) -> tuple[list[Argument], dict[str, Argument]]:
-    """Return the arguments that stand first in the schema, by position, and all others by name.
+    """Return the leading arguments of the schema by position, and all others by name.
 
-    Arguments after them that are given by position stay after them.
+    Later arguments that are given by position stay after them.
     """
     first = [argument(call, index, name) for index, name in enumerate(names)]
     rest = call.args[len(names) :]
