@@ -1,14 +1,13 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""BERT: a transformer encoder with post-norm blocks, which guesses the tokens that are masked.
+"""BERT: a transformer encoder with post-norm blocks, which predicts masked tokens.
 
 An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    H heads    K width of a head    V vocabulary
 
-Parameters are called `embed.tokens`, `embed.positions`, `embed.segments`, `embed.norm`,
+Parameter names: `embed.tokens`, `embed.positions`, `embed.segments`, `embed.norm`,
 `blocks.N.attention.query`, `.key`, `.value`, `.output`, `blocks.N.norm1`, `blocks.N.mlp.up`,
-`.down`, `blocks.N.norm2`, `transform`, `norm` and `bias`; the head's weight is that of
-`embed.tokens`.
+`.down`, `blocks.N.norm2`, `transform`, `norm` and `bias`; the weight of the head is `embed.tokens`.
 
 Source: Devlin et al., "BERT: pre-training of deep bidirectional transformers for language
 understanding", 2019, section 3; the head: its code, `google-research/bert`, `run_pretraining.py`.
@@ -28,10 +27,10 @@ from sbp_models.context import too_long
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
 
-#: What layer norms add to a variance.
+#: Epsilon of layer norms.
 NORM_EPSILON = 1e-12
 
-#: Kinds of segments: the first and the second text of a pair.
+#: Number of segments: the first and the second text of a pair.
 NUM_SEGMENTS = 2
 
 
@@ -67,7 +66,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None) -> torch.Tensor:
-        """Map (B, T, D) to (B, T, D); where the mask is False, no token looks."""
+        """Map (B, T, D) to (B, T, D); no token attends to positions where the mask is False."""
         B, T, D = x_BTD.shape
         q_BHTK, k_BHTK, v_BHTK = (
             layer(x_BTD).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)
@@ -85,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between."""
+    """Two layers, with four times the width between them."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -142,9 +141,9 @@ class Bert(nn.Module):
         """Map int64 tokens (B, T <= context) to floating logits (B, T, V).
 
         Args:
-            tokens: int64 (B, T).
-            mask: bool (B, T), False for padding; none if None.
-            segments: int64 (B, T), 0 or 1; all 0 if None.
+            tokens: Int64 (B, T).
+            mask: Bool (B, T), False for padding; None for no padding.
+            segments: Int64 (B, T), 0 or 1; None for all 0.
 
         Raises:
             SbpValueError: more tokens than `context`.
@@ -158,11 +157,11 @@ class Bert(nn.Module):
         return F.linear(x_BTD, self.embed.tokens.weight, self.bias)
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of the tokens asked for, in nats: a 0-d tensor.
+        """Return the mean cross-entropy of the requested tokens, in nats: a 0-d tensor.
 
         Args:
-            batch: `tokens` and `targets`, int64 (B, T) each, the target being -100 where nothing is
-                asked for; perhaps `mask` and `segments`, see `forward`.
+            batch: `tokens` and `targets`, int64 (B, T) each; a target of -100 requests nothing.
+                Optional `mask` and `segments`, see `forward`.
         """
         logits_BTV = self.forward(batch["tokens"], batch.get("mask"), batch.get("segments"))
         return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten())

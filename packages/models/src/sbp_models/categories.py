@@ -1,13 +1,14 @@
-"""The row of its table that each category of a column of Parquet or CSV has.
+"""The row of the embedding table for each category of a column of Parquet or CSV.
 
-A category is its text. Integers, and floats and decimals without a fraction, are the text of the
-integer, as a column of integers with a null in it becomes one of floats in pandas:
+A category is identified by its text. Integers, and floats and decimals without a fraction, have the
+text of the integer, because pandas turns a column of integers with a null into one of floats:
 
     Parquet   17   17.0   Decimal("17.00")   "17"   "007"   "NA"   1.5     null  NaN  ""
     CSV       17   17.0   17.00              "17"   007     NA     1.5     an empty field
     row       17   17     17                 17     hash    hash   hash    the last row
 
-An integer that is a row before the last one has that row. Other categories are hashed to these.
+An integer below the last row has the row of that number. Other categories are hashed to the rows
+before the last one.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import numpy.typing as npt
 
 from sbp_core.errors import ConfigError
 
-#: A text that is an integer, also one that was written as a float: 17 and 17.0, not 007 or 1e3.
+#: The text of an integer, perhaps written as a float: 17 and 17.0, not 007 or 1e3.
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0+)?")
 
-#: Types of columns whose values are taken as their text, as `pyarrow.types` calls them.
+#: Types of columns whose values are used as text, by their names in `pyarrow.types`.
 _KINDS = (
     *("null", "boolean", "integer", "floating", "decimal", "date"),
     *("string", "large_string", "string_view"),
@@ -34,29 +35,29 @@ _KINDS = (
 
 
 class Categories:
-    """Finds the rows of a column of categories, and remembers which were asked for.
+    """Finds the rows of a column of categories, and records which kinds occurred.
 
     Args:
         arrow: The library `pyarrow`.
-        name: Of the column.
-        rows: Of its table, >= 2; the last one is that of missing values.
+        name: Name of the column.
+        rows: Number of rows of its table, >= 2; the last one is for missing values.
     """
 
     def __init__(self, arrow: Any, name: str, rows: int) -> None:
         self.name, self._arrow, self._rows = name, arrow, rows
-        #: Whether the integer was seen that just does not fit, and whether others do not fit.
+        #: Whether the first integer that does not fit occurred, and whether others that do not.
         self._has_next = self._has_hashed = False
 
     def rows_of(self, column: Any, file: Path, row: int) -> npt.NDArray[np.int32]:
         """Return the row of the table for each value of a column, int32 (n,).
 
         Args:
-            column: An array of pyarrow, or a chunked one.
-            file: That it is of, and `row`, the number of its first row there, for messages.
-            row: See `file`.
+            column: An array of pyarrow, perhaps chunked.
+            file: The file of the column, for messages.
+            row: Number of the column's first row in `file`, for messages.
 
         Raises:
-            ConfigError: a value is no category: names column and row.
+            ConfigError: a value is no category; names column and row.
         """
         if isinstance(column, self._arrow.ChunkedArray):
             column = column.combine_chunks()
@@ -83,17 +84,17 @@ class Categories:
                 )
             table.append(self._row_of(text))
         found = np.array([*table, self._rows - 1], dtype=np.int32)
-        values: npt.NDArray[np.int32] = found[places]  # null is -1, and so the last
+        values: npt.NDArray[np.int32] = found[places]  # null is -1, so it gets the last row
         return values
 
     def check_rows(self, path: str) -> None:
-        """Refuse a table that has a row for each integer, and none for missing values.
+        """Refuse a table that has a row for each integer, but none for missing values.
 
         Args:
-            path: What was read, to be named.
+            path: The path that was read, for the message.
 
         Raises:
-            ConfigError: it is so.
+            ConfigError: the table is one row too small.
         """
         if self._has_next and not self._has_hashed:
             raise ConfigError(
@@ -137,7 +138,7 @@ def _text(value: Any) -> str | None:
     elif isinstance(value, np.floating):
         if np.isnan(value):
             return ""
-        # Larger integers are rounded in such floats, so that several of them became one.
+        # Larger integers are rounded in such floats, so several of them have the same float.
         if abs(value) > 2.0 ** (np.finfo(value.dtype).nmant + 1):
             return None
         value = int(value) if value.is_integer() else value

@@ -1,13 +1,13 @@
-"""A data set of clicks that were logged, in Parquet or CSV files, read through pyarrow.
+"""A data set of logged clicks, in Parquet or CSV files, read through pyarrow.
 
-    label, I1, I2, C1, C2             dense   log(1 + I), 0 for what is missing
+    label, I1, I2, C1, C2             dense   log(1 + I), 0 for a missing number
     1,     3,  ,   a9, 17             sparse  a9 hashed to the rows of its table, 17 as it is,
-    0,     ,   7,  ,   4                      what is missing the last row, which nothing else has
+    0,     ,   7,  ,   4                      a missing category the last row, which is only for it
                                       clicks  label
 
 A category is the same one in CSV and Parquet, and as text, integer or float: see `categories`.
-All files are read when the data set is built, once and a part at a time: `record_cache` keeps the
-rows, 4 bytes for a number or category. The last rows are held out, as logs go on in time.
+All files are read once, part by part, when the data set is built: `record_cache` keeps the rows, 4
+bytes for a number or category. The last rows are held out, because logs are in order of time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sbp_models.splits import SplitDataset
 
 
 class ClickLog(SplitDataset):
-    """Logged clicks. Fulfils `sbp_torch.kinds.Dataset`.
+    """Logged clicks. Implements `sbp_torch.kinds.Dataset`.
 
     Args:
-        records: Of `dtype_of`, one a row.
-        num_clicked: How many rows were clicked on.
+        records: Records of `dtype_of`, one for each row.
+        num_clicked: Number of rows with a click.
         held_out: Part of the rows that is held out: the last ones.
-        label: What `describe` calls it.
+        label: Name of the data set in `describe`.
 
     Raises:
         ConfigError: a split has no rows.
@@ -61,8 +61,8 @@ class ClickLog(SplitDataset):
         """Return rows of `train` or `validation`.
 
         Returns:
-            `dense`, float32 (n, numbers); `sparse`, int64 (n, features, 1), below the rows of the
-            feature; `clicks`, float32 (n,), 0 or 1.
+            `dense`, float32 (n, numbers); `sparse`, int64 (n, features, 1), less than the number
+            of rows of the feature; `clicks`, float32 (n,), 0 or 1.
         """
         found = self._checked(numbers, split)
         rows = found + (self._cut if split == "validation" else 0)
@@ -74,7 +74,7 @@ class ClickLog(SplitDataset):
         }
 
     def describe(self) -> str:
-        """Return one line: how many rows, numbers and features there are."""
+        """Return one line with the numbers of rows, numbers and features."""
         fields = self._records.dtype
         return (
             f"{self._label}: {self._counts()}; {fields['dense'].shape[0]} numbers, "
@@ -87,8 +87,8 @@ def build(config: ClickLogConfig) -> ClickLog:
     """Make the data set of a file or folder.
 
     Raises:
-        ConfigError: a file is broken (names the byte), or has not the columns or values; or the
-            last row of a table is meant for a category as well as for missing values.
+        ConfigError: a file is broken (names the byte), or lacks a column or has a wrong value; or
+            the last row of a table is used for a category as well as for missing values.
         RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
@@ -113,7 +113,7 @@ def build(config: ClickLogConfig) -> ClickLog:
 
 
 def dtype_of(config: ClickLogConfig) -> np.dtype[Any]:
-    """Return what is kept of a row: what a sample takes lies side by side."""
+    """Return the dtype of a stored row; the fields of a sample are adjacent."""
     return np.dtype(
         [
             ("dense", "<f4", (len(config.dense),)),
@@ -152,7 +152,7 @@ class _Reader:
             column.check_rows(self.config.path)
 
     def _records(self, file: Path, row: int, table: Any) -> npt.NDArray[Any]:
-        """Return rows of a file, of which the first one has the number `row`."""
+        """Return the records of rows of a file; `row` is the number of the first one."""
         config = self.config
         clicks = self._numbers(file, row, table, config.label)
         self._check(file, row, config.label, clicks, (clicks == 0) | (clicks == 1))
@@ -161,7 +161,7 @@ class _Reader:
         for place, name in enumerate(config.dense):
             given = self._numbers(file, row, table, name)
             values = np.nan_to_num(given, posinf=np.inf, neginf=-np.inf)
-            with np.errstate(over="ignore"):  # what is too large for float32 is refused below
+            with np.errstate(over="ignore"):  # too large for float32 is refused below
                 records["dense"][:, place] = (
                     np.log1p(np.maximum(values, 0)) if config.log_transform else values
                 )
@@ -172,11 +172,11 @@ class _Reader:
         return records
 
     def _numbers(self, file: Path, row: int, table: Any, name: str) -> npt.NDArray[np.float64]:
-        """Return a column as numbers: NaN where it has none."""
+        """Return a column as numbers: NaN where a number is missing."""
         column = table.column(name)
         number = self.arrow.float64()
         try:
-            # Not safe: that of a large integer which float64 has not, is the next one.
+            # Not safe: a large integer that float64 cannot represent becomes the nearest float.
             found = column.cast(number, safe=False)
         except self.arrow.ArrowException as error:
             raise ConfigError(
@@ -199,7 +199,7 @@ class _Reader:
         """Refuse the first value that does not fit.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there is such a value.
         """
         if fits.all():
             return

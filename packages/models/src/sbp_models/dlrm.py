@@ -6,8 +6,8 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
     B batch    N numbers    F features    L values of a feature    D width of a row
     V vectors, F + 1
 
-Parameters are called `bottom.0.weight`, `bottom.0.bias`, `bottom.2.weight`, ..., `tables.F.weight`
-and `top.0.weight`, ...
+Parameter names: `bottom.0.weight`, `bottom.0.bias`, `bottom.2.weight`, ..., `tables.F.weight` and
+`top.0.weight`, ...
 
 Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation
 systems", 2019, section 2; the initialisation: its code, `facebookresearch/dlrm`,
@@ -56,7 +56,7 @@ class Dlrm(nn.Module):
             nn.init.uniform_(weight, -sqrt(1 / rows), sqrt(1 / rows))
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.top = _mlp((width + num_pairs, *config.top, 1), last_relu=False)
-        # The place of each pair below the diagonal, in the flattened matrix of dot products.
+        # Indices of the pairs below the diagonal, in the flattened matrix of dot products.
         pairs = [i * num_vectors + j for i in range(num_vectors) for j in range(i)]
         self.register_buffer("pairs", torch.tensor(pairs), persistent=False)
 

@@ -9,11 +9,11 @@ from sbp_core.errors import ConfigError
 
 
 def library(name: str, *, extra: str, needed_by: str) -> Any:
-    """Return a library that an extra of this package brings.
+    """Return a library that is in an extra of this package.
 
     Args:
-        name: Under which it is imported.
-        extra: That brings it.
+        name: Name of its module.
+        extra: The extra that installs it.
         needed_by: Option that needs it, such as `data=tokens`.
 
     Raises:

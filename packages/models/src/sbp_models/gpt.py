@@ -5,10 +5,9 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
 
     B batch    T time    D hidden    H heads    K width of a head    J 3 K    V vocabulary
 
-Parameters are called `embed.tokens`, `embed.positions`, `blocks.N.norm1`,
-`blocks.N.attention.qkv`, `blocks.N.attention.proj`, `blocks.N.norm2`, `blocks.N.mlp.up`,
-`blocks.N.mlp.down`, `norm` and `head`, each with `.weight` and, but for `embed` and `head`,
-`.bias`; plans pin them by these names.
+Parameter names: `embed.tokens`, `embed.positions`, `blocks.N.norm1`, `blocks.N.attention.qkv`,
+`blocks.N.attention.proj`, `blocks.N.norm2`, `blocks.N.mlp.up`, `blocks.N.mlp.down`, `norm` and
+`head`, each with `.weight` and, except for `embed` and `head`, `.bias`. Pins use these names.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3,
 for the block and the initialisation.
@@ -68,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between."""
+    """Two layers, with four times the width between them."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

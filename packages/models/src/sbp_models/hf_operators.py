@@ -1,7 +1,7 @@
-"""How operators that the library `transformers` defines may be split.
+"""The rules of operators that the library `transformers` defines.
 
-Its mixtures of experts multiply by an operator of its own wherever PyTorch's is not to be had, as
-while a model is being compiled in float32.
+Its mixtures of experts use a separate operator where PyTorch's grouped product is unavailable, such
+as while a model is compiled in float32.
 """
 
 from __future__ import annotations

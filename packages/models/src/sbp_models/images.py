@@ -1,6 +1,6 @@
-"""A data set of synthetic images: stripes, whose direction and colour tell the class.
+"""A data set of synthetic images: stripes, whose direction and colour determine the class.
 
-Class `c` of `C` has stripes at the angle pi c / C, four periods wide, in a colour of its own; every
+Class `c` of `C` has stripes at the angle pi c / C, four periods wide, in its own colour. Every
 sample shifts them by up to a quarter of a period and adds noise. A sample is a pure function of the
 seed, the split and its number.
 """
@@ -22,7 +22,7 @@ PERIODS = 4
 
 
 class StripedImages(SplitDataset):
-    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`."""
+    """Images and their classes. Implements `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class StripedImages(SplitDataset):
         return {"images": _float32(images), "labels": torch.from_numpy(labels)}
 
     def describe(self) -> str:
-        """Return one line: how many classes and how large the images are."""
+        """Return one line with the number of classes and the size of the images."""
         config = self._config
         return (
             f"striped images of {config.num_classes} classes, "

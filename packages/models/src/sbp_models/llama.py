@@ -6,9 +6,9 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
     B batch    T time    D hidden    H heads    G heads of keys and values    R H / G
     K width of a head    F width of the MLP    V vocabulary
 
-Parameters are called `embed`, `blocks.N.norm1`, `blocks.N.attention.query`, `.key`, `.value`,
-`.output`, `blocks.N.norm2`, `blocks.N.mlp.gate`, `.up`, `.down`, `norm` and `head`, each with
-`.weight`; nothing has a bias.
+Parameter names: `embed`, `blocks.N.norm1`, `blocks.N.attention.query`, `.key`, `.value`, `.output`,
+`blocks.N.norm2`, `blocks.N.mlp.gate`, `.up`, `.down`, `norm` and `head`, each with `.weight`; there
+are no biases.
 
 Source: Touvron et al., "Llama 2: open foundation and fine-tuned chat models", 2023, section 2.2;
 rotary positions: Su et al., "RoFormer", 2021, section 3.2, with the pairs (k, k + K / 2) as in
@@ -68,7 +68,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each head of keys and values serves several of queries."""
+    """Causal self-attention; several heads of queries share a head of keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return y_BTD
 
     def _repeat(self, x_BGTK: torch.Tensor) -> torch.Tensor:
-        """Give every head of queries its own copy: (B, H, T, K)."""
+        """Repeat keys or values for every head of queries: (B, H, T, K)."""
         repeats = self.num_heads // self.num_key_heads
         if repeats == 1:
             return x_BGTK
@@ -101,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: one layer gates another, a third leads back."""
+    """SwiGLU: one layer gates another, a third returns to the width of the input."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

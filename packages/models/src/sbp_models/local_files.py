@@ -1,4 +1,4 @@
-"""Files of the user's that data sets read: which there are, and what cannot be read."""
+"""Files of the user that data sets read: listing them, and the errors of unreadable files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shlex import quote
 from sbp_core.errors import ConfigError
 from sbp_core.serialize import open_file
 
-#: Bytes of a file that is read whole, such as an image or the file of a tokenizer.
+#: Most bytes of a file that is read whole, such as an image or the file of a tokenizer.
 MOST_BYTES = 2**30
 
 
 def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Path]:
-    """Return a file, or all files below a folder but hidden ones, by name.
+    """Return a file, or all files below a folder except hidden ones, by name.
 
     Args:
-        path: Of the file or folder.
+        path: Path of the file or folder.
         key: The setting that names it, for messages.
-        suffixes: Of the files to take in a folder, such as `.csv`, in lower case; all if empty.
+        suffixes: Suffixes of files in a folder, such as `.csv`, in lower case; empty for all.
 
     Raises:
         ConfigError: it does not exist, cannot be listed, or has no such file.
@@ -62,23 +62,23 @@ def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Pa
 
 
 def is_hidden(parts: Iterable[str]) -> bool:
-    """Return whether a path leads to a hidden file, or to what a Mac adds to its archives."""
+    """Return whether a path leads to a hidden file, or to a file that macOS adds to archives."""
     return any(part == "__MACOSX" or (part[:1] == "." and part != "..") for part in parts)
 
 
 def read_bytes(
     file: Path, *, key: str = "", begin: int = 0, size_bytes: int | None = None
 ) -> bytes:
-    """Return what a file holds, or a part of it.
+    """Return the content of a file, or a part of it.
 
     Args:
-        file: To read.
+        file: The file to read.
         key: The setting that names it, for messages.
         begin: First byte to read.
-        size_bytes: To read; all that follow if None.
+        size_bytes: Number of bytes to read; None for all that follow.
 
     Raises:
-        ConfigError: it cannot be read, or ends before.
+        ConfigError: it cannot be read, or ends early.
     """
     try:
         with open_file(file) as opened:
@@ -101,18 +101,18 @@ def read_bytes(
 
 
 def is_held_out(name: str, part: float) -> bool:
-    """Return whether a sample of that name is one of the part that is held out, by a hash of it."""
+    """Return whether a hash of a sample's name puts it in the held-out part."""
     key = blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(key, "little") < part * 2.0**64
 
 
 def not_utf8(file: Path, content: bytes, begin: int) -> ConfigError:
-    """Return the refusal of a file that is no UTF-8, with the encoding that it seems to have.
+    """Return the error for a file that is no UTF-8, with the encoding that it seems to have.
 
     Args:
-        file: To name.
-        content: Of the file, from its start on or around the byte.
-        begin: The byte that is none.
+        file: The file, for the message.
+        content: Bytes of the file, from its start on or around the byte.
+        begin: Position of the invalid byte.
     """
     encoding = encoding_of(content)
     name = "ISO-8859-1" if encoding.startswith("Latin-1") else encoding
@@ -125,7 +125,7 @@ def not_utf8(file: Path, content: bytes, begin: int) -> ConfigError:
 
 
 def encoding_of(content: bytes) -> str:
-    """Return the encoding that the start of a text seems to have, if it is not UTF-8."""
+    """Return the encoding that the start of a text that is no UTF-8 seems to have."""
     if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "UTF-32"
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:

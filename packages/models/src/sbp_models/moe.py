@@ -1,14 +1,13 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""A mixture of experts in the manner of Mixtral: Llama, whose MLPs are chosen token by token.
+"""A mixture of experts like Mixtral: Llama with several MLPs, chosen for each token.
 
-An ordinary `nn.Module` that knows nothing of ranks. All shapes are static: which experts a token is
-sent to is a matrix of zeros and ones, with which tokens are multiplied. Suffixes name the dims of a
-tensor:
+An ordinary `nn.Module` that knows nothing of ranks. All shapes are static: the experts of a token
+are a matrix of zeros and ones, by which tokens are multiplied. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    N tokens, B T    E experts    P picks of a token
     C places of an expert    F width of an expert    V vocabulary
 
-Parameters are called as in `sbp_models.llama`, with `blocks.N.experts.router.weight` and
+Parameter names are those of `sbp_models.llama`, with `blocks.N.experts.router.weight` and
 `blocks.N.experts.gate`, `.up` and `.down` (E, out, in) in place of `blocks.N.mlp`.
 
 Source: Jiang et al., "Mixtral of experts", 2024, section 2.1; places and dropped tokens: Lepikhin
@@ -43,11 +42,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, F_))
 
     def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map (B, T, D) to (B, T, D), and say how tokens were routed.
+        """Map (B, T, D) to (B, T, D), and return how tokens were routed.
 
         Returns:
-            The result; what the router gave each expert, a distribution (N, E); which experts were
-            picked, 0 or 1 (N, E).
+            The result; the probability of each expert by the router, a distribution (N, E); whether
+            an expert was picked, 0 or 1 (N, E).
         """
         x_ND = x_BTD.flatten(0, 1)
         chances_NE = self.router(x_ND).softmax(dim=-1)
@@ -73,13 +72,13 @@ class Experts(nn.Module):
     def _dispatched(
         self, x_ND: torch.Tensor, weights_NE: torch.Tensor, picked_NE: torch.Tensor
     ) -> torch.Tensor:
-        """Let every expert compute the first tokens that picked it, as many as it has places for.
+        """Let every expert compute the first tokens that picked it, up to its number of places.
 
-        A token that finds no place in an expert gets nothing from it.
+        A token without a place in an expert gets nothing from it.
         """
         N = x_ND.shape[0]
         C = min(N, math.ceil(self.capacity * self.top_k * N / self.num_experts))
-        # The place of each token in each expert: 0 for the first that picked it.
+        # The place of each token in each expert: 0 for the first token that picked it.
         places_NE = picked_NE.to(torch.int64).cumsum(dim=0) - 1
         numbers_C = torch.arange(C, device=x_ND.device)
         placed_NEC = (places_NE[:, :, None] == numbers_C).to(x_ND.dtype) * picked_NE[:, :, None]
@@ -87,7 +86,7 @@ class Experts(nn.Module):
         return torch.einsum("nec,ecd->nd", placed_NEC * weights_NE[:, :, None], y_ECD)
 
     def _compute(self, x_ECD: torch.Tensor) -> torch.Tensor:
-        """Give each expert its own tokens: (E, C, D) to (E, C, D)."""
+        """Apply each expert to its own tokens: (E, C, D) to (E, C, D)."""
         gate_ECF = F.silu(torch.bmm(x_ECD, self.gate.transpose(1, 2)))
         return torch.bmm(
             gate_ECF * torch.bmm(x_ECD, self.up.transpose(1, 2)), self.down.transpose(1, 2)
@@ -107,7 +106,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map (B, T, D) to (B, T, D), and say how tokens were routed, as `Experts` does."""
+        """Map (B, T, D) to (B, T, D), and return how tokens were routed, as `Experts` does."""
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD), rotary)
         y_BTD, chances_NE, picked_NE = self.experts(self.norm2(x_BTD))
         return x_BTD + y_BTD, chances_NE, picked_NE
@@ -153,9 +152,9 @@ class Moe(nn.Module):
         return self.forward(tokens)[0]
 
     def losses(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return 0-d tensors: the `loss` and what it is made of, `cross_entropy` and `balance`.
+        """Return 0-d tensors: the `loss` and its parts, `cross_entropy` and `balance`.
 
-        `balance` is 1 for every pick if all experts are picked alike, and more if not.
+        `balance` is 1 for every pick if all experts are picked equally, and more if not.
 
         Args:
             batch: `tokens` and `targets`, int64 (B, T) each.
@@ -171,11 +170,11 @@ class Moe(nn.Module):
 
 
 def balance_loss(chances_NE: torch.Tensor, picked_NE: torch.Tensor) -> torch.Tensor:
-    """Return how far the experts are from being picked alike: 0-d, top_k if they are.
+    """Return how unequally experts are picked: a 0-d tensor, top_k if they are picked equally.
 
     Args:
-        chances_NE: What the router gave each expert.
-        picked_NE: Which were picked: 0 or 1.
+        chances_NE: Probability of each expert by the router.
+        picked_NE: Whether an expert was picked: 0 or 1.
     """
     share_E = picked_NE.mean(dim=0)
     return (share_E * chances_NE.mean(dim=0)).sum() * chances_NE.shape[1]

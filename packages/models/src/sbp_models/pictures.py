@@ -1,7 +1,7 @@
-"""Images of files as tensors, decoded by Pillow, and the base of the data sets of such images.
+"""Images in files as tensors, decoded by Pillow, and the base of the data sets of such images.
 
-An image that is broken is named with the byte. An image comes as a viewer shows it: turned as its
-EXIF says, on white where it is transparent, and grey of 16 bits over its whole range.
+The error for a broken image names the byte. An image looks as in a viewer: turned by its EXIF
+orientation, on white where it is transparent, and 16-bit grey over its whole range.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sbp_models.extras import library
 from sbp_models.local_files import read_bytes
 from sbp_models.splits import SplitDataset
 
-#: Formats that are decoded, and the suffixes of their files: none of them runs a program.
+#: Formats that are decoded, and the suffixes of their files: none of them can run a program.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp"})
 
-#: Most pixels of an image: a few bytes of a file can say that there are many more.
+#: Most pixels of an image: a few bytes of a file can claim many more.
 MOST_PIXELS = 2**26
 
-#: Modes of Pillow for grey of 16 bits, whose white is `_WHITE_16`.
+#: Modes of Pillow for 16-bit grey, whose white is `_WHITE_16`.
 _GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _WHITE_16 = 2**16 - 1
 
-#: The tag of EXIF that says how an image is to be turned, and the name of `Image.Transpose` by it.
+#: The EXIF tag of the orientation, and the name in `Image.Transpose` for each of its values.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -53,7 +53,7 @@ class Pictures:
     """Decodes images to one size.
 
     Args:
-        config: Their size and channels.
+        config: The settings, with size and channels.
         needed_by: Option that needs it, such as `data=image_folder`.
 
     Raises:
@@ -71,12 +71,12 @@ class Pictures:
         """Return an image scaled to the size on its shorter side, and cut in the middle.
 
         Args:
-            content: Of a file.
-            name: Of the file, for messages.
+            content: Content of a file.
+            name: Name of the file, for messages.
             begin: Byte of that file where `content` begins.
 
         Returns:
-            float32 (channels, height, width), in [-1, 1].
+            Float32 (channels, height, width), in [-1, 1].
 
         Raises:
             ConfigError: it is no image, broken, or has too many pixels; names the byte.
@@ -88,7 +88,7 @@ class Pictures:
             if pixels <= MOST_PIXELS:
                 shown = self._shown(picture).convert(self._mode)
                 picture = self._ops.fit(shown, self._size)
-        # Decoders raise all of these for files that are broken.
+        # Decoders raise all of these for broken files.
         except (
             OSError,
             SyntaxError,
@@ -113,16 +113,16 @@ class Pictures:
         return torch.from_numpy(found.transpose(2, 0, 1) / np.float32(127.5) - 1).contiguous()
 
     def _shown(self, picture: Any) -> Any:
-        """Return an image upright, of 8 bits and without transparency.
+        """Return an image upright, in 8 bits and without transparency.
 
         Raises:
-            ValueError: it is one that has no such form.
+            ValueError: it has no such form.
         """
         if picture.mode == "F":
             raise ValueError("its numbers are floats, of which nothing says what is white")
-        picture.load()  # so that what is broken is not taken for broken EXIF
+        picture.load()  # so that broken data are not reported as broken EXIF
         orientation = None
-        # `ImageOps.exif_transpose` also writes EXIF anew, and fails where some other tag is broken.
+        # `ImageOps.exif_transpose` also rewrites EXIF, and fails if another tag is broken.
         with suppress(Exception):
             orientation = picture.getexif().get(_ORIENTATION)
         if orientation in _TURNS:
@@ -141,9 +141,9 @@ class Pictures:
     def augmented(
         self, images: torch.Tensor, numbers: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Return images as their epochs have them: (n, channels, height, width), as they come.
+        """Return images changed for their epochs: (n, channels, height, width), as the input.
 
-        What is drawn for an image depends on the seed, its number and its epoch only.
+        The random choices for an image depend only on the seed, its number and its epoch.
         """
         config = self._augment
         (height, width), pad = self._size, config.pad
@@ -169,11 +169,11 @@ class StoredImage:
     """An image in a file, and its class.
 
     Args:
-        file: That it is in.
+        file: The file that contains it.
         label: The number of its class.
-        name: Of a member of `file`, for messages; empty if it is the file itself.
+        name: Name of a member of `file`, for messages; empty if it is the file itself.
         begin: Its first byte in `file`.
-        size_bytes: Its bytes from there on; None for all.
+        size_bytes: Number of its bytes; None for all that follow.
     """
 
     file: Path
@@ -184,15 +184,15 @@ class StoredImage:
 
 
 class ImageFiles(SplitDataset):
-    """Images that are decoded when they are asked for.
+    """Images that are decoded on access.
 
-    Fulfils `sbp_torch.kinds.AugmentedDataset`.
+    Implements `sbp_torch.kinds.AugmentedDataset`.
 
     Args:
-        images: Those of each split.
-        pictures: Decodes them.
-        label: What `describe` calls them.
-        accepted: What a data set with an empty split should have been.
+        images: The images of each split.
+        pictures: Decodes the images.
+        label: Name of the data set in `describe`.
+        accepted: The expected content, for the error of an empty split.
 
     Raises:
         ConfigError: a split has no images.
@@ -220,7 +220,7 @@ class ImageFiles(SplitDataset):
             (n,).
 
         Raises:
-            ConfigError: a file cannot be read, or an image is not whole: names the byte.
+            ConfigError: a file cannot be read, or an image is incomplete; names the byte.
         """
         asked = [self._images[split][number] for number in self._checked(numbers, split)]
         images = [
@@ -240,9 +240,9 @@ class ImageFiles(SplitDataset):
         numbers: npt.NDArray[np.int64],
         epochs: npt.NDArray[np.int64],
     ) -> Mapping[str, torch.Tensor]:
-        """Return images mirrored and cut as their epochs have it, and their labels as they are."""
+        """Return images mirrored and cut for their epochs, with their labels unchanged."""
         return {**samples, "images": self._pictures.augmented(samples["images"], numbers, epochs)}
 
     def describe(self) -> str:
-        """Return one line: what the images are, and how many."""
+        """Return one line with the kind of images, and their number."""
         return f"{self._label}: {self._counts()}"

@@ -1,6 +1,6 @@
-"""The hooks of sbp-models: which models and data sets it brings.
+"""The hooks of sbp-models: the models and data sets that it provides.
 
-Holds names and configs only; the objects are made in the modules of their names.
+This module holds only names and configs; the objects are made in their own modules.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
 
     B batch    C channels    H height    W width    K classes
 
-Parameters and buffers are called as in torchvision: `conv1`, `bn1`, `layer1.0.conv1`,
+Names of parameters and buffers are those of torchvision: `conv1`, `bn1`, `layer1.0.conv1`,
 `layer1.0.bn1`, ..., `layer2.0.downsample.0`, `layer2.0.downsample.1`, ..., `fc`; the stride of a
 bottleneck is at its 3x3 convolution.
 
@@ -93,7 +93,7 @@ class Bottleneck(nn.Module):
 
 
 def _downsample(channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Return what brings the residual connection to the shape of the block's result, if needed."""
+    """Return the module that gives the residual connection the shape of the result, if needed."""
     if stride == 1 and channels == out_channels:
         return None
     return nn.Sequential(_conv1x1(channels, out_channels, stride), nn.BatchNorm2d(out_channels))
@@ -138,7 +138,7 @@ class Resnet(nn.Module):
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch, in nats: a 0-d tensor.
 
-        In training mode it is no mean over samples: batch norm looks at the whole batch.
+        In training mode it is not a mean over samples, because batch norm uses the whole batch.
 
         Args:
             batch: `images`, floating (B, C, H, W), and `labels`, int64 (B,).

@@ -1,4 +1,4 @@
-"""The splits of a data set: how many samples each has, and whether what is asked for is in them."""
+"""The splits of a data set: the number of samples of each, and checks of sample numbers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy.typing as npt
 
 from sbp_core.errors import ConfigError, SbpValueError, unknown_name
 
-#: Samples of the train split for each one that is held out, of data sets that are made up.
+#: Samples of the train split for each held-out sample, in synthetic data sets.
 TRAIN_PER_HELD_OUT = 20
 
 
 def made_up_splits(num_samples: int) -> dict[str, int]:
-    """Return the samples of each split of a synthetic data set, which has so many to train on."""
+    """Return the samples of each split of a synthetic data set, given the number to train on."""
     return {"train": num_samples, "validation": -(-num_samples // TRAIN_PER_HELD_OUT)}
 
 
 class SplitDataset:
-    """The base of the data sets: they know how many samples each of their splits has.
+    """The base of the data sets, with the number of samples of each split.
 
     Args:
-        sizes: The samples of each split.
-        label: What messages call the data set.
-        accepted: What a data set with an empty split should have been.
+        sizes: The number of samples of each split.
+        label: Name of the data set in messages.
+        accepted: The expected content, for the error of an empty split.
 
     Raises:
         ConfigError: a split has no samples.
@@ -56,7 +56,7 @@ class SplitDataset:
 
         Raises:
             SbpLookupError: no such split.
-            SbpValueError: it has no sample of one of the numbers.
+            SbpValueError: a number is not that of a sample.
         """
         size = self.num_samples(split)
         found = np.asarray(numbers, dtype=np.int64).reshape(-1)

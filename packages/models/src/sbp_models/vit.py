@@ -6,7 +6,7 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
     B batch    P patches    T tokens, P + 1    D hidden    H heads    K width of a head
     C channels of the image
 
-Parameters are called, and the rows of `qkv` ordered, as in timm: `cls_token`, `pos_embed`,
+Parameter names, and the order of the rows of `qkv`, are those of timm: `cls_token`, `pos_embed`,
 `patch_embed.proj`, `blocks.N.norm1`, `blocks.N.attn.qkv` (or `.q`, `.k`, `.v`),
 `blocks.N.attn.proj`, `blocks.N.norm2`, `blocks.N.mlp.fc1`, `blocks.N.mlp.fc2`, `norm` and `head`.
 
@@ -29,7 +29,7 @@ from sbp_models.configs import VitConfig
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
 
-#: What layer norms add to a variance.
+#: Epsilon of layer norms.
 NORM_EPSILON = 1e-6
 
 
@@ -95,7 +95,7 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drop the whole branch of some samples, and scale that of the others."""
+    """Drop the whole branch of some samples, and scale the branch of the other samples."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -2,10 +2,10 @@
 
     shard-0.tar    cat/0001.jpg  cat/0001.cls  cat/0002.jpg  cat/0002.cls ...
 
-Files of one name, up to the first dot, are one sample: an image, and a `.cls` that says its class
-in digits. Hidden files, and names with neither, are left out. The shards are read once for where
-their files lie, so samples come in any order; images are decoded when they are asked for. Nothing
-is unpickled and nothing unpacked.
+Files with the same name up to the first dot are one sample: an image, and a `.cls` with its class
+in digits. Hidden files, and names with neither, are left out. The shards are read once to find the
+positions of their files, so samples come in any order; images are decoded on access. Nothing is
+unpickled and nothing unpacked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sbp_models.configs import WebDatasetConfig
 from sbp_models.local_files import files_of, is_held_out, is_hidden, read_bytes
 from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
-#: Bytes of a block of a tar file, of which headers and zeros at the end have some.
+#: Size of the blocks of a tar file, which holds headers and zeros at the end in blocks.
 _BLOCK = 512
 
 #: Most bytes of a file `.cls`.
@@ -30,7 +30,7 @@ _MOST_LABEL_BYTES = 32
 
 
 class WebDataset(ImageFiles):
-    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`.
+    """Images and their classes. Implements `sbp_torch.kinds.Dataset`.
 
     Raises:
         ConfigError: a shard is broken or cut off (names the byte), or a split has no samples.
@@ -88,7 +88,7 @@ def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, StoredImage]]
 
 
 def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the files of a shard; its last ones, too, or an error where it is broken."""
+    """Yield all files of a shard up to its end, or raise an error if it is broken."""
     end = 0
     try:
         size = shard.stat().st_size
@@ -102,7 +102,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
                         accepted=f"{member.offset_data + member.size} bytes or more",
                     )
                 yield member
-        # tarfile may take a broken header for the end, and leave out all that follows.
+        # tarfile may take a broken header for the end, and leave out all later files.
         with open_file(shard) as opened:
             opened.seek(end)
             if any(opened.read(_BLOCK)):

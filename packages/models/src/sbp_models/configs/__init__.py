@@ -1,7 +1,8 @@
 """The settings of the models and data sets, validated on construction.
 
-Holds no torch: a wrong setting must be answered before torch is imported. Messages begin with the
-name of the setting, which `sbp_core.plugins.merge_settings` completes to its key.
+This package imports no torch, because a wrong setting must be refused before torch is imported.
+Messages begin with the name of the setting, which `sbp_core.plugins.merge_settings` completes to
+its key.
 """
 
 from sbp_models.configs.files import (

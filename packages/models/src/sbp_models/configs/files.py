@@ -1,4 +1,4 @@
-"""The settings of the data sets that read files of the user's."""
+"""The settings of the data sets that read files of the user."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ class TokensConfig:
     """Settings of the data set `tokens`.
 
     Args:
-        path: A file, or a folder of which every file is taken: text, or `.jsonl`, of which each
-            line is a document.
+        path: A file, or a folder with files: text, or `.jsonl` with a document in each line.
         tokenizer: A `tokenizer.json` of the library `tokenizers`.
-        end: Token that is put after each document.
-        field: What holds the text in a line of a `.jsonl` file.
+        end: Token after each document.
+        field: The field with the text in a line of a `.jsonl` file.
         context: Tokens of one sample.
-        cache: Folder for the tokens; if None, those of less than 16 MiB of files are kept in
-            memory, and others in the cache folder of the user.
+        cache: Folder for the tokens; None keeps the tokens of files below 16 MiB in memory, and
+            others in the cache folder of the user.
 
     Raises:
         ConfigError: a setting is empty, or `context` is not positive.
@@ -67,24 +66,24 @@ class TokensConfig:
 
     @property
     def vocabulary(self) -> int | None:
-        """The tokens that the tokenizer knows; None if its file does not say so."""
+        """The number of tokens of the tokenizer; None if its file does not state it."""
         try:
             value = json.loads(read_bytes(user_path(self.tokenizer, key="data.tokenizer")))
             known = value["model"]["vocab"]
             ids = known.values() if isinstance(known, dict) else range(len(known))
             return int(1 + max([*ids, *(token["id"] for token in value.get("added_tokens", []))]))
         except (SbpError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None  # what is wrong with it is said when it is read
+            return None  # the error is raised when the file is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentConfig:
-    """What is made of images in each epoch of training.
+    """How images are changed in each epoch of training.
 
     Args:
-        flip: Whether each is mirrored, left to right, in half of the epochs.
-        pad: Pixels of grey that are put around it before it is cut to its size again, anywhere.
-        seed: Of what is drawn.
+        flip: Whether each image is mirrored, left to right, in half of the epochs.
+        pad: Width of a grey border, in pixels, before a random cut to the old size.
+        seed: Seed of the random choices.
 
     Raises:
         ConfigError: a setting is negative.
@@ -101,15 +100,15 @@ class AugmentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFilesConfig:
-    """Settings that data sets of images in files share.
+    """Settings that data sets of image files share.
 
     Args:
-        path: Of the file or folder.
+        path: The file or folder.
         image_size: Height and width to which images are scaled and cut, in pixels.
         channels: 3 for colours, 1 for grey.
-        num_classes: Classes that the model knows; the images may be of fewer.
+        num_classes: Number of classes of the model; the images may have fewer.
         held_out: Part of the images to hold out.
-        augment: What is made of those to train on.
+        augment: How images to train on are changed.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -133,8 +132,8 @@ class ImageFilesConfig:
 class ImageFolderConfig(ImageFilesConfig):
     """Settings of the data set `image_folder`.
 
-    Its `path` is a folder with a folder of images for each class; or with `train` and
-    `validation`, which have these, and then nothing else is held out.
+    Its `path` is a folder with a folder of images for each class; or with `train` and `validation`,
+    each with such folders; then no other images are held out.
     """
 
 
@@ -142,8 +141,8 @@ class ImageFolderConfig(ImageFilesConfig):
 class WebDatasetConfig(ImageFilesConfig):
     """Settings of the data set `webdataset`.
 
-    Its `path` is a `.tar` file, or a folder with such files ("shards"): of each sample an image
-    and a file `.cls` of the same name, which says its class.
+    Its `path` is a `.tar` file, or a folder with such files ("shards"). Each sample is an image and
+    a file `.cls` of the same name, with its class.
     """
 
 
@@ -153,8 +152,8 @@ class DigitsConfig:
 
     Args:
         image_size: Height and width, in pixels: a multiple of 8.
-        channels: 1, or 3 that are equal.
-        num_classes: Classes that the model knows, >= 10.
+        channels: 1, or 3 equal channels.
+        num_classes: Number of classes of the model, >= 10.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -185,13 +184,13 @@ class ClickLogConfig:
         path: A `.parquet` or `.csv` file, or a folder with such files.
         dense: Columns of numbers.
         sparse: Columns of categories: integers or text.
-        rows: Rows of the table of each category: the last one is for missing values, integers below
-            it have the row that they are, and other categories are hashed to the rows before it.
-        label: Column that says whether one clicked: 0 or 1.
-        log_transform: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
+        rows: Rows of the table of each category: the last one is for missing values, an integer
+            below it has the row of that number, and other categories are hashed to these rows.
+        label: Column with the click: 0 or 1.
+        log_transform: Whether numbers x, such as counts, become log(1 + x), below 0 as 0.
         held_out: Part of the rows to hold out: the last ones.
-        cache: Folder for the rows; if None, those of less than 16 MiB of files are kept in memory,
-            and others in the cache folder of the user.
+        cache: Folder for the rows; None keeps the rows of files below 16 MiB in memory, and others
+            in the cache folder of the user.
 
     Raises:
         ConfigError: a setting is out of range, or columns and rows do not fit each other.
@@ -232,10 +231,10 @@ class HfDatasetConfig:
 
     Args:
         path: A folder that `save_to_disk` of the library `datasets` has written.
-        columns: Columns to take, by the name that the model gives each; all if empty.
-        train: Split to train on, where there are several.
-        validation: Split to hold out, where there are several.
-        held_out: Part of the rows to hold out where there is one split: the last ones.
+        columns: Name in the batch -> column; empty for all columns.
+        train: Split to train on, if there are several.
+        validation: Split to hold out, if there are several.
+        held_out: Part of the rows to hold out if there is one split: the last ones.
 
     Raises:
         ConfigError: a setting is empty or out of range.

@@ -18,12 +18,12 @@ class DlrmConfig:
     Args:
         num_dense: Numbers of one sample.
         rows: Different values of each categorical feature: rows of its table.
-        bag: Values that a sample has of each categorical feature.
+        bag: Values of each categorical feature in a sample.
         lookup: `bag` sums the rows of a feature by `nn.EmbeddingBag`; `embedding` looks them up by
-            `nn.Embedding` and sums after.
+            `nn.Embedding` and sums them afterwards.
         hidden: Width of a row.
-        bottom: Widths of the hidden layers for the numbers; one to `hidden` follows.
-        top: Widths of the hidden layers after the interaction; one to the logit follows.
+        bottom: Widths of the hidden layers for the numbers; one more layer leads to `hidden`.
+        top: Widths of the hidden layers after the interaction; one more layer gives the logit.
 
     Raises:
         ConfigError: a size is not positive, or there is no table.
@@ -44,5 +44,5 @@ class DlrmConfig:
         check_sizes("top", self.top, at_least=0)
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse data that do not fit the model; see `sbp_core.plugins.ChecksCombination`."""
         check_clicks(others.get("data"), model="dlrm", num_dense=self.num_dense, rows=self.rows)

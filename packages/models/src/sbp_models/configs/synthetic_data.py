@@ -11,7 +11,7 @@ from sbp_models.configs.checks import (
     check_sizes,
 )
 
-#: Rows of the tables of the defaults: a few large ones and many small ones, as in practice.
+#: Default rows of the tables: a few large ones and many small ones, as in practice.
 ROWS = (4000, 2000, 1000, 500, 100, 50, 10, 4)
 
 
@@ -22,7 +22,7 @@ class ClicksConfig:
     Args:
         num_dense: Numbers of one sample.
         rows: Different values of each categorical feature.
-        bag: Values that a sample has of each categorical feature.
+        bag: Values of each categorical feature in a sample.
         num_samples: Samples to train on; a twentieth as many are held out.
         seed: Seed of the samples and of the rule that makes the labels.
 
@@ -50,7 +50,7 @@ class ImagesConfig:
         image_size: Height and width, in pixels.
         channels: Channels of an image.
         num_classes: Classes.
-        noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
+        noise: Standard deviation of the noise; the pattern has an amplitude of 1.
         num_samples: Samples to train on; a twentieth as many are held out.
         seed: Seed of the samples.
 

@@ -11,7 +11,7 @@ from sbp_models.configs.checks import check_positive
 from sbp_models.configs.fit import check_images, check_text
 from sbp_models.configs.text_data import text_task
 
-#: What a model of `transformers` is to do.
+#: The task of a model of `transformers`.
 HfTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "image_classification"]
 
 
@@ -20,14 +20,14 @@ class HfConfig:
     """Settings of `sbp_models.hf`: a model of `transformers` with random weights.
 
     Args:
-        kind: What `transformers` calls the architecture (`model_type`): gpt2, llama, t5, vit, ...
-        task: What it is to do.
-        context: Most tokens that it is given; for text.
-        overrides: Settings of its own configuration, such as `n_layer: 2`; the rest are its
-            defaults, which may be large.
-        attention: Implementation of attention: `sdpa`, `eager`, or what the library takes itself.
+        kind: Name of the architecture in `transformers` (`model_type`): gpt2, llama, t5, vit, ...
+        task: The task of the model.
+        context: Most tokens of a sequence; for text.
+        overrides: Settings of the library's configuration, such as `n_layer: 2`; the rest keep
+            their defaults, which may be large.
+        attention: Implementation of attention: `sdpa`, `eager`, or another name of the library.
         experts: Implementation of mixtures of experts: `batched_mm` and `grouped_mm` have static
-            shapes; `eager` loops over the experts that were hit, which cannot be captured.
+            shapes; `eager` loops over the experts that have tokens, which cannot be captured.
 
     Raises:
         ConfigError: `kind` is empty or `context` is not positive.
@@ -50,9 +50,9 @@ class HfConfig:
         check_positive(self, "context")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`.
+        """Refuse data that do not fit the model; see `sbp_core.plugins.ChecksCombination`.
 
-        Sizes that `overrides` leave out are the library's, and not known here.
+        Sizes that `overrides` leave out are defaults of the library, which are unknown here.
         """
         data = others.get("data")
         if self.task == "image_classification":

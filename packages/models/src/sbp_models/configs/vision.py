@@ -17,7 +17,7 @@ class ResnetConfig:
     `depth=50 width=64 stem=large num_classes=1000` is the published ResNet-50.
 
     Args:
-        depth: Layers with weights.
+        depth: Number of layers with weights.
         width: Channels after the stem; the four stages have 1, 2, 4 and 8 times as many.
         stem: `large`: 7x7 at stride 2 and a max pool, for images of about 224x224; `small`: 3x3 at
             stride 1, for images of about 32x32.
@@ -43,7 +43,7 @@ class ResnetConfig:
         check_fractions(self, "label_smoothing")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse data that do not fit the model; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"), model="resnet", channels=self.channels, num_classes=self.num_classes
         )
@@ -64,12 +64,12 @@ class VitConfig:
         num_layers: Blocks.
         num_heads: Attention heads of a block; divides `hidden`.
         hidden: Width of the residual stream.
-        mlp_ratio: How many times as wide the hidden layer of a block is.
+        mlp_ratio: Width of the hidden layer of an MLP, as a multiple of `hidden`.
         fused_qkv: One layer makes queries, keys and values, as in timm; otherwise three do, whose
             rows split by heads.
-        dropout: Probability with which a number is dropped after a layer, in [0, 1).
+        dropout: Probability of dropout after a layer, in [0, 1).
         drop_path: Probability with which a sample skips the last block, in [0, 1); it grows
-            linearly from 0 at the first.
+            linearly from 0 at the first block.
         label_smoothing: Part of the target that is spread over all classes, in [0, 1).
 
     Raises:
@@ -98,7 +98,7 @@ class VitConfig:
         check_fractions(self, "dropout", "drop_path", "label_smoothing")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse data that do not fit the model; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"),
             model="vit",

@@ -39,8 +39,7 @@ class PricedStage:
 
     Args:
         free_s: Seconds, whatever memory it takes.
-        held_s: Seconds within memory, with its micro-batches in flight; infinite if it does not
-            fit.
+        held_s: Seconds within memory, with its micro-batches in flight; infinite if it is too much.
     """
 
     free_s: float

@@ -151,10 +151,9 @@ def _drawn(*dependences: Dependence) -> Rule:
 
 
 def _dropout(call: OpCall) -> Notation:
-    """`x -> y, mask`: linear in x, because every rank draws the same mask; else pointwise.
+    """`x -> y, mask`: linear in x, because all ranks draw one mask; pointwise without training.
 
-    It is pointwise without training. With p = 1 nothing is drawn either. For an empty shard the
-    kernel makes a mask of another dtype.
+    With p = 1 nothing is drawn either. For an empty shard the kernel makes a mask of another dtype.
     """
     trains = argument(call, 2, "train", True)
     draws = (trains is None or bool(trains)) and argument(call, 1, "p") != 1

@@ -221,7 +221,7 @@ def _over_columns(norm: float) -> tuple[str, str]:
 def _unread(norm: float, count: int) -> str:
     """Return the clause for arguments, of `count`, that a gradient does not read.
 
-    The distances are last. The gradient depends on signs of differences (p = 1), or is zero (p = 0).
+    The distances are last. A gradient depends on signs of differences (p = 1) or is zero (p = 0).
     """
     if norm not in (0, 1):
         return ""

@@ -235,7 +235,7 @@ def _indexed(count: int, *, sized: bool) -> Localizer:
 def _indexed_backward(count: int, index: int) -> Localizer:
     """Return the localiser of the gradient of maxima, whose indices are argument `index`.
 
-    A shard calls the kernel of adaptive pooling, which follows the indices; others need all of them.
+    Shards call the kernel of adaptive pooling, which follows the indices; others need all maxima.
     """
     scatter = f"aten.adaptive_max_pool{count}d_backward.default"
 

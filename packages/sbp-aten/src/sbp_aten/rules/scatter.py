@@ -240,8 +240,7 @@ def _trimmed(
 ) -> Ref:
     """Cut index or values to the range of the shard, where their extents differ.
 
-    In other dims than `dim` they are cut like the tensor; along `dim`, values are cut like the
-    index.
+    Other dims than `dim` are cut like the tensor; along `dim`, values are cut like the index.
     """
     at, shape = _at(call), call.inputs[tensor].shape
     for dim, extent in enumerate(shape):

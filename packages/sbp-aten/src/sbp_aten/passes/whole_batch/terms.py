@@ -86,8 +86,7 @@ class TermCalls:
     ) -> list[Terms] | None:
         """Return the results of a node on terms, if it is linear in them.
 
-        A total that is combined with samples is a number of the whole batch; with `lift_totals`,
-        other totals are, too.
+        Totals combined with samples are numbers of the whole batch; so are all with `lift_totals`.
         """
         found: list[Terms] = []
         # A total is added to pieces unchanged, but to other values as a number of the whole batch.
