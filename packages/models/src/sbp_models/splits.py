@@ -56,7 +56,7 @@ class SplitDataset:
 
         Raises:
             SbpLookupError: no such split.
-            SbpValueError: a number is not that of a sample.
+            SbpValueError: it has no sample with one of the numbers.
         """
         size = self.num_samples(split)
         found = np.asarray(numbers, dtype=np.int64).reshape(-1)

@@ -72,14 +72,14 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
 
 
 def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
-    """Refuse several axes of which none is that of stages, for planners that cut a model.
+    """Refuse several axes without an axis of stages, for planners that cut a model.
 
     Args:
         mesh: Ranks along each axis.
         axes: Name of each axis.
 
     Raises:
-        ConfigError: none of several axes is that of stages; suggests a mesh and axes.
+        ConfigError: none of several axes is the axis of stages; suggests a mesh and axes.
     """
     if len(axes) < 2 or PIPE in axes:
         return
@@ -100,7 +100,7 @@ def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str])
         axes: Name of each axis.
 
     Raises:
-        ConfigError: there is no such axis, it is that of stages, or it is ambiguous; suggests
+        ConfigError: there is no such axis, it is the axis of stages, or it is ambiguous; suggests
             another choice.
     """
     possible = {axis: size for axis, size in zip(axes, mesh, strict=True) if axis != PIPE}

@@ -4,7 +4,7 @@ A signature that splits a label of an operator shows which dims of its tensors b
 one is split, so are the others. Over a whole forward pass they form groups, whatever the names of
 modules and parameters:
 
-    h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are groups of their own
+    h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are separate groups
     y = relu(h)        y: n f                                 f goes on
     z = y @ down.T     down: e f  z: n e                      f ends: it is summed away
 

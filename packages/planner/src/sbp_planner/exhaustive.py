@@ -152,7 +152,7 @@ class _Variant:
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.search = _Search(self.problem, config.max_assignments, request.progress)
         self.least_bytes = inf
-        #: Of what was looked at, whatever it holds.
+        #: The least seconds of any assignment that was looked at, whatever memory it takes.
         self.cheapest_s = inf
 
     def run(self, below_s: float) -> tuple[float, Compiled] | None:

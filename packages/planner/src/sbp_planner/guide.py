@@ -145,7 +145,7 @@ def parameter_options(
 
 
 def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
-    """Return what a rank holds of a parameter, its states and, if it is trained, its gradient."""
+    """Return a rank's bytes of a parameter, its states and, if it is trained, its gradient."""
     states = sum(
         shard_bytes(graph, strategy, entry.name)
         for entry in states_of(graph, name)
@@ -156,7 +156,7 @@ def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
 
 
 def shard_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
-    """Return what the first rank, whose shard is the largest, holds of a state."""
+    """Return the bytes of a state on the first rank, whose shard is the largest."""
     tensor, storage = graph.tensor(name), strategy.storage[name]
     mesh_shape = strategy.stages[storage.stage].mesh_shape
     shape = local_shape(tensor.shape, storage.sbp, mesh_shape, (0,) * len(mesh_shape))

@@ -42,7 +42,7 @@ AXES = ("outer", "inner")
 
 
 class Kind(StrEnum):
-    """What an axis of ranks splits."""
+    """The kind of parallelism along an axis of ranks."""
 
     DP = "DP"
     ZDP = "ZDP"

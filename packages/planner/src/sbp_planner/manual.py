@@ -72,7 +72,7 @@ class ManualPlanner(SearchedPlanner):
 def _joined(
     found: Mapping[str, Mapping[str, str]], pins: Mapping[str, PinValue]
 ) -> dict[str, PinValue]:
-    """Return the pins of words, then those of found patterns, then those of names.
+    """Return the pins of words, then the pins of found patterns, then the pins of names.
 
     Args:
         found: Pattern -> mesh axis -> SBP.

@@ -127,7 +127,7 @@ class SettingPlan:
         feasible: Whether any row fits.
         best_row: The row with most samples per second.
         released_row: The row of the released scheduler: of rows 1 to 3 the one of fewest seconds.
-        gain: Throughput of the best row over that of the released one.
+        gain: Throughput of the best row over the throughput of the released one.
         rows: All rows, in order.
     """
 

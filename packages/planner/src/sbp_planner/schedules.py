@@ -27,7 +27,7 @@ _NEAR = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """A schedule with a plan; `memory_bytes` is that of the fullest rank, None if unknown."""
+    """A schedule with a plan; `memory_bytes` is of the fullest rank, None if unknown."""
 
     strategy: Strategy
     step_s: float

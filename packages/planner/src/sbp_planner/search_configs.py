@@ -50,7 +50,7 @@ class _CutsStages(Offloads):
     __slots__ = ()
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh with several axes of which none is the axis of stages.
+        """Refuse a mesh with several axes without an axis of stages.
 
         Raises:
             ConfigError: the mesh is such; see `check_stage_axes`. Or see `Offloads`.

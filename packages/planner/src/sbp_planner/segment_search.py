@@ -94,7 +94,7 @@ class SegmentSearch:
     Args:
         segments: The segments of the step.
         segment: The segment.
-        ranks: Its ranks, and those of its neighbours.
+        ranks: Its ranks, and the ranks of its neighbours.
         pins: Pins to keep; by default the pins of the segments.
 
     Raises:

@@ -3,7 +3,7 @@
     blocks       embed | layers.0 | layers.1 | head
     segment            [layers.0 | layers.1]
 
-        arrives  h, the output of embed          dh, the gradient of what leaves
+        arrives  h, the output of embed          dh, the gradient of the output
         nodes    forward, backward and update of both layers
         leaves   the output of layers.1          the gradient of h
 

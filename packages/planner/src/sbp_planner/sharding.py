@@ -11,7 +11,7 @@ splits, too, would move pieces between the groups of that axis.
 
     weight (8, 4) on data 2 x tensor 2, stored (B, S(0))
         (S(0), S(0))   rank 0, 0 has rows 0-1 of 8, and is to have rows 0-3    from other groups
-        (S(1), S(0))   rank 0, 0 has columns 0-1 of rows 0-3, and lacks 2-3    of its own group
+        (S(1), S(0))   rank 0, 0 has columns 0-1 of rows 0-3, and lacks 2-3    of its group
 """
 
 from __future__ import annotations

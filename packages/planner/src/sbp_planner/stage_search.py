@@ -397,7 +397,7 @@ class StageSearch:
     def report(
         self, found: LazyPlan, programs: Sequence[StageProgram], stages: Pipelined
     ) -> dict[str, Any]:
-        """Return what was found, for people and for programs."""
+        """Return the result, for people and for programs."""
         plan, planner = found.plan, self.settings.planner
         gap = 1 - found.bound_s / plan.objective_s if plan.objective_s > 0 else 0.0
         none = "no stages of these blocks take" if gap < 1e-6 else "the bound is"

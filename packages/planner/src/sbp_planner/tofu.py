@@ -12,7 +12,7 @@ factors, which is impossible on the axes of the given mesh. The recursion is fas
 optimum: an early factor does not foresee a later one. The paper counts bytes; this planner counts
 the time of boxing and operators, by the cluster's links.
 
-Complexity: prime factors x that of one mesh axis.
+Complexity: prime factors x the complexity of one mesh axis.
 
 Source: Wang, Huang, Li, "Supporting very large models using automatic dataflow graph partitioning",
 EuroSys 2019, section 5 (recursive search).

@@ -8,7 +8,7 @@ from sbp_core.plugins import Factory, hookimpl
 
 SBP_API_VERSION = 2
 
-#: Namespaces of the operators that have rules here; those of `sbp` are what passes write.
+#: Namespaces of the operators with rules in this package; passes write the operators of `sbp`.
 _NAMESPACES = ("aten", "sbp", "torch_nn")
 
 

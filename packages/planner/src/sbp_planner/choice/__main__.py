@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     """Run the command.
 
     Args:
-        arguments: Arguments of the command line; None for those of the process.
+        arguments: Arguments of the command line; None for the command line.
         began: Time of `time.monotonic` at which the limit began, in s; None: now.
     """
     began = time.monotonic() if began is None else began

@@ -198,7 +198,7 @@ class Compact:
         held_column: For each held span its column, int64; spans of no bytes are left out.
         held_first, held_end: Its half-open range of memory rows, int64.
         held_bytes: Its bytes, int64.
-        constant: Cost in addition to that of nodes and edges.
+        constant: Cost in addition to the costs of nodes and edges.
     """
 
     cost: Floats

@@ -101,7 +101,7 @@ class MovedCosts:
     Args:
         sizes: Number of values of each variable.
         terms: The parts of the cost; they are changed.
-        order: Order of the variables in which costs travel; that of the terms if None.
+        order: Order of the variables in which costs travel; None for the order of the terms.
 
     Attributes:
         kept: For each variable, the values that are not struck out.

@@ -231,7 +231,7 @@ class Graph:
         return found
 
     def extend(self, strategies: dict[int, int]) -> list[int]:
-        """Return the strategy of every node, given those of the remaining nodes."""
+        """Return the strategy of every node, given the strategies of the remaining nodes."""
         values = [strategies.get(node, 0) for node in range(len(self.cost))]
         for node, others, table in reversed(self._steps):
             values[node] = int(table[tuple(values[v] for v in others)])

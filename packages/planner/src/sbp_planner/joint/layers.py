@@ -59,7 +59,7 @@ class TiedStep:
     Args:
         unary: Seconds of each value of each variable.
         start: The starting value of each variable.
-        groups: The conversions; those of equal layers are one, and cost as many times as much.
+        groups: The conversions; equal layers share one, which costs as many times as much.
         tied: For each variable of the step, the tied variable.
     """
 
@@ -103,7 +103,7 @@ def tie(
 
 
 def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[ConversionGroup]:
-    """Return the conversions between tied variables, those of equal layers in one group.
+    """Return the conversions between tied variables, with equal layers in one group.
 
         cost = sum over groups g, and the distinct targets t that are asked for, of costs_g[s, t]
 

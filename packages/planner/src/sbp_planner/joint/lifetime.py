@@ -24,7 +24,7 @@ from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
 from sbp_core.signatures import Signature1d
 
-#: What is stored from step to step.
+#: Inputs that are stored from step to step.
 _STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
 
 

@@ -1,6 +1,6 @@
 r"""From a step to a choice problem: one node a variable, one edge for each pair with boxing.
 
-A conversion that several users share cannot be a cost of pairs. It becomes a node of its own, which
+A conversion that several users share cannot be a cost of pairs. It becomes a separate node, which
 is *made* or not (`sbp_core.infer.CostTables`):
 
     s -- D[s, t] if made -- t -- forbidden if u asks for t, and it is not made -- u

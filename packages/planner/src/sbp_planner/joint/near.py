@@ -153,7 +153,7 @@ def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
 
 
 def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
-    """Return, for each variable, the places of the part's values among those of the whole."""
+    """Return, for each variable, the places of the part's values in the whole."""
     found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(whole.unary)
     # Equal layers have equal options, which are one object.
     made: dict[tuple[int, int], NDArray[np.int64]] = {}

@@ -47,7 +47,7 @@ class FlushedProblem:
     """A graph to cut, and the machine.
 
     Args:
-        graph: The blocks; their costs are those of one micro-batch on one device.
+        graph: The blocks; their costs are for one micro-batch on one device.
         levels: The machine, innermost level first.
         micro_batches: The number m.
         in_flight: `STAGES` for 1F1B, `ALL` for GPipe.
@@ -84,7 +84,7 @@ class FlushedStage(StagePrice):
 
     Args:
         blocks: Names, in dependency order.
-        devices: Number of devices; they follow those of the previous stage.
+        devices: Number of devices; they follow the devices of the previous stage.
     """
 
     blocks: tuple[str, ...]

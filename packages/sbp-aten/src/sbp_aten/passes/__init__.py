@@ -1,4 +1,4 @@
-"""Passes: pure functions graph -> graph, and the list that every training step goes through."""
+"""Passes: pure functions graph -> graph, and the list of passes for every training step."""
 
 from __future__ import annotations
 

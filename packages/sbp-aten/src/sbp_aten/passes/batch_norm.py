@@ -95,7 +95,7 @@ class _Norm:
         """Write the requested gradients of data, weight and bias."""
         grad, data, weight, _, _, mean, spread, _, eps, mask = self.node.args
         wide_weight, mean, spread = map(self._wide, (weight, mean, spread))
-        # The gradients of weight and bias are those of the fused operator, [2, C].
+        # The gradients of weight and bias are outputs of the fused operator, [2, C].
         outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
         wanted = (False, True, True)
         args = (grad, self.data, wide_weight, None, None, mean, spread, True, eps, wanted)

@@ -168,7 +168,7 @@ class Indexing:
         return fresh_dims(self.num_made, "b")
 
     def result(self) -> Dims:
-        """Return the dims of the read or written values: free dims, and those of the indices."""
+        """Return the dims of the read or written values: free dims, and dims of the indices."""
         free: list[Dim] = [(f"d{dim}",) for dim in self.free]
         return (*free[: self.at], *self.made(), *free[self.at :])
 

@@ -92,8 +92,8 @@ def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict
 class _ExpertTokens:
     """Rotates tokens so that the tokens of a window of experts come first, and back.
 
-    The kernel counts offsets from token 0. Tokens are sorted by expert, so those of a window are
-    contiguous. A rotation needs no extents that depend on data, unlike a slice:
+    The kernel counts offsets from token 0. Tokens are sorted by expert, so the tokens of a window
+    are contiguous. A rotation needs no extents that depend on data, unlike a slice:
 
         tokens, by expert         a a b b b c d d      window b, c; offsets 2 5 6 8
         rotated by offset of a    b b b c d d a a      local offsets 3 4
@@ -157,7 +157,7 @@ def _padded(
 
 
 def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, rotate those of local experts to the front, align rows."""
+    """Make offsets count local tokens, rotate tokens of local experts to the front, align rows."""
     (left, right, offsets, *rest), named = given(call, ("self", "mat2", "offs"))
     forms = _operand_labels(call)
     windows, cut = _label_windows(call, shards)
@@ -199,7 +199,7 @@ def _gradients(call: OpCall) -> Notation:
 
 
 def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, and rotate those of local experts to the front."""
+    """Make offsets count local tokens, and rotate the tokens of local experts to the front."""
     tokens, weights, offsets, gradient = call.args
     assert isinstance(tokens, Ref) and isinstance(offsets, Ref) and isinstance(gradient, Ref)
     window, (experts, *_) = shards.inputs[0][0], shards.inputs[1]

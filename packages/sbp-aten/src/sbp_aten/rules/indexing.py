@@ -62,7 +62,7 @@ def _read(
         at: The dim of argument 0 that is read.
         before: Arguments before the index.
         index: The index, of rows of the whole.
-        behind: Dims of the result after those of the index.
+        behind: Dims of the result after the dims of the index.
         **named: Keyword arguments.
     """
     window = shards.inputs[0][at]

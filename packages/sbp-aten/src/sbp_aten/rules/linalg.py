@@ -89,7 +89,7 @@ def _stacked(
     work_flop: float | None = None,
     why: str = _MIXES,
 ) -> Notation:
-    """Return the notation of a batch, given that of one matrix.
+    """Return the notation of a batch, given the notation of one matrix.
 
     An output without a label, of the batch or of `one`, does not depend on that dim.
     """

@@ -161,7 +161,7 @@ _HASH = _Way(why="a hash is no sum, maximum or minimum of those of the shards")
 def _same(call: OpCall) -> tuple[Dependence, ...]:
     """Return the linear and monotone arguments of a call that leaves its elements unchanged.
 
-    Casts may round or wrap, except for those of booleans.
+    Casts may round or wrap, except for casts of booleans.
     """
     return _SAME if call.inputs[0].dtype in ("bool", call.outputs[0].dtype) else ()
 

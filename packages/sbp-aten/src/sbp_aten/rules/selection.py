@@ -58,7 +58,7 @@ class _Cut:
     drops: bool = False
 
     def dims(self, shape: Sequence[int], index: int) -> tuple[Dims, Dims]:
-        """Return the dims of the whole, and those of one piece."""
+        """Return the dims of the whole, and the dims of one piece."""
         whole, piece, extent = fresh_dims(len(shape)), self.pieces[index], shape[self.dim]
         before, after = whole[: self.dim], whole[self.dim + 1 :]
         if self.drops:

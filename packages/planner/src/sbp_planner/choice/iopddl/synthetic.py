@@ -1,4 +1,4 @@
-r"""Random choice problems in the shape of those of the IOPDDL contest: a step of a transformer.
+r"""Random choice problems like the problems of the IOPDDL contest: a step of a transformer.
 
     a layer     x --> norm --> up --> act --> down --> add -->      forward, top to bottom
                  \______________________________________/           the residual edge
@@ -64,7 +64,7 @@ class _Draft:
         return len(self.costs) - 1
 
     def edge(self, u: int, v: int, pointwise: bool, *, all_allowed: bool = False) -> None:
-        """Add an edge: the cost of converting the splits of u into those of v."""
+        """Add an edge: the cost of converting the splits of u into splits of v."""
         random = self.random
         differ = (self.split[u][:, None] != self.split[v][None, :]).sum(axis=2)
         table = differ * (self.size[u] / 1024.0)

@@ -20,7 +20,7 @@ from sbp_planner.choice.problem import Floats, Ints
 #: The range of the largest tree of a forest: small trees fit more often, large ones find more.
 _LARGEST = (40, 400)
 
-#: Forests that are used in turn, and the number of uses after which they are grown anew.
+#: Forests that are used in turn, and the number of uses after which they are grown again.
 _FORESTS = 8
 _USES = 12
 

@@ -345,7 +345,7 @@ class LargeSearch:
         self._settled = None
 
     def _draw_core(self, values: Ints) -> None:
-        """Make the core of the best strategies by the guide, and those of an assignment."""
+        """Make the core: the best strategies by the guide, and the strategies of an assignment."""
         compact, guide, before, kept = self.part.compact, self.near.guide, self.core, None
         if guide is not None:
             kept = near(compact, values, guide.nodes, self.core_part)

@@ -33,7 +33,7 @@ _BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 #: Positions of the arguments for scaling by frequency, and for the mode, of their gradients.
 _BAG_GRADIENTS = {"_embedding_bag_backward": (7, 8), "_embedding_bag_dense_backward": (6, 7)}
 
-#: The mode of a bag whose gradient is that of its largest rows.
+#: The mode of a bag that takes the maximum of its rows.
 _LARGEST = 2
 
 _BLOCKS = ("cat", "repeat", "slice", "slice_backward", "split", "split_with_sizes")
