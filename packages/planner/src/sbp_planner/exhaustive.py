@@ -152,7 +152,7 @@ class _Variant:
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.search = _Search(self.problem, config.max_assignments, request.progress)
         self.least_bytes = inf
-        #: The least seconds of any assignment that was looked at, whatever memory it takes.
+        #: The least seconds of any assignment that was considered, whatever memory it takes.
         self.cheapest_s = inf
 
     def run(self, below_s: float) -> tuple[float, Compiled] | None:
@@ -196,8 +196,8 @@ class _Search:
 
     Args:
         problem: The step.
-        max_assignments: How many branches may be looked at.
-        progress: Called with the share of these that was looked at.
+        max_assignments: How many branches may be considered.
+        progress: Called with the share of these that was considered.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Search:
         """Yield (seconds, values) of assignments that cost less than `bound_s`.
 
         Raises:
-            ConfigError: too many branches were looked at.
+            ConfigError: too many branches were considered.
         """
         values = [0] * len(self.order)
         yield from self._from(0, 0.0, values)

@@ -95,7 +95,7 @@ class ExhaustiveConfig(Offloads):
     Args:
         pins: Pins to keep, as in `ManualConfig`.
         memory_bytes: Memory of a rank that the plan may use; None for all of the device.
-        max_assignments: How many branches of the search may be looked at.
+        max_assignments: How many branches of the search may be considered.
         offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 

@@ -130,7 +130,7 @@ class SegmentSearch:
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)
         self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
-        #: Whether only signatures near the choice axis by axis are looked at, because there are
+        #: Whether only signatures near the choice axis by axis are considered, because there are
         #: too many conversions.
         self.is_limited = self.problem.num_prices > self.max_prices
         if self.is_limited:

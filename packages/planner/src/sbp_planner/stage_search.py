@@ -55,7 +55,7 @@ _GROWTH = 1.25
 #: Limits that differ by less than this share of the limit are treated as equal.
 _RESOLUTION = 0.02
 
-#: How many places to cut are looked at.
+#: How many places to cut are considered.
 _MAX_PLACES = 200
 
 

@@ -7,7 +7,7 @@ On three axes a pointwise operator of three dims has some two hundred signatures
 hundred thousand conversions. Near the result axis by axis, a few dozen signatures remain. The
 search among these is as on two axes. It is repeated around its result until nothing near is better.
 
-Its proofs hold only for the signatures that were looked at. For all signatures there is a separate
+Its proofs hold only for the signatures that were considered. For all signatures there is a separate
 bound: conversions that were not priced have a lower bound on their cost
 (`sbp_core.infer.LeastPrices`), the others their price, and moving costs gives the bound
 (`joint.group_bound`).

@@ -67,7 +67,7 @@ MAX_PRICED_ENTRIES = 1 << 14
 #: An integer program with more pairs of strategies than this is not tried.
 MAX_PAIRS = 4_000_000
 
-#: Rounds around the result so far, if not all signatures are looked at. They end with a gain of
+#: Rounds around the result so far, if not all signatures are considered. They end with a gain of
 #: less than this share.
 MAX_ROUNDS, _LEAST_GAIN = 3, 1e-4
 

@@ -54,7 +54,7 @@ class FlushedProblem:
         memory_bytes: Memory of a device; infinite if memory does not count.
         device_counts: Allowed numbers of devices of a stage; None for any number.
         num_stages: Required number of stages; None for any number.
-        max_ideals: Limit of the ideals that are looked at.
+        max_ideals: Limit of the ideals that are considered.
     """
 
     graph: BlockGraph
@@ -99,8 +99,8 @@ class FlushedPlan:
         stages: All stages, in order.
         step_s: Time of a step: (m - 1) max + sum.
         slowest_s: The largest time of a stage or a transfer, for one micro-batch.
-        complete: Whether all order ideals were looked at.
-        num_ideals: How many order ideals were looked at.
+        complete: Whether all order ideals were considered.
+        num_ideals: How many order ideals were considered.
         family: The name of their family, for people.
     """
 

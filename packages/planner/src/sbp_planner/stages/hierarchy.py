@@ -92,7 +92,7 @@ class HierarchyProblem:
         replicate: Whether stages may have replicas; without, each device is a stage.
         idle: Whether devices may be left out, equally many in each component of a level.
         versions: How many versions of its parameters a stage holds.
-        max_ideals: Limit of the ideals that are looked at; None for well under a minute of work.
+        max_ideals: Limit of the ideals that are considered; None for well under a minute of work.
     """
 
     graph: BlockGraph
@@ -120,10 +120,10 @@ class HierarchyPlan:
         levels: The used part of the machine: smaller than the machine only with `idle`.
         stages: All stages, in order.
         evaluation: Their cost by `evaluate`.
-        complete: Whether all order ideals were looked at, so that no pipeline is better.
-        num_ideals: How many order ideals were looked at.
+        complete: Whether all order ideals were considered, so that no pipeline is better.
+        num_ideals: How many order ideals were considered.
         family: The name of their family, for people.
-        bound_s: No pipeline is faster; equal to the time if all ideals were looked at.
+        bound_s: No pipeline is faster; equal to the time if all ideals were considered.
         searched_s: The time by the recurrence of the search, for tests.
     """
 

@@ -100,7 +100,7 @@ def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
 
     Args:
         graph: The graph to cut.
-        limit: Most ideals that are looked at; at least the number of blocks, plus 1.
+        limit: Most ideals that are considered; at least the number of blocks, plus 1.
     """
     limit = max(limit, len(graph.blocks) + 1)
     masks = _all_ideals(graph.predecessors, limit)
