@@ -162,7 +162,7 @@ class _Entry:
         self.path = folder / f"{recipe.kind}-{self.key[:32]}"
 
     def load(self) -> Records | None:
-        """Return the stored records; None if there are no usable ones, which is logged."""
+        """Return the stored records, or None without any; log an unusable entry."""
         if not self.path.exists():
             return None
         try:

@@ -1,4 +1,4 @@
-"""What the commands of this package share: bad options get the same error form as bad settings."""
+"""The common part of the commands of this package: bad options raise errors like bad settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The planner `mcmc`: a random walk over strategies, judged by the simulated step.
 
     state       the signature of every operator and the storage of every state, on all mesh axes
-    proposal    one of these drawn anew; then its neighbours change to their cheapest values, as
+    proposal    one of these drawn again; then its neighbours change to their cheapest values, as
                 long as that is free, so the change is not a mere detour; equal layers change alike
     accept      with probability min(1, exp((t - t') / T)), t and t' the simulated time of a step of
                 the compiled plan before and after, T a share of the best time so far           [s]

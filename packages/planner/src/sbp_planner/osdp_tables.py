@@ -5,7 +5,7 @@
 A table has seconds t and MB m of one block, by batch row r and mode s (such as: nothing sharded,
 attention, MLP, both). A model is L equal blocks; n_s of them take mode s:
 
-    maximise    r / sum_s n_s t_rs            samples per second, as row r has r times one batch
+    maximise    r / sum_s n_s t_rs            samples per second; row r has r times one batch
     such that   sum_s n_s m_rs + F <= limit,  sum_s n_s = L
 
 For one row that is the knapsack of `sbp_planner.knapsack`, solved exactly; the rows are then

@@ -149,7 +149,7 @@ class SegmentSearch:
         """Count, for a value that crosses to another stage, only its cost beyond the transfer.
 
         The transfer, the cheapest way to send it, is priced where the model is cut. The value is
-        sent in as many parts as possible. A user that needs it whole, or partial sums, cost more.
+        sent in as many parts as possible. A user of the whole, or partial sums, cost more.
         """
         problem = self.problem
         entries, variable = problem.storage_entries[name], problem.storage_variable[name]

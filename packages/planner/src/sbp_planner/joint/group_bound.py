@@ -77,8 +77,8 @@ class BoundTerm:
         self.costs = self.costs[np.ix_(rows, asked)]
         #: The least of the potentials, by class of the source, then by target of each user.
         self._least = [self._reduced(place) for place in range(len(self.maps))]
-        #: By set of users: what they pay by class of the source and target if they all ask for
-        #: one target; then what they pay by class if each asks for its best.
+        #: By set of users, what they pay: by target if all ask for it; by class of the source if
+        #: all ask for one best target; by class if they ask for any targets.
         self._sums: dict[int, Table] = {0: np.zeros(len(asked))}
         self._blocks: dict[int, Table] = {}
         self._bests: dict[int, Table] = {0: np.zeros(len(rows))}

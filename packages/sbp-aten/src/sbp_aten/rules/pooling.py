@@ -71,7 +71,7 @@ def _explicit(first: int, *, dilated: bool = False) -> _Slides:
 
 
 def _adaptive(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Iterator[Slide]:
-    """Windows divide the elements: evenly and side by side if their numbers divide evenly."""
+    """Windows divide the elements: evenly and side by side if their number divides evenly."""
     for have, want in zip(elements, windows, strict=True):
         even = want > 0 and have % want == 0
         # Uneven windows overlap by one element.

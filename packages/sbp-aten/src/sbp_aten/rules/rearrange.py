@@ -138,7 +138,7 @@ def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
 
 
 def _roll_locally(call: OpCall, shards: Shards) -> LocalCall:
-    """Leave out dims that do not move; a row moves by its shift on the shard of free dims."""
+    """Leave out dims that do not move; scale the shift of a row to the shard of free dims."""
     shape, size, x = call.inputs[0].shape, shards.output_shape(), call.args[0]
     moves = _rolled(call, len(shape))
     if not moves:

@@ -11,8 +11,8 @@ Strategies and pairs of free nodes that raise it a lot are left out. How many is
 with all of their strategies, or many nodes with the best. The choice with the largest recent gain
 is drawn most. As many nodes are freed as can be solved in some seconds: more after a quick solve,
 fewer after one that ran out of time. The more solves were in vain, the more seconds (variable
-neighbourhood search). While an assignment does not fit, its excess is minimised; while it takes
-forbidden pairs, these have a large cost instead.
+neighbourhood search). While an assignment does not fit, its relative excess is minimised; while
+it takes forbidden pairs, these have a large cost instead.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
 problems", CP 1998 (large neighbourhood search); Hansen and Mladenovic, "Variable neighborhood
