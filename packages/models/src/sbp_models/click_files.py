@@ -2,7 +2,7 @@
 
 CSV is in UTF-8, with or without a byte order mark; a quoted value may hold line breaks. In a column
 of categories, only an empty field is missing: `NA` is a category. In a column of numbers, the words
-that pyarrow and pandas read as missing are not accepted.
+that pyarrow and pandas read as missing, such as `NA`, are missing numbers.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Reductions that also return the index of an element (`max.dim`) or that need an 
 keep their dims whole; the latter are in `scans`.
 
 A mean of means is no mean if shards differ in length. Here a rank's part of a mean is the mean of
-its elements times its share of all elements, so that the mean is the sum of the parts. Unlike a
-sum, no part is larger than a mean.
+its elements times its share of all elements, so that the mean is the sum of the parts. No
+part is larger than the mean, unlike sums of elements.
 
 Histograms count, or sum weights of, the elements that fall into bins:
 
