@@ -1,6 +1,6 @@
 """Exact reductions: a smaller problem of the same least cost.
 
-Applied until none applies any more (or the time is up, which leaves a larger problem):
+Applied until none applies any more (or the time is up, which leaves a larger, but valid problem):
 
     forbidden    a strategy that some neighbour cannot answer is dropped
     shift        the least cost of each row and column of an edge moves to its nodes; an edge with
@@ -244,7 +244,7 @@ class _Reduction:
             fits &= usage[None, :] <= usage[:, None]
         if not fits.any():
             return
-        # least[s, t]: the least that t in place of s adds, from where s is cheapest.
+        # least[s, t]: what t in place of s adds where s is cheapest; the most it adds is no less.
         own = cost[None, :] - cost[:, None]
         least = {other: _least_differences(table) for other, table in tables.items()}
         places = np.nonzero(fits & (own + sum(least.values()) <= 0))

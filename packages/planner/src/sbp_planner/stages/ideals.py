@@ -33,7 +33,7 @@ from sbp_planner.stages.graph import BlockGraph
 #: Shares of the whole that a merged block may have, from the finest merging to the coarsest.
 _SHARES = tuple(2.0**-exponent for exponent in range(10, -1, -1))
 
-#: At least this many ancestor closures are taken, whatever the limit.
+#: Ancestor closures are taken if there are at most so many, even above the limit.
 _CLOSED = 2000
 
 #: For sorting by seconds: finer than measurements, and coarse enough for exact sums.
