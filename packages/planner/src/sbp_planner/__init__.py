@@ -1,1 +1,1 @@
-"""The planners of sbp: `manual` (pins, the rest inferred) and `osdp` (sharding that has to be)."""
+"""The planners of sbp, from `manual` (pins, the rest inferred) to searches such as `osdp`."""

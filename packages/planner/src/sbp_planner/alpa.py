@@ -5,19 +5,19 @@
     inter-op        the segments and submeshes that minimise
                     (m - 1) max_s t_s + sum_s t_s                                               [s]
 
-t_s is the serial time of a stage for one micro-batch: operators, boxing inside, gradients and
-update in its share; or the transfer to the next stage. Inside a stage, equal layers are decided
-alike, and posed once, as in `ilp`; where there is very much to price, signatures near the choice
-axis by axis are looked at. Equal segments on ranks that lie alike are solved once. The inter-op
-program is that of `sbp_planner.stages.table`, exact, and asks only for stages that may be in the
-best pipeline; the paper prices all. `pipedream`'s stages are priced first, so that no plan is
-slower by this objective than its.
+t_s is the time of stage s for one micro-batch, or of the transfer to the next stage. The time of a
+stage is serial: operators, boxing inside, and its share of the gradients and the update. Inside a
+stage, equal layers get equal decisions and are posed once, as in `ilp`. If there are very many
+conversions to price, the search looks only at signatures near the choice axis by axis. Equal
+segments on ranks with the same links are solved once. The inter-op program is the exact one of
+`sbp_planner.stages.table`. It prices only stages that may be in the best pipeline; the paper prices
+all. The stages of `pipedream` are priced first, so no plan is slower by this objective than theirs.
 
-A model of very many blocks is cut between groups of about equal work (`max_blocks`), as the paper
-clusters operators into layers.
+A model of very many blocks is cut only between groups of about equal work (`max_blocks`), as the
+paper clusters operators into layers.
 
-Complexity: joint searches x (blocks^2 / 2 x submeshes x logical shapes at most, a few dozen as a
-rule), or `time_limit_s`; however late it is, one pipeline is priced, on a logical mesh a stage.
+Complexity: joint searches x (blocks^2 / 2 x submeshes x logical shapes at most, usually a few
+dozen), or `time_limit_s`. At least one pipeline is priced, with one logical mesh for each stage.
 
 Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
 Learning", OSDI 2022, sections 4 and 5.
@@ -59,13 +59,13 @@ from sbp_planner.submeshes import (
     submesh_sizes,
 )
 
-#: Searches that are kept: those of the logical meshes of a stage or two.
+#: How many searches are kept: those for the logical meshes of one or two stages.
 _NUM_KEPT = 12
 
 
 @dataclass(frozen=True, slots=True)
 class AlpaPlanner(SearchedPlanner):
-    """Plans stages, and how each is split inside."""
+    """Plans the stages, and how each stage is split inside."""
 
     config: AlpaConfig
 
@@ -75,8 +75,8 @@ class AlpaPlanner(SearchedPlanner):
         """Return the best stages that were found and fit.
 
         Raises:
-            ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
-            PlanError: modules do not tell blocks apart, or nothing that was found fits.
+            ConfigError: the mesh has several axes and none is `pipe`, or a pin is invalid.
+            PlanError: the model has no separate blocks, or nothing that was found fits.
         """
         request = replace(context.request, mesh=pipe_first(context.request.mesh))
         config, mesh = self.config, request.mesh
@@ -129,7 +129,7 @@ class AlpaPlanner(SearchedPlanner):
 
 
 def too_few_blocks(blocks: ModelBlocks, num_stages: int) -> PlanError:
-    """Return the error of a model that has fewer blocks than stages."""
+    """Return the error for a model that has fewer blocks than stages."""
     return PlanError(
         f"the forward pass has {len(blocks.modules)} blocks for {num_stages} stages",
         accepted="at least one block for each stage",
@@ -144,7 +144,7 @@ def _pipedream(
     groups: tuple[tuple[str, ...], ...],
     count: int | None,
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Return the stages of the planner `pipedream` for groups of blocks: modules, and ranks."""
+    """Return the stages of the planner `pipedream` for groups of blocks, as (modules, ranks)."""
     each = None if count is None else (request.mesh.size // count,)
     plan = cut_flushed(
         FlushedProblem(
@@ -166,14 +166,14 @@ def _pipedream(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class IntraOperator:
-    """Solves segments on the logical meshes of submeshes; equal ones once.
+    """Solves segments on the logical meshes of submeshes. Equal segments are solved once.
 
     Args:
-        segments: Of the step.
-        mesh: All ranks.
-        axes: Of every stage.
-        keeps_axes: Whether pins speak of the axes, so that none may be left out.
-        ends: When to look at no further logical meshes, of `time.monotonic`.
+        segments: The segments of the step.
+        mesh: The mesh of all ranks.
+        axes: Names of the mesh axes of every stage.
+        keeps_axes: Whether pins name the axes, so that none may be left out.
+        ends: The time of `time.monotonic` after which no new logical mesh is tried, in s.
     """
 
     segments: StepSegments
@@ -185,26 +185,26 @@ class IntraOperator:
         default_factory=dict
     )
     _within: dict[Hashable, SegmentProgram | None] = field(default_factory=dict)
-    #: Ranks that lie alike are taken to be the first of them, so that prices are shared.
+    #: The first ranks of each class of equal links stand for all of them, so prices are shared.
     _alike: dict[Hashable, StageRanks] = field(default_factory=dict)
-    #: The last searches, as what is free is often asked for within memory next.
+    #: The last searches: a search without a limit is often followed by one within memory.
     _searches: dict[Hashable, SegmentSearch] = field(default_factory=dict)
 
     def least_s(self, blocks: frozenset[int], devices: int) -> float:
-        """Return the work of blocks in equal parts, in seconds of a step."""
+        """Return the work of blocks, divided equally among the devices, in seconds of a step."""
         return sum(self.segments.least_s(block, devices) for block in blocks)
 
     def free_s(self, stage: StageAsked) -> float:
-        """Return the time of the fastest program, in seconds of a step; infinite if none is."""
+        """Return the time of the fastest program, in seconds of a step; infinite without one."""
         found = (self.free(stage, shape) for shape in self._looked_at(stage))
         return min((one[0].cost_s for one in found if one is not None), default=inf)
 
     def program(self, stage: StageAsked) -> StageProgram:
-        """Return the fastest program of all logical meshes that holds no more than the limit."""
+        """Return the fastest program, on any logical mesh, that holds no more than the limit."""
         best: SegmentProgram | None = None
         for shape in self._looked_at(stage):
             free = self.free(stage, shape)
-            # With memory in it, a program takes no less time.
+            # Under a memory limit, a program is no faster than without one.
             if free is None or (best is not None and best.cost_s <= free[0].cost_s):
                 continue
             found = self.within(stage, shape)
@@ -220,7 +220,7 @@ class IntraOperator:
         )
 
     def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
-        """Return the programs on the mesh axes along which any stage has several ranks."""
+        """Return the programs on the mesh axes along which some stage has several ranks."""
         shapes, number = [program.mesh_shape for program in programs], len(self.axes)
         split = [at for at in range(number) if any(shape[at] > 1 for shape in shapes)] or [0]
         if self.keeps_axes:
@@ -232,7 +232,7 @@ class IntraOperator:
         )
 
     def shapes(self, devices: int) -> Iterator[tuple[int, ...]]:
-        """Yield the logical meshes of a stage: with an axis `pipe`, what the mesh says."""
+        """Yield the logical meshes of a stage; with an axis `pipe`, the other axes of the mesh."""
         if PIPE_AXIS in self.mesh.axes:
             named = zip(self.mesh.axes, self.mesh.mesh_shape, strict=True)
             yield tuple(n for axis, n in named if axis != PIPE_AXIS) or (1,)
@@ -240,7 +240,7 @@ class IntraOperator:
             yield from logical_shapes(devices)
 
     def _looked_at(self, stage: StageAsked) -> Iterator[tuple[int, ...]]:
-        """Yield the logical meshes of a stage; once it is late, the first and those known."""
+        """Yield the logical meshes to try for a stage; out of time, the first and known ones."""
         for number, shape in enumerate(self.shapes(stage.devices)):
             if not number or monotonic() < self.ends or self._key(stage, shape) in self._free:
                 yield shape
@@ -248,7 +248,7 @@ class IntraOperator:
     def free(
         self, stage: StageAsked, shape: tuple[int, ...]
     ) -> tuple[SegmentProgram, tuple[int, ...]] | None:
-        """Return the fastest program on a logical mesh; None if pins leave none."""
+        """Return the fastest program on a logical mesh; None if the pins allow none."""
         key = self._key(stage, shape)
         if key not in self._free:
             try:

@@ -1,8 +1,8 @@
-"""A whole strategy of what was decided of its segments.
+"""Joins the decisions for the segments of a step to a whole strategy.
 
-Each stage keeps the signatures and storages of its segment. What no segment decided, because only
-the cut says where it runs (such as the sum of two gradients that cross to the stage before), is
-inferred between them.
+Each stage keeps the signatures and storages of its segment. Some operators are in no segment,
+because the cut decides where they run (such as the sum of two gradients that cross to the previous
+stage). Their signatures are inferred between the segments.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def assembled(
     planner: str,
     report: dict[str, Any],
 ) -> Strategy:
-    """Return the strategy of segments.
+    """Return the strategy that joins the decisions for the segments.
 
     Args:
-        request: What is planned.
-        stages: One for each segment.
-        patterns: Modules of each stage.
-        parts: What was decided of each segment; legal on the mesh of its stage.
-        pins: Of all axes of the stages, resolved.
-        planner: Name for the strategy.
-        report: For the strategy.
+        request: The request to plan.
+        stages: The mesh of each segment.
+        patterns: Module patterns of each stage.
+        parts: The decisions for each segment; legal on the mesh of its stage.
+        pins: The resolved pins, on all axes of the stages.
+        planner: Name of the planner, for the strategy.
+        report: The report of the strategy.
 
     Raises:
-        PlanError: nothing joins the parts.
+        PlanError: no legal strategy joins the parts.
     """
     graph = request.graph
     work = StepWork(

@@ -1,26 +1,26 @@
-"""The planner `auto`: other planners, on other meshes of the same ranks; the fastest that fits.
+"""The planner `auto`: tries several planners on several meshes, and takes the fastest that fits.
 
-    for each candidate, until all are through or the time is up:
-        plan, compile, play in simulated time, predict its memory exactly
+    for each candidate, until all are tried or the time is up:
+        plan, compile, simulate the step, predict its memory exactly
     take the fastest that fits the memory of a rank
 
-A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
-the mesh that was asked for (`starting_pins`); then the same on other meshes of the same ranks (one
-axis, every product of two, stages of a pipeline if the step has micro-batches); then the searches:
-all axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
-`stanza`), stages with programs of their own if the step has micro-batches (`galvatron`, `alpa`),
-`tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
-no slower than any candidate that was looked at; which were not, for want of time, the report says.
+A candidate is a mesh and a way to plan on it. The first candidates are cheap and usually good, on
+the requested mesh (`starting_pins`). Next come the same on other meshes of the same ranks (one
+axis, every product of two, stages of a pipeline if the step has micro-batches). Last come the
+searches: all axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on separate ranks
+(`dlplacer`, `stanza`), separately planned stages if the step has micro-batches (`galvatron`,
+`alpa`), `tofu`, `greedy`. All are compared by the figures of the compiled plan, so the result is no
+slower than any candidate that was tried. The report lists those for which there was no time.
 
-If nothing fits, or only what is slower than something that does not, the fastest of the plans that
-do not fit, and those that need least, are tried with states of the optimizer in the memory of the
-host, if the devices have one (`offloading`). If nothing fits and the step has variants
-(`PlanRequest.family`), the candidates that need least are tried for smaller ones (`variants`), then
-the others, until one fits: activations made again, operators in slices, more micro-batches. If what
-fits is slower than something that does not, `osdp` chooses among the variants, too.
+If no plan fits, or a plan that does not fit is faster than the best one, optimizer states are
+offloaded to host memory, if the devices have any (`offloading`). This is tried for the fastest and
+the leanest plans that do not fit. If nothing fits and the step has variants (`PlanRequest.family`),
+smaller variants (`variants`) are tried until one fits: recomputed activations, operators in slices,
+more micro-batches. The leanest candidates come first. If a plan that does not fit is faster than
+the best one, `osdp` chooses among the variants, too.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
-looked at.
+tried.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ from sbp_planner.search_configs import (
 from sbp_planner.starting_pins import StartingPins, starting_pins
 from sbp_planner.tofu import TofuPlanner
 
-#: Of the time, what is for the step as it is asked for, if it has other variants.
+#: Share of the time for the requested step, if it has other variants.
 _FIRST_SHARE = 0.5
 
-#: Of the candidates, how many are looked at again for smaller variants.
+#: How many of the candidates are tried again for smaller variants.
 _NUM_LEANEST = 4
 
-#: Plans that split no classes and take less than so many times the best are looked at with whole
-#: softmaxes; the fastest of them, at most.
+#: Plans that split no classes and take less than so many times the best time are tried again with
+#: whole softmaxes; at most so many, the fastest first.
 _NEAR, _NUM_NEAR = 1.3, 3
 
-#: Of the fastest and of the leanest that do not fit, how many are looked at with offload.
+#: How many of the fastest, and of the leanest, plans that do not fit are tried with offload.
 _NUM_OFFLOADED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A way to plan a request; `plan` may raise `SbpError` where it is none."""
+    """A way to plan a request; `plan` may raise `SbpError` if it finds no plan."""
 
     name: str
     plan: Callable[[PlanRequest], Strategy]
@@ -94,7 +94,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class AutoPlanner(SearchedPlanner):
-    """Plans by the best of others."""
+    """Plans by the best of several other planners."""
 
     config: AutoConfig
 
@@ -104,8 +104,8 @@ class AutoPlanner(SearchedPlanner):
         """Return the fastest strategy of all candidates that fits.
 
         Raises:
-            ConfigError: a pin of the user cannot be meant.
-            PlanError: no candidate leads to a plan, or none that fits: says which needs least.
+            ConfigError: a pin of the user is invalid.
+            PlanError: no candidate leads to a plan, or no plan fits; names the leanest plans.
         """
         request = context.request
         search = _Search(context, self.config)
@@ -117,7 +117,7 @@ class AutoPlanner(SearchedPlanner):
             leanest = search.leanest()
             search.look_at_offload()
             if not search.look_at_smaller(family, leanest) and not search.fits:
-                search.look_at_smaller(family)  # what is lean on one variant need not be on others
+                search.look_at_smaller(family)  # a lean candidate may need much on other variants
         if family is not None and search.is_short_of_memory and not search.is_out_of_time(1.0):
             search.look_at_offload()
             search.look_at_variants()
@@ -134,7 +134,7 @@ class _Search:
     tried: dict[str, Compiled | SbpError] = field(default_factory=dict)
     untried: list[str] = field(default_factory=list)
     _best_candidate: _Candidate | None = None
-    #: Who made which plan.
+    #: The candidate that made each plan.
     _looked_at: dict[str, _Candidate] = field(default_factory=dict)
     _ends: float = 0.0
 
@@ -163,13 +163,13 @@ class _Search:
         share: float,
         names: Collection[str] = (),
     ) -> bool:
-        """Look at candidates for one variant of the step; return whether one of them fits.
+        """Try candidates for one variant of the step; return whether one of them fits.
 
         Args:
-            request: To plan that variant.
-            variant: Which; None if there are none.
-            share: Of the time, after which no further candidate is looked at while none fits.
-            names: Of the candidates; all if there is none.
+            request: The request for that variant.
+            variant: The variant; None if there are none.
+            share: Share of the time after which no new candidate is tried while none fits.
+            names: Names of the candidates to try; all if empty.
         """
         quiet = replace(request, progress=None, family=None)
         compilation = self.context.compilation(quiet)
@@ -183,7 +183,7 @@ class _Search:
         fits = False
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
-            # What is kept for smaller variants is not needed once something fits.
+            # Candidates that are kept for smaller variants are not needed once a plan fits.
             until = 1.0 if self.fits else share
             if self.is_out_of_time(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
@@ -213,7 +213,7 @@ class _Search:
             self.best_name, self._best_candidate = name, candidate
 
     def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
-        """Look at candidates for smaller variants of the step, until something fits."""
+        """Try candidates for smaller variants of the step, until a plan fits."""
         for variant in smaller_variants(family):
             if self.is_out_of_time(1.0):
                 self.untried.append("smaller variants of the step")
@@ -229,13 +229,13 @@ class _Search:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether a plan that does not fit is faster than the best one, or none fits."""
+        """Whether a plan that does not fit is faster than the best one, or no plan fits."""
         plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
         best = self.best
         return best is None or any(not one.fits and one.step_s < best.step_s for one in plans)
 
     def look_at_variants(self) -> None:
-        """Let `osdp` choose a variant of the step on the mesh that was asked for."""
+        """Let `osdp` choose a variant of the step on the requested mesh."""
         name, left_s = "osdp among variants of the step", max(self._ends - monotonic(), 1e-3)
         osdp = OsdpPlanner(
             OsdpConfig(
@@ -255,7 +255,7 @@ class _Search:
         self._note(name, found, strategy.variant)
 
     def look_at_offload(self) -> None:
-        """Look at plans that do not fit with some of their states in the memory of the host."""
+        """Try plans that do not fit again, with some of their states in host memory."""
         has_host = self.request.cluster.device.host_memory_bytes is not None
         is_chosen = self.config.offload == "auto" and not self.request.offloaded
         if not (has_host and is_chosen) or (self.fits and not self.is_short_of_memory):
@@ -264,7 +264,7 @@ class _Search:
         plans = {
             name: one
             for name, one in self.tried.items()
-            # What was tried of smaller variants is slower than the step, and fits more often.
+            # Smaller variants are slower than the step, and fit more often.
             if isinstance(one, Compiled) and not one.fits and one.strategy.graph_hash == own
         }
         fastest = sorted(plans, key=lambda name: plans[name].step_s)[:_NUM_OFFLOADED]
@@ -278,7 +278,7 @@ class _Search:
                 continue
             one = plans[name]
             if self.best is not None and self.best.fits and one.step_s >= self.best.step_s:
-                continue  # copies do not make it faster
+                continue  # copies do not make a plan faster
             self.context.say(f"trying {name} with offload", index / len(names))
             try:
                 found = until_it_fits(self.context.compilation(), one.strategy)
@@ -290,10 +290,10 @@ class _Search:
                 self._note(f"{name} with offload", found, variant)
 
     def join_classes(self) -> None:
-        """Look at the fastest plans that split no classes with softmaxes as one operator each.
+        """Try the fastest plans that split no classes again, with whole softmaxes.
 
-        That is faster; in parts they are only for plans in which ranks have parts of the classes.
-        So a plan without such parts, if it was not the fastest, may be now.
+        A softmax in one operator is faster. Softmaxes in parts are only for plans that split the
+        classes over ranks. So a plan that splits no classes may now become the fastest.
         """
         family, best = self.request.family, self.best
         if family is None or best is None or self._best_candidate is None:
@@ -320,8 +320,8 @@ class _Search:
     def _without_classes(self, best: Compiled) -> list[_Candidate]:
         """Return the candidates for the best plan's variant that split no classes, fastest first.
 
-        That variant's graph tells them apart from those of others; the best one is always looked
-        at, and of others a few that are not much slower.
+        Plans for other variants have other graphs and are left out. The best plan is always tried;
+        of the other plans only a few that are not much slower.
         """
         assert self._best_candidate is not None, "a candidate made the best plan"
         chosen = [] if splits_classes(best.strategy) else [self._best_candidate]
@@ -352,7 +352,7 @@ class _Search:
             yield from self._searches(given)
 
     def _on(self, mesh: Placement) -> Iterator[_Candidate]:
-        """Yield what inference makes of each way to begin, on one mesh."""
+        """Yield, for one mesh, a candidate that infers from each set of starting pins."""
         try:
             first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
         except ConfigError:
@@ -379,7 +379,7 @@ class _Search:
             yield _Candidate(name=f"{name} on {_mesh_words(mesh)}", plan=plan)
 
     def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
-        # Host memory is looked at where all of them are known (`look_at_offload`).
+        # Offloading is tried once all candidates are known (`look_at_offload`).
         limit, seconds = self.context.limit_bytes, self.config.time_limit_s
         ilp = IlpPlanner(
             IlpConfig(offload=(), memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01)
@@ -399,11 +399,11 @@ class _Search:
         yield from self._stage_searches(mesh)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig(offload=())).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig(offload=())).plan)
-        if len(mesh.axes) <= 2:  # on three it prices so many conversions that minutes go by
+        if len(mesh.axes) <= 2:  # on three, pricing the conversions would take minutes
             yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig(offload=())).plan)
 
     def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
-        """Yield the planners that cut the model into stages, for which it takes micro-batches."""
+        """Yield the planners that cut the model into stages, which needs micro-batches."""
         request, limit = self.request, self.context.limit_bytes
         few = request.graph.num_micro_batches == 1 or mesh.size == 1
         if few or is_bound(request.pins, mesh) or len(_blocks(request.graph)) < 2:
@@ -424,7 +424,7 @@ class _Search:
             yield _Candidate(name=f"{name} on {_mesh_words(one)}", plan=plan)
 
     def result(self) -> Strategy:
-        """Return the best strategy, with what was tried in its report."""
+        """Return the best strategy, with all candidates in its report."""
         if self.best is None:
             for found in self.tried.values():
                 if isinstance(found, SbpError):
@@ -461,7 +461,7 @@ class _Search:
         return replace(strategy, planner="auto", report={**strategy.report, **report})
 
     def leanest(self) -> list[str]:
-        """Return the candidates whose plans need least memory, the least first."""
+        """Return the candidates whose plans need the least memory, in ascending order."""
         plans = {name: one for name, one in self.tried.items() if isinstance(one, Compiled)}
         return sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_LEANEST]
 

@@ -1,4 +1,4 @@
-"""What the commands of this package share: they answer bad options as errors are answered."""
+"""The common part of the commands of this package: bad options raise errors like bad settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sbp_core.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers bad options as the rest of the package does."""
+    """Raises the errors of this package for bad options."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the options.
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def size_bytes(text: str) -> float:
-    """Return the bytes that an option says: a number, or text with a unit.
+    """Return the bytes that an option states: a number, or text with a unit.
 
     Raises:
-        argparse.ArgumentTypeError: it says none.
+        argparse.ArgumentTypeError: it states none.
 
     >>> size_bytes("1.6e10"), size_bytes("16GB"), size_bytes("16 GiB")
     (16000000000.0, 16000000000.0, 17179869184.0)

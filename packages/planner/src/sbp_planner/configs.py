@@ -20,22 +20,22 @@ from sbp_core.serialize import open_file
 if TYPE_CHECKING:
     from sbp_core.placement import Placement
 
-#: Mesh axes that presets know, in the order in which a mesh has them.
+#: Mesh axes that presets use, in the order in which a mesh has them.
 AXES = ("pipe", "data", "tensor")
 
-#: The axis of stages, and that of samples, unless another is named.
+#: The default axes of stages and of samples.
 PIPE, DATA = AXES[0], AXES[1]
 
-#: What `sbp_planner.patterns` finds in graphs.
+#: The patterns that `sbp_planner.patterns` finds in graphs.
 PATTERNS = ("tensor", "classes", "tables", "experts", "sequence")
 
-#: As `pipeline`: the fastest schedule that fits.
+#: The value of `pipeline` for the fastest schedule that fits.
 AUTO = "auto"
 
-#: Where runs leave their folders, unless told otherwise.
+#: The default folder of runs.
 RUNS = "runs"
 
-#: Presets that any model and any mesh can take.
+#: Presets for any model and any mesh.
 FIT_ANY = ("propagate", "manual/data_parallel", "manual/zero")
 
 
@@ -43,12 +43,12 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
     """Refuse a mesh that lacks an axis.
 
     Args:
-        needed: Names of the axes that there must be.
+        needed: Names of the needed axes.
         mesh: Ranks along each axis.
-        axes: Name of each.
+        axes: Name of each axis.
 
     Raises:
-        ConfigError: one is not there; says which mesh and axes to choose.
+        ConfigError: an axis is missing; suggests a mesh and axes.
     """
     missing = [name for name in needed if name not in axes]
     if not missing:
@@ -57,7 +57,7 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
     wanted = sorted(wanted if len(wanted) >= len(needed) else needed, key=_order)
     sizes = list(mesh)
     while len(sizes) < len(wanted):
-        # The last axis becomes two, as even as can be.
+        # The last axis is split into two, as evenly as possible.
         last = sizes.pop()
         part = max(one for one in range(1, last + 1) if last % one == 0 and one * one <= last)
         sizes += [last // part, part]
@@ -72,14 +72,14 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
 
 
 def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
-    """Refuse several axes of which none is that of stages, for planners that cut a model.
+    """Refuse several axes without an axis of stages, for planners that cut a model.
 
     Args:
         mesh: Ranks along each axis.
-        axes: Name of each.
+        axes: Name of each axis.
 
     Raises:
-        ConfigError: so it is; says which mesh and axes to choose.
+        ConfigError: none of several axes is the axis of stages; suggests a mesh and axes.
     """
     if len(axes) < 2 or PIPE in axes:
         return
@@ -95,13 +95,13 @@ def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str])
     """Return the mesh axis over which data are split, and parameters may be.
 
     Args:
-        name: Of the axis; None for `data`, or else the only one of several ranks.
+        name: Name of the axis; None for `data`, or else the only axis of several ranks.
         mesh: Ranks along each axis.
-        axes: Name of each.
+        axes: Name of each axis.
 
     Raises:
-        ConfigError: there is no such axis, or it is that of stages, or it is not known which; says
-            what to choose.
+        ConfigError: there is no such axis, it is the axis of stages, or it is ambiguous; suggests
+            another choice.
     """
     possible = {axis: size for axis, size in zip(axes, mesh, strict=True) if axis != PIPE}
     several = [axis for axis, size in possible.items() if size > 1] or list(possible)
@@ -122,7 +122,7 @@ def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str])
 
 
 def fit_any() -> str:
-    """Return the presets that fit any model and any mesh, as one types them."""
+    """Return the presets for any model and any mesh, as typed on the command line."""
     return ", ".join(f"planner={preset}" for preset in FIT_ANY)
 
 
@@ -135,23 +135,23 @@ class ManualConfig:
     """Settings of `sbp_planner.manual`.
 
     Args:
-        patterns: Mesh axis -> names of patterns that are looked for in the graph of the step, see
-            `sbp_planner.patterns`; `*` is every axis that is not named. What is found comes after
-            pins of words (`batch`, `parameters`, ...) and before those of names.
+        patterns: Mesh axis -> names of patterns to find in the graph of the step, see
+            `sbp_planner.patterns`; `*` is every axis that is not named. Their pins come after pins
+            of words (`batch`, `parameters`, ...) and before pins of names.
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         pipeline: The schedule of several stages, by its name in `sbp_core.pipeline`, or `auto` for
             the fastest that fits.
         chunks: How many stages each position of the axis `pipe` holds; None for as many as the
             schedule needs.
-        stage_ranks: Instead of an axis `pipe`, how many positions of the first axis of the mesh
-            each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
+        stage_ranks: Instead of an axis `pipe`, the number of positions of the first mesh axis that
+            each stage has, `(15, 1)`; the positions of a stage share each micro-batch.
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
-        offload: Patterns of states that are in the memory of the host, `optimizer_states` for all
-            that can; `auto` for as few as it takes to fit. See `sbp_core.planning.search`.
+        offload: Patterns of states in host memory, `optimizer_states` for all that can be there;
+            `auto` for as few as needed to fit. See `sbp_core.planning.search`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
-        fits: Models whose names the pins speak of, for messages; empty: any.
+        fits: Models whose names the pins use, for messages; empty: any.
     """
 
     patterns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -181,22 +181,22 @@ class ManualConfig:
 
     @property
     def needed_axes(self) -> tuple[str, ...]:
-        """Mesh axes that there must be; stages of unequal ranks need no axis of their own."""
+        """The needed mesh axes; stages of unequal ranks need no axis `pipe`."""
         return () if self.stage_ranks else self.needs_axes
 
     def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh without the axes that the pins need; see `ChecksCombination`.
 
         Raises:
-            ConfigError: so it is; says which mesh and axes to choose.
+            ConfigError: an axis is missing; suggests a mesh and axes.
         """
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         check_axes(self.needed_axes, mesh, axes)
         check_host(self.offload, others)
         if mesh and self.pins:
-            # Here and not above: hook modules are imported for every command, and these take a
-            # while.
+            # Imported here because hook modules are imported for every command, and these modules
+            # take a while.
             from sbp_core.infer import stage_placements
             from sbp_core.placement import Placement
 
@@ -210,11 +210,11 @@ def _check_pins(
 
     Args:
         pins: Pattern -> value.
-        key: Of the setting that has them, for messages.
-        mesh: Of a stage, if it is known: no pin speaks of other axes.
+        key: The setting that holds them, for messages.
+        mesh: The mesh of a stage, if it is known: pins may name no other axes.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: a pin cannot be read.
     """
     from sbp_core.infer import check_pin  # see above
 
@@ -230,10 +230,10 @@ class PropagateConfig(Offloads):
     """Settings of `sbp_planner.propagate`.
 
     Args:
-        pin_sets: Name -> pins, as of `ManualConfig`; all other tensors are inferred. Pins that
-            cannot be read are refused when they are tried.
+        pin_sets: Name -> pins, as in `ManualConfig`; all other tensors are inferred. Unreadable
+            pins are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        pipeline, chunks, stage_ranks, vertical_sync, offload: As of `ManualConfig`.
+        pipeline, chunks, stage_ranks, vertical_sync, offload: As in `ManualConfig`.
     """
 
     FORMER_NAMES: ClassVar[Mapping[str, str]] = {"tries": "pin_sets"}
@@ -269,10 +269,10 @@ class PropagateConfig(Offloads):
 def _check_stages(
     pipeline: str, chunks: int | None, stage_patterns: Sequence[Sequence[str]]
 ) -> None:
-    """Refuse what says nothing of stages.
+    """Refuse settings that do not determine the stages.
 
     Raises:
-        ConfigError: so it does.
+        ConfigError: the settings do not.
     """
     if pipeline not in (*SCHEDULES, AUTO):
         raise ConfigError(f"pipeline={pipeline!r}", accepted=nearest(pipeline, (*SCHEDULES, AUTO)))
@@ -292,14 +292,14 @@ class OsdpConfig:
 
     Args:
         axis: The mesh axis over which data are split, and parameters may be; None for `data`, or
-            else the only one of several ranks.
-        pins: What is decided before, as of `ManualConfig`, such as what other axes split.
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+            else the only axis of several ranks.
+        pins: Pins to keep, as in `ManualConfig`, such as the splits on other axes.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
         batch_sizes: Samples of a step to compare with `trainer.batch_size`, by samples per second;
-            `auto` for those twice as large, and so on, while they fit. Empty: none.
-        time_limit_s: After which no further variant of the step is looked at, in seconds.
-        stage_patterns, pipeline, chunks, stage_ranks: Of the stages, as of `ManualConfig`.
-        offload: As of `ManualConfig`.
+            `auto` doubles the batch while it fits. Empty: none.
+        time_limit_s: Seconds after which no new variant of the step is tried.
+        stage_patterns, pipeline, chunks, stage_ranks: The stages, as in `ManualConfig`.
+        offload: As in `ManualConfig`.
     """
 
     axis: str | None = None
@@ -341,7 +341,7 @@ class OsdpConfig:
         """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksCombination`.
 
         Raises:
-            ConfigError: so it is; see `check_split_axis`.
+            ConfigError: there is no such axis; see `check_split_axis`.
         """
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
@@ -357,7 +357,7 @@ class FileConfig:
     Args:
         path: The strategy, as YAML or, where the name ends in `.json`, as JSON.
         allow_other_graph: Whether to accept a strategy of a graph that differs in more than names.
-        offload: States besides those that the file has in the memory of the host, as of
+        offload: States to put in host memory in addition to those of the file, as in
             `ManualConfig`.
     """
 
@@ -383,9 +383,9 @@ class FileConfig:
         """Refuse a file that is no strategy, or one for another mesh, before there is a graph.
 
         Raises:
-            ConfigError: so it is; see `sbp_planner.strategy_file.check_form`.
+            ConfigError: the file is refused; see `sbp_planner.strategy_file.check_form`.
         """
-        # Here and not above: hook modules are imported for every command, and these take a while.
+        # Imported here because hook modules are imported for every command, and this takes a while.
         from sbp_core.placement import Placement
         from sbp_planner.strategy_file import check_form
 
@@ -397,7 +397,7 @@ class FileConfig:
 
 
 def _strategy_near(path: str) -> str:
-    """Return what to do about a path that is no file: the strategy of a run, like it or newest."""
+    """Return advice on a path that is no file: the strategy of a similar or the newest run."""
     inside = [Path(path, name) for name in ("strategy.yaml", "strategy.json")]
     if found := [file for file in inside if file.is_file()]:
         return f"set planner.path={found[0]}"

@@ -1,22 +1,22 @@
-"""Dims of a step that are split together, and what its parameters do along them.
+"""Dims of a step that are split together, and the use of its parameters along them.
 
-The signatures of operators that split a label say which dims of its tensors are one thing: where
-one is split, so are the others. Over a whole forward pass they form groups, whatever modules and
-parameters are called:
+A signature that splits a label of an operator shows which dims of its tensors belong together: if
+one is split, so are the others. Over a whole forward pass they form groups, whatever the names of
+modules and parameters:
 
-    h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are groups of their own
+    h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are separate groups
     y = relu(h)        y: n f                                 f goes on
     z = y @ down.T     down: e f  z: n e                      f ends: it is summed away
 
-A group ends where an operator needs a dim whole, such as a norm of a residual stream. Along a group
-a parameter plays one of these parts in a product or a look-up, besides following (as biases do):
+A group ends where an operator needs a dim whole, such as a norm of a residual stream. Along a
+group, a parameter has one of these roles in a product or a look-up (or it follows, as biases do):
 
     makes        up in f            the result has the dim, the activation has not      columns
     contracts    down in f          it is summed away                                   rows
     batches      experts in e       parameter, activation and result have it            experts
     looks up     table in v         integers of the batch choose rows of it             tables
 
-Holds no plan: what is made of groups is `sbp_planner.patterns`.
+This module makes no plan: `sbp_planner.patterns` makes patterns of groups.
 
 Source: Alabed et al., "TOAST: fast and scalable auto-partitioning based on principled static
 analysis", arXiv:2508.15010, section 3 (named dimensions; here they follow from signatures).
@@ -39,7 +39,7 @@ TensorDim = tuple[str, int]
 
 
 class GroupRole(StrEnum):
-    """What a parameter does along a group; see the module's docstring."""
+    """The role of a parameter along a group; see the module's docstring."""
 
     MAKES = "makes"
     CONTRACTS = "contracts"
@@ -52,10 +52,10 @@ class Use:
     """One use of parameters along a group.
 
     Args:
-        part: What they do.
+        part: Their role.
         node: The product or look-up.
-        parameters: Those that the node gets, through views and conversions.
-        activations: The values of the batch that it gets.
+        parameters: Parameters that the node gets, through views and conversions.
+        activations: Values of the batch that the node gets.
         flop: Work of the node, in floating-point operations.
     """
 
@@ -71,10 +71,10 @@ class DimGroup:
     """Dims that are split together.
 
     Args:
-        dims: All of them, of inputs and of values of the forward pass, in graph order.
-        uses: What parameters do along it, in graph order.
+        dims: All of its dims, of inputs and of values of the forward pass, in graph order.
+        uses: The uses of parameters along it, in graph order.
         ends: Values whose dim an operator needs whole, so that they would be gathered.
-        is_reduced: Whether maxima are taken along it, as those of a softmax in parts.
+        is_reduced: Whether maxima are taken along it, as in a softmax in parts.
     """
 
     dims: tuple[TensorDim, ...]
@@ -83,7 +83,7 @@ class DimGroup:
     is_reduced: bool = False
 
     def of(self, part: GroupRole) -> tuple[Use, ...]:
-        """Return the uses of one kind."""
+        """Return the uses with one role."""
         return tuple(use for use in self.uses if use.part is part)
 
     @property
@@ -93,19 +93,19 @@ class DimGroup:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether no value has two dims of it, of which only one could be split."""
+        """Whether no value has two dims in the group, of which only one could be split."""
         return len(self.by_value) == len(self.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimGroups:
-    """What the forward pass of a step shows.
+    """The groups of dims in the forward pass of a step.
 
     Args:
-        groups: Its groups, in graph order.
-        made_of: The parameters of which a value is made, for values that hang on no batch.
-        of_batch: The values that hang on the batch.
-        samples: The dims that samples lead: (sample) or (sample, time).
+        groups: The groups, in graph order.
+        made_of: For values that do not depend on the batch, the parameters they are made of.
+        of_batch: The values that depend on the batch.
+        samples: The leading dims of samples: (sample) or (sample, time).
     """
 
     groups: tuple[DimGroup, ...]
@@ -119,10 +119,10 @@ def dim_groups(graph: LogicalGraph, num_ranks: int, num_before: int = 1) -> DimG
 
     Args:
         graph: The step.
-        num_ranks: Over how many ranks dims are to be split: whether an operator can take a split
-            may hang on that, as of 4 heads on 8 ranks.
-        num_before: Over how many ranks, by other mesh axes, samples are split before. With one
-            sample on each, rows (sample, time) are split over times as times are.
+        num_ranks: Number of ranks over which dims are to be split. Whether an operator can take a
+            split may depend on it, such as with 4 heads on 8 ranks.
+        num_before: Number of ranks over which other mesh axes split samples before. With one
+            sample on each, rows (sample, time) are split over times, as the dim of times is.
 
     Raises:
         SignatureError: an operator has no signatures.
@@ -142,17 +142,17 @@ def dim_groups(graph: LogicalGraph, num_ranks: int, num_before: int = 1) -> DimG
 def label_splits(
     call: OpCall, num_ranks: int, num_before: int = 1, samples: Collection[TensorDim] = ()
 ) -> Iterator[Signature1d]:
-    """Yield a signature for each label of a call that can be split, that of the label alone.
+    """Yield, for each label of a call that can be split, the signature that splits only it.
 
     Args:
         call: The call.
-        num_ranks: Over how many ranks.
-        num_before: Over how many samples are split before; see `dim_groups`.
-        samples: Dims of values that samples lead, which are split before.
+        num_ranks: Number of ranks to split over.
+        num_before: Number of ranks over which samples are split before; see `dim_groups`.
+        samples: Leading dims of samples, which are split before.
     """
     behind: list[Signature1d] = []
     if num_before > 1:
-        # What can be split after samples, if each rank has one of them.
+        # Splits that are possible after samples, if each rank has one sample.
         found = derivation(call)
         leading = {
             signature.label
@@ -165,10 +165,10 @@ def label_splits(
             if {label for label, _ in signature.follows} <= leading
             and prod(extent for _, extent in signature.follows) == num_before
         ]
-    # What the axes before have split down to one element is not split again.
+    # A label that earlier axes have split down to one element is not split again.
     seen = {label for signature in behind for label, _ in signature.follows} | {""}
     for signature in (*derive(call, num_ranks), *behind):
-        # Of several signatures that split a label, the first is that of the label alone.
+        # Of several signatures that split a label, the first splits only that label.
         if signature.label not in seen:
             seen.add(signature.label)
             yield signature
@@ -186,7 +186,7 @@ class _LabelSplit(NamedTuple):
 
 @dataclass(slots=True)
 class _Groups:
-    """Dims joined so far (a forest of disjoint sets), and what was seen along them."""
+    """Dims joined so far (a forest of disjoint sets), and the uses seen along them."""
 
     graph: LogicalGraph
     num_ranks: int
@@ -195,11 +195,11 @@ class _Groups:
     uses: list[tuple[TensorDim, Use]] = field(default_factory=list)
     ends: list[TensorDim] = field(default_factory=list)
     reduced: list[TensorDim] = field(default_factory=list)
-    #: The parameters that a value is made of, if it hangs on no batch.
+    #: The parameters that a value is made of, if it does not depend on the batch.
     made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: The values that hang on the batch.
+    #: The values that depend on the batch.
     of_batch: set[str] = field(default_factory=set)
-    #: The dims that samples lead.
+    #: The leading dims of samples.
     samples: set[TensorDim] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -211,24 +211,24 @@ class _Groups:
                 self.made_of[entry.name] = (entry.name,)
 
     def root(self, dim: TensorDim) -> TensorDim:
-        """Return the dim that stands for the group of a dim."""
+        """Return the dim that represents the group of a dim."""
         while (above := self.parent.setdefault(dim, dim)) != dim:
             self.parent[dim] = self.parent[above]
             dim = above
         return dim
 
     def add(self, node: Node) -> None:
-        """Join the dims of one operator, and note what parameters do in it."""
+        """Join the dims of one operator, and record the roles of parameters in it."""
         call = OpCall.of(self.graph, node)
         names = call.tensor_names
-        # Results hang on the batch, or else are made of parameters.
+        # Results depend on the batch, or else are made of parameters.
         activations = tuple(name for name in names if name in self.of_batch)
         if activations:
             self.of_batch.update(node.outputs)
         else:
             made_of = dict.fromkeys(one for name in names for one in self.made_of.get(name, ()))
             self.made_of.update(dict.fromkeys(node.outputs, tuple(made_of)))
-        # Samples lead the dims of results that would be split as they are.
+        # Samples lead the dims of results that are split together with leading dims of samples.
         seen = {""}
         for signature in derivation(call).legal:
             if signature.label not in seen:

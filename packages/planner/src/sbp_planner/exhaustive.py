@@ -1,17 +1,17 @@
-"""The planner `exhaustive`: every assignment of a small step, so the truth about others.
+"""The planner `exhaustive`: looks at every assignment of a small step, to test other planners.
 
     minimise    serial time of a step: operators and boxing, by `sbp_core.infer.StepProblem`    [s]
     such that   the compiled plan fits the memory of a rank                                     [B]
 
-Depth first over the storage of each input and the signature of each operator on all mesh axes, in
-the order of the graph. A branch ends where what is decided, and the cheapest that each open
-variable can be by itself, cost no less than the best so far. Where the plan of the cheapest does
-not fit, a second search compiles all that it comes to, and ends branches by the best that fits.
-Variants of the step that are left open are looked at in turn, each for what costs less than the
-best so far. States in the memory of the host are chosen as by all planners (`offload_search`);
-where these are, this is exact. Nothing else is pruned: this is what other planners are tested
-against, on graphs of a few operators. The time grows with the product of the
-numbers of options; `max_assignments` bounds how many are looked at of a variant.
+It goes depth first over the storage of each input and the signature of each operator on all mesh
+axes, in the order of the graph. A branch ends where its lower bound is no less than the best so
+far: the cost of what is decided, plus the least cost of each open variable by itself. If the plan
+of the cheapest assignment does not fit, a second search compiles every assignment that it reaches,
+and ends branches by the best plan that fits. Variants of the step that are left open are searched
+in turn, each for what costs less than the best so far. Offloaded states are chosen as in all
+planners (`offload_search`); for a given choice of them the search is exact. Nothing else is pruned,
+because other planners are tested against this one, on graphs of a few operators. The time grows
+with the product of the numbers of options; `max_assignments` limits the assignments of a variant.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.search_configs import ExhaustiveConfig
 
-#: Sums in another order differ by less than this share.
+#: Sums in another order differ by less than this relative amount.
 _TIE = 1e-12
 
-#: After so many branches more, progress is told.
+#: Progress is reported after this many branches.
 _TELL = 20_000
 
 
@@ -57,7 +57,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class ExhaustivePlanner(SearchedPlanner):
-    """Plans by looking at everything."""
+    """Plans by looking at all assignments."""
 
     config: ExhaustiveConfig
 
@@ -68,7 +68,7 @@ class ExhaustivePlanner(SearchedPlanner):
 
         Raises:
             ConfigError: there are more assignments than `max_assignments`.
-            PlanError: nothing fits, or nothing fulfils the pins.
+            PlanError: nothing fits, or the pins cannot be satisfied.
         """
         request, limit = context.request, context.limit_bytes
         best: _Found | None = None
@@ -116,12 +116,12 @@ class _Variant:
     """All assignments of one graph.
 
     Args:
-        request: To plan it.
+        request: The request to plan.
         config: The settings of the planner.
         limit_bytes: Memory of one rank.
 
     Raises:
-        PlanError: nothing fulfils the pins.
+        PlanError: the pins cannot be satisfied.
     """
 
     def __init__(self, request: PlanRequest, config: ExhaustiveConfig, limit_bytes: float) -> None:
@@ -132,7 +132,7 @@ class _Variant:
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.search = _Search(self.problem, config.max_assignments, request.progress)
         self.least_bytes = inf
-        #: Of what was looked at, whatever it holds.
+        #: The least seconds of any assignment that was considered, whatever memory it takes.
         self.cheapest_s = inf
 
     def run(self, below_s: float) -> tuple[float, Compiled] | None:
@@ -140,7 +140,7 @@ class _Variant:
 
         Raises:
             ConfigError: there are too many assignments.
-            PlanError: none fulfils the pins, whatever it takes.
+            PlanError: no assignment satisfies the pins, whatever it takes.
         """
         search = self.search
         search.bound_s = below_s
@@ -172,12 +172,12 @@ class _Variant:
 
 
 class _Search:
-    """Depth first through the values of the variables of a step.
+    """Goes depth first through the values of the variables of a step.
 
     Args:
         problem: The step.
-        max_assignments: Branches that may be looked at.
-        progress: Is told which part of these was.
+        max_assignments: How many branches may be considered.
+        progress: Called with the share of these that was considered.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class _Search:
         self.problem, self.max_assignments = problem, max_assignments
         self.progress = progress
         self._told = 0
-        #: Only what costs less is yielded.
+        #: Only assignments that cost less are yielded.
         self.bound_s = FORBIDDEN_S
         self.num_looked_at = 0
-        # Storage first, as operators ask for what is stored, then the operators in order.
+        # Storages first, because operators convert from them; then the operators in order.
         order = [*problem.storage_variable.values(), *problem.node_variable.values()]
         self.order = list(dict.fromkeys(order))
         position = {variable: at for at, variable in enumerate(self.order)}
@@ -207,7 +207,7 @@ class _Search:
         """Yield (seconds, values) of assignments that cost less than `bound_s`.
 
         Raises:
-            ConfigError: too many branches were looked at.
+            ConfigError: too many branches were considered.
         """
         values = [0] * len(self.order)
         yield from self._from(0, 0.0, values)
@@ -245,7 +245,7 @@ class _Search:
                 yield from self._from(at + 1, seconds + step, values)
 
     def _conversions(self, at: int, values: list[int]) -> float:
-        """Return what the boxing costs whose last variable is the one that was just decided."""
+        """Return the cost of the boxing whose last undecided variable was just decided."""
         return sum(self.problem.groups[number].cost(values) for number in self.ready[at])
 
 

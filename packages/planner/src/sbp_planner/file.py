@@ -1,6 +1,6 @@
 """The planner `file`: a strategy from a file, written by an earlier run and perhaps edited.
 
-Reads what a run leaves as `strategy.yaml` and `strategy.json`, and decides nothing itself.
+Reads the `strategy.yaml` or `strategy.json` of a run, and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
 from sbp_planner.strategy_file import check_mesh, naming, read, read_variant
 
-#: Most names that a message lists.
+#: How many names a message lists at most.
 _MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlanner(SearchedPlanner):
-    """Reads its plans."""
+    """Reads its plans from a file."""
 
     config: FileConfig
 
-    #: It takes the micro-batches of the file.
+    #: The micro-batches are those of the file.
     chooses_variants = True
 
     def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy of the file, with predictions for this cluster.
 
         Raises:
-            ConfigError: the file cannot be read, its strategy is for another graph or mesh, or not
-                legal: see `check_strategy`.
+            ConfigError: the file cannot be read; its strategy is for another graph or mesh, or is
+                illegal (see `check_strategy`).
         """
         request = context.request
         path = Path(self.config.path)
         with naming(path):
-            # The graph that names are looked up in is that of the variant that the file is for.
+            # Names are looked up in the graph of the variant that the file is for.
             variant = read_variant(path, request.family)
             request = _of(request, variant)
             found, lines = read(path, request.graph)
@@ -59,7 +59,7 @@ class FilePlanner(SearchedPlanner):
             )
             on_host = request.offloaded | offloaded_states(strategy)
             strategy = with_states(request, strategy, on_host)
-            # Nothing can be predicted of a strategy that is not legal.
+            # Predictions need a legal strategy.
             check_strategy(request.graph, strategy, lines)
             predicted = predict_cost(request.graph, strategy, request.cluster, request.options)
         strategy = replace(strategy, variant=variant if request.family is None else None)
@@ -72,7 +72,7 @@ class FilePlanner(SearchedPlanner):
         """Check that a strategy is for the mesh, the micro-batches and the graph of a request.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is for another mesh, number of micro-batches or graph.
         """
         check_mesh(read, request.mesh, lines)
         count = request.graph.num_micro_batches
@@ -99,10 +99,10 @@ def _other_count(read: int, asked: int, where: str | Sequence[str] = "") -> Conf
 
 
 def _of(request: PlanRequest, variant: GraphVariant | None) -> PlanRequest:
-    """Return the request for a variant of the step, if that is one that may be chosen.
+    """Return the request for a variant of the step, if it may be chosen.
 
     Raises:
-        ConfigError: its number of micro-batches is not.
+        ConfigError: its number of micro-batches may not be chosen.
     """
     family = request.family
     if variant is None or family is None or variant == family.variant:
@@ -116,7 +116,7 @@ def _of(request: PlanRequest, variant: GraphVariant | None) -> PlanRequest:
 
 
 def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
-    """Check that a strategy decides on what the graph has, and on nothing else.
+    """Check that a strategy decides on every value of the graph, and on nothing else.
 
     Raises:
         ConfigError: it does not.

@@ -1,4 +1,4 @@
-"""The planner `galvatron`: a pipeline over groups of ranks, and in each stage a way for each layer.
+"""The planner `galvatron`: a pipeline over groups of ranks, and a way for each layer of a stage.
 
     for each number of micro-batches m that there may be, and each number of stages p
         cut the layers into p stages of ranks / p ranks, and choose a way w_l for each layer:
@@ -7,16 +7,17 @@
             such that   sum of layers u_l(w_l, n_s) + the largest transient <= the limit       [B]
     take the best whose compiled plan fits
 
-c is what a layer takes under a way (`layer_search`: samples split, states sharded, matrices split,
-or products of these), x what it takes to go to the way of the next layer, u what it holds with n
-micro-batches in flight. Inside a stage this is a chain under a limit of memory (`layer_wise`), over
-stages `sbp_planner.stages.table`. Layers are the blocks of the model.
+A *way* parallelises a layer: samples split, states sharded, matrices split, or products of these
+(`layer_search`). c is the time of a layer under a way, x the time to convert to the way of the next
+layer, u the memory with n micro-batches in flight. Inside a stage this is a chain under a memory
+limit (`layer_wise`); over the stages it is `sbp_planner.stages.table`. Layers are the blocks of the
+model.
 
-Unlike the original, stages have equal times rather than equal numbers of layers, the time is that
-of the pipeline and not a sum, how a layer is split inside comes out of its operators, and memory is
-corrected by what the compiled plan holds.
+Unlike the original, stages have equal times rather than equal numbers of layers; the time is that
+of the pipeline and not a sum; the split inside a layer follows from its operators; and the memory
+is corrected by the compiled plan.
 
-Complexity: joint searches x different layers x ways, then, for each stage that may be in the best
+Complexity: joint searches x different layers x ways; then, for each stage that may be in the best
 pipeline, layers x ways^2 x granules.
 
 Source: Miao et al., "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic
@@ -54,13 +55,13 @@ from sbp_planner.segments import StepSegments, grouped, merged
 from sbp_planner.stage_search import StageSearch, StageSettings
 from sbp_planner.submeshes import pipe_first
 
-#: Of the numbers of stages and micro-batches, how many are listed.
+#: How many pairs of (number of stages, number of micro-batches) are listed.
 _NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
 class GalvatronPlanner(SearchedPlanner):
-    """Plans stages, and a way for each layer."""
+    """Plans the stages, and a way for each layer."""
 
     config: GalvatronConfig
 
@@ -70,8 +71,8 @@ class GalvatronPlanner(SearchedPlanner):
         """Return the best plan that was found and fits.
 
         Raises:
-            ConfigError: the mesh has several axes besides `pipe`, or a pin cannot be meant.
-            PlanError: modules do not tell blocks apart, or nothing that was found fits.
+            ConfigError: the mesh has several axes apart from `pipe`, or a pin is invalid.
+            PlanError: the model has no separate blocks, or nothing that was found fits.
         """
         request = replace(context.request, mesh=pipe_first(context.request.mesh))
         ends = monotonic() + context.time_limit_s
@@ -103,13 +104,13 @@ class GalvatronPlanner(SearchedPlanner):
                 best_s = fits.strategy.report["objective_s"]
                 best = replace(fits, strategy=replace(fits.strategy, variant=variant))
         if best is None:
-            # Says which limit nothing keeps to.
+            # The error names the limit that no plan keeps.
             raise failure or _refusal(searches[0][0])
         others = [objective_s for objective_s, _ in found]
         return _told(best.strategy, [searches[number][0] for _, number in found], others)
 
     def _searches(self, request: PlanRequest, ends: float) -> Iterator[StageSearch]:
-        """Yield the search of each number of stages."""
+        """Yield the search for each number of stages."""
         mesh, config = request.mesh, self.config
         wanted = pipe_positions(request)
         _check_one_axis(mesh)
@@ -160,10 +161,10 @@ def _with_count(family: GraphFamily, count: int) -> tuple[GraphVariant, ...]:
 
 
 def _check_one_axis(mesh: Placement) -> None:
-    """Refuse a mesh of several axes besides `pipe`: the ranks of a stage are factored here.
+    """Refuse a mesh of several axes apart from `pipe`: this planner factors the ranks of a stage.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the mesh has several.
     """
     named = zip(mesh.axes, mesh.mesh_shape, strict=True)
     split = {axis: size for axis, size in named if axis != PIPE_AXIS and size > 1}
@@ -181,7 +182,7 @@ def _check_one_axis(mesh: Placement) -> None:
 def _told(
     strategy: Strategy, searches: Sequence[StageSearch], objectives: Sequence[float]
 ) -> Strategy:
-    """Return a strategy whose report says what else there was."""
+    """Return a strategy whose report lists all numbers of stages and micro-batches tried."""
     lines = list(strategy.report["explanation"])
     tried = sorted(
         (objective_s, search.settings.num_stages, search.count)

@@ -1,12 +1,12 @@
-"""The planner `greedy`: operator after operator, the signature that is cheapest right there.
+"""The planner `greedy`: operator after operator, the signature that is cheapest at that point.
 
     for each operator, in the order of the graph:
         choose its signature on all mesh axes to minimise
             its own time + the boxing of its arguments, as they were made or are stored         [s]
 
-What comes later is not looked at, and what was chosen is not taken back: states are stored whole
-unless they are pinned, and the batch as the pins say. Fast, and a baseline: its plans are legal,
-and often far from the best.
+It does not look ahead, and does not take a choice back. States are stored whole unless they are
+pinned, and the batch follows the pins. It is fast, and a baseline: its plans are legal, and often
+far from the best.
 
 Complexity: operators x signatures x arguments.
 
@@ -33,11 +33,11 @@ class GreedyPlanner(SearchedPlanner):
     config: GreedyConfig
 
     def propose(self, context: PlanContext) -> Strategy:
-        """Return what the rule of the module's docstring comes to.
+        """Return the strategy that the rule of the module's docstring gives.
 
         Raises:
-            ConfigError: a pin cannot be meant.
-            PlanError: the choices of earlier operators leave a later one nothing that is legal.
+            ConfigError: a pin is invalid.
+            PlanError: the choices for earlier operators leave no legal choice for a later one.
         """
         request = context.request
         quiet = replace(request, progress=None)

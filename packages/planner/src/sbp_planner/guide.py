@@ -1,18 +1,18 @@
-"""The guide of `osdp`: what each parameter costs either way, as if parameters did not interact.
+"""The guide of `osdp`: the cost of each parameter replicated or sharded, without interactions.
 
-With N ranks on one mesh axis, S bytes of a parameter on a rank that shards nothing there (of what
-the other axes leave of it), M micro-batches in a step:
+With N ranks on one mesh axis, S bytes of a parameter on a rank if it is not sharded on that axis
+(what the other axes leave of it), M micro-batches in a step:
 
     resident     replicated   parameter + gradient + optimizer states (4 S for AdamW)        [B]
-                 sharded      the same of the first rank's shard, ceil(n / N) of n rows
-                 a state that is offloaded, of either, is not there
+                 sharded      the same for the first rank's shard, ceil(n / N) of n rows
+                 offloaded states are left out in both
     transient    sharded      2 S while it is used: the gathered parameter and its gradient  [B]
     seconds      either       its gathers, the boxing of its gradient and new values, and its
                               update, priced by `sbp_core.cost` as the strategies do them;
-                              copies of states that are offloaded, in one direction          [s]
+                              copies of offloaded states, in one direction                   [s]
 
-The sums over parameters say in which order choices are worth looking at. They are no predictions:
-boxing that travels together shares its latency, and memory is a matter of lifetimes.
+The sums over parameters give the order in which choices are tried. They are not predictions:
+tensors in one bucket share the latency, and memory depends on lifetimes.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3 (there with a ring's α-β prices for the communication).
@@ -60,7 +60,7 @@ def states_of(graph: LogicalGraph, name: str) -> list[GraphInput]:
 def update_values(graph: LogicalGraph) -> dict[str, list[str]]:
     """Return, for each parameter, the values of its shape that its update alone uses or makes.
 
-    An optimizer node belongs to the parameter whose states it reads, directly or through others.
+    An optimizer node belongs to the parameter whose states it reads, also through other nodes.
     """
     owner: dict[str, str] = {}
     for entry in graph.inputs:
@@ -101,7 +101,7 @@ def owners(graph: LogicalGraph, names: Sequence[str]) -> dict[str, str]:
         for value in updates.get(name, ()):
             node = graph.producers.get(value)
             if node is not None and node.op == "sbp.accumulate":
-                # The gradient may be boxed before it is added up, too.
+                # The gradient may also be boxed before it is accumulated.
                 found |= dict.fromkeys(graph.tensor_inputs(node), name)
     return found
 
@@ -114,7 +114,7 @@ def parameter_options(
     replicated: Strategy,
     sharded: Strategy,
 ) -> tuple[tuple[KnapsackOption, KnapsackOption], ...]:
-    """Return what each parameter costs replicated, and sharded.
+    """Return the cost of each parameter as two options: replicated, and sharded.
 
     Args:
         graph: The step.
@@ -145,7 +145,7 @@ def parameter_options(
 
 
 def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
-    """Return what a rank holds of a parameter, its states and, if it is trained, its gradient."""
+    """Return a rank's bytes of a parameter, its states and, if it is trained, its gradient."""
     states = sum(
         shard_bytes(graph, strategy, entry.name)
         for entry in states_of(graph, name)
@@ -156,7 +156,7 @@ def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
 
 
 def shard_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
-    """Return what the first rank, whose shard is the largest, holds of a state."""
+    """Return the bytes of a state on the first rank, whose shard is the largest."""
     tensor, storage = graph.tensor(name), strategy.storage[name]
     mesh_shape = strategy.stages[storage.stage].mesh_shape
     shape = local_shape(tensor.shape, storage.sbp, mesh_shape, (0,) * len(mesh_shape))

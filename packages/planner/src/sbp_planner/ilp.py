@@ -5,20 +5,20 @@
                 equal layers are decided alike, unless `tied` is false
 
 s_v is the signature of an operator, or the storage of a state, on all mesh axes at once; t its time
-on the rank with the largest shard; x_c the time of conversion c, paid once for all who ask for it
-(`joint.lower`). It is solved by `sbp_planner.choice`, whose page says how, and what its bound
-means: no assignment costs less. Overlap is not in the objective; the time that is reported as
-predicted is that of the compiled plan in simulated time. Memory over time is in the program by an
-estimate (`joint.lifetime`) that is corrected by exact memory (`joint.search`).
+on the rank with the largest shard; x_c the time of conversion c, which all its users share
+(`joint.lower`). `sbp_planner.choice` solves the program. Its bound means that no assignment costs
+less. Overlap is not in the objective, but the predicted time that is reported is the simulated time
+of the compiled plan. Memory over time is in the program as an estimate (`joint.lifetime`), which is
+corrected by the exact memory of compiled plans (`joint.search`).
 
-Of the variants of the step that are left open (micro-batches, recomputation, slices), each is
-solved unless its bound says that it is no faster than the best plan so far (`joint.family`).
+If variants of the step are left open (micro-batches, recomputation, slices), each is solved unless
+its bound proves that it is no faster than the best plan so far (`joint.family`).
 
-If no plan fits, or memory costs more than a little, all of that is done again with states of the
-optimizer in the memory of the host, whose copies are part of t_v (`offload_search`).
+If no plan fits, or memory costs more than a little, all of this is repeated with optimizer states
+in host memory, whose copies are part of t_v (`offload_search`).
 
-Complexity: that of integer programming, for each variant that is solved; `time_limit_s` ends it
-with the best assignment so far, its bound and its gap.
+Complexity: integer programming for each variant that is solved. `time_limit_s` ends it with the
+best assignment so far, its bound and its gap.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 4.2 (the program for one mesh); here with the
 sharing of conversions, states and the optimizer, and exact prices.
@@ -47,8 +47,8 @@ class IlpPlanner(SearchedPlanner):
         """Return the cheapest strategy that fits.
 
         Raises:
-            ConfigError: a pin cannot be meant.
-            PlanError: nothing that was found fits; says what was.
+            ConfigError: a pin is invalid.
+            PlanError: nothing that was found fits; names what was found.
         """
         config = self.config
         return plan_family(
@@ -65,10 +65,10 @@ class IlpPlanner(SearchedPlanner):
         )
 
     def gain(self, planned: Strategy) -> float:
-        """Return the share of a step that a plan of any memory may take less, without overlap.
+        """Return the share of the step's time that unlimited memory might save, without overlap.
 
-        It is what the fastest of its own variant takes less, or the bound of a variant of which
-        what was found and fits is slower.
+        The time it compares with is that of the fastest plan of the same variant, or the bound of
+        a variant that is slower or does not fit.
         """
         report = planned.report
         cost_s = float(report["cost_s"])

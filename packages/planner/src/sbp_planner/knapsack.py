@@ -1,14 +1,15 @@
-"""The knapsack of OSDP: one option for each item, so that a step is fastest and fits.
+"""The knapsack of OSDP: one option for each item, such that a step is fastest and fits.
 
     minimise    sum_i t_i(o_i)                           o_i one of the options of item i    [s]
     such that   sum_i m_i(o_i) + F + max_i x_i(o_i) <= L                                     [B]
 
-t, m and x are the seconds, the resident bytes and the transient bytes of an option, F what does not
-depend on the choice, L the limit. An item may be a parameter with the options replicated and
-sharded, or a block of which several parts may be sharded. Knows no graph and no cluster.
+t, m and x are the seconds, the resident bytes and the transient bytes of an option; F does not
+depend on the choice; L is the limit. An item may be a parameter with the options replicated and
+sharded, or a block of which several parts may be sharded. This module knows no graph and no
+cluster.
 
-Solved exactly, bytes are never rounded. The transient is a maximum, so the problem is solved for
-each value τ that it may have: under options with x <= τ it is a knapsack of capacity L - F - τ,
+The solution is exact; bytes are never rounded. The transient is a maximum, so the problem is solved
+for each value τ that it may have. Under options with x <= τ it is a knapsack of capacity L - F - τ,
 which `sbp_planner.choice.solve_chain` solves.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
@@ -30,12 +31,12 @@ from sbp_planner.choice import solve_chain
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class KnapsackOption:
-    """One way to have an item.
+    """One option of an item.
 
     Args:
-        transient_bytes: Held besides everything else while the item is used.
-        resident_bytes: Held all the time.
-        seconds: What it adds to the time of a step.
+        transient_bytes: Bytes held in addition while the item is used.
+        resident_bytes: Bytes held all the time.
+        seconds: Its share of the time of a step.
     """
 
     transient_bytes: int = 0
@@ -47,18 +48,18 @@ class KnapsackOption:
             raise SbpValueError(f"{self} is negative", accepted="bytes and seconds >= 0")
 
 
-#: What may be chosen of one item; at least one option.
+#: The options of one item; at least one.
 Options: TypeAlias = Sequence[KnapsackOption]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackSolution:
-    """What was chosen.
+    """A choice and its cost.
 
     Args:
         chosen: For each item, the index of its option.
         seconds: Sum of the options' times.
-        memory_bytes: F, the resident bytes, and the largest transient.
+        memory_bytes: Sum of F, the resident bytes, and the largest transient.
     """
 
     chosen: tuple[int, ...]
@@ -83,17 +84,17 @@ def evaluate(
 def choose(
     items: Sequence[Options], limit_bytes: float, fixed_bytes: int = 0
 ) -> KnapsackSolution | None:
-    """Return the fastest choice that fits; among equals the one with the least memory.
+    """Return the fastest choice that fits; of equally fast choices the one with the least memory.
 
     Args:
         items: The options of each item.
-        limit_bytes: L.
-        fixed_bytes: F.
+        limit_bytes: The limit L.
+        fixed_bytes: The constant F.
 
     Returns:
         The choice; None if nothing fits.
     """
-    # Equal items next to each other keep the frontier small, as their sums coincide.
+    # Equal items next to each other keep the frontier small, because their sums coincide.
     order = sorted(range(len(items)), key=lambda index: (tuple(items[index]), index))
     usages = [np.array([o.resident_bytes for o in items[index]]) for index in order]
     best: KnapsackSolution | None = None

@@ -1,4 +1,4 @@
-"""What a layer costs under a way to parallelise it, and what it costs to go from one to another.
+"""The cost of a layer under a way to parallelise it, and the cost to convert between two ways.
 
 On q ranks, t of which split tensors, and q / t samples:
 
@@ -7,14 +7,14 @@ On q ranks, t of which split tensors, and q / t samples:
     TP 4            every matrix split over all ranks; samples whole
     DP 2 x TP 2     matrices over neighbours, samples over pairs of them; TP 2 x DP 2 the other way
 
-How a matrix is split, by columns or rows, and what follows of it, is what the joint search finds
-for the operators of the layer, of which none may take a matrix whole on a `TP` axis. Where a layer
-begins and ends, samples are split on the axes of `DP` and `ZDP` and whole on those of `TP`, so that
-layers go together however each is split inside.
+The joint search decides whether a matrix is split by columns or rows, and what follows for the
+operators of the layer; no operator may take a matrix whole on a `TP` axis. Where a layer begins and
+ends, samples are split on the axes of `DP` and `ZDP` and whole on those of `TP`. So layers fit
+together, however each is split inside.
 
 Source: Miao et al., "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic
 Parallelism", VLDB 2022, section 3.1 (the ways, and their orders); Shoeybi et al., "Megatron-LM",
-2019 (what the search finds of `TP`).
+2019 (the split that the search finds for `TP`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from sbp_planner.segment_search import SegmentProgram, SegmentSearch
 from sbp_planner.segments import Segment, StepSegments
 from sbp_planner.submeshes import StageRanks
 
-#: The axes of the mesh of a layer: the ranks that are farther from each other, and neighbours.
+#: The mesh axes of a layer: first over distant ranks, then over neighbours.
 AXES = ("outer", "inner")
 
 
 class Kind(StrEnum):
-    """What an axis of ranks splits."""
+    """The kind of parallelism along an axis of ranks."""
 
     DP = "DP"
     ZDP = "ZDP"
@@ -54,8 +54,8 @@ class LayerParallelism:
     """A way to parallelise a layer.
 
     Args:
-        kinds: Of the axes, the outer one first; of one rank along the second if there is one.
-        sizes: Ranks along them.
+        kinds: The kind of each axis, the outer one first; one or two axes.
+        sizes: Ranks along each axis.
     """
 
     kinds: tuple[Kind, Kind]
@@ -68,13 +68,13 @@ class LayerParallelism:
         return " x ".join(parts) or "whole"
 
     def boundary(self, graph: LogicalGraph, value: str) -> tuple[Sbp, ...]:
-        """Return what a value is between layers: samples split on all axes but those of `TP`."""
+        """Return the nd-SBP of a value between layers: samples split on all axes but `TP`."""
         has_samples = bool(graph.tensor(value).shape) and graph.rate_of(value) is Rate.MICRO
         return tuple(B if kind is Kind.TP or not has_samples else S(0) for kind in self.kinds)
 
 
 def ways_of(num_ranks: int) -> Iterator[LayerParallelism]:
-    """Yield the ways on some ranks, whose numbers divide them.
+    """Yield the ways on some ranks; their sizes divide the number of ranks.
 
     >>> [str(way) for way in ways_of(4)]
     ['DP 4', 'ZDP 4', 'TP 4', 'DP 2 x TP 2', 'TP 2 x DP 2', 'ZDP 2 x TP 2', 'TP 2 x ZDP 2']
@@ -92,7 +92,7 @@ def ways_of(num_ranks: int) -> Iterator[LayerParallelism]:
 
 
 def pins_of(way: LayerParallelism) -> Mapping[str, PinValue]:
-    """Return the pins of a way: all that is said of samples and of whole or sharded states."""
+    """Return the pins of a way: the split of samples, and whether states are whole or sharded."""
     data = [a for a, kind in zip(AXES, way.kinds, strict=True) if kind is not Kind.TP]
     sharded = [a for a, kind in zip(AXES, way.kinds, strict=True) if kind is Kind.ZDP]
     split = dict.fromkeys(data, "S(0)")
@@ -114,17 +114,17 @@ class LayerSearch(SegmentSearch):
     """A layer under one way.
 
     Args:
-        segments: Of the step.
+        segments: The segments of the step.
         segment: The layer.
         placement: Its ranks, with the axes of the way.
-        way: Which.
-        pins: Of the way and the user, resolved.
+        way: The way.
+        pins: The resolved pins of the way and the user.
 
     Raises:
-        PlanError: nothing fulfils the pins.
+        PlanError: the pins cannot be satisfied.
     """
 
-    #: A way may ask for what is far from what inference finds, of a single layer.
+    #: A way may need signatures that are far from the result of inference for a single layer.
     max_prices = inf
 
     def __init__(
@@ -139,7 +139,7 @@ class LayerSearch(SegmentSearch):
         super().__init__(segments, segment, ranks, pins)
         self.way = way
         for name in segment.elsewhere:
-            # It comes or goes as all ways of this kind have it, as near as it can be.
+            # At the boundary its layout is the common one of this way, or the nearest to it.
             entries = self.problem.storage_entries[name]
             wanted = way.boundary(segment.graph, segment.value_of(name))
             alike = [sum(a == b for a, b in zip(of, wanted, strict=True)) for of in entries]
@@ -157,9 +157,9 @@ class LayerSearch(SegmentSearch):
         self.step = tie(self.problem)
 
     def _split_matrices(self, axes: Sequence[int]) -> None:
-        """Forbid that an operator takes a matrix, or a view of one, whole on some axes.
+        """Forbid operators to take a matrix, or a view of one, whole on some axes.
 
-        Where it can take it in no other way, it may.
+        An operator that can take it in no other way is left alone.
         """
         graph, problem = self.segment.graph, self.problem
         matrices = {
@@ -190,7 +190,7 @@ class LayerSearch(SegmentSearch):
             )
 
     def _allow(self, variable: int, allowed: Sequence[bool]) -> None:
-        """Forbid all other values of a variable, unless that leaves none."""
+        """Forbid all other values of a variable, unless none would be left."""
         table = self.problem.unary[variable]
         if any(ok and seconds < FORBIDDEN_S for ok, seconds in zip(allowed, table, strict=True)):
             self.problem.unary[variable] = np.where(allowed, table, FORBIDDEN_S)
@@ -206,11 +206,11 @@ def layer_program(
     """Return the fastest program of a layer under a way; None if there is none.
 
     Args:
-        segments: Of the step.
+        segments: The segments of the step.
         segment: The layer.
         placement: Its ranks, with the axes of the way.
-        way: Which.
-        pins: Of the way and the user, resolved.
+        way: The way.
+        pins: The resolved pins of the way and the user.
     """
     try:
         return LayerSearch(segments, segment, placement, way, pins).free()[0]

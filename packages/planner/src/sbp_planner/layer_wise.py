@@ -3,12 +3,12 @@
     minimise    sum_l c_l(w_l) + x_l(w_l, w_l+1)              layers l of the stage             [s]
     such that   sum_l u_l(w_l, n) + max_l v_l(w_l, n) <= the limit                              [B]
 
-c is what a layer takes under a way (`layer_search`), x what it takes to bring what crosses to the
-way of the next layer, u what a layer holds all the time with n micro-batches in flight, and v what
-it holds besides that while it works. With a bound on v this is a chain under a limit, which
-`sbp_planner.choice.solve_chain` solves exactly over granules of the limit; each bound is tried.
-What comes from another stage costs what it takes beyond a transfer in parts, which whoever cuts the
-model prices.
+c is the time of a layer under a way (`layer_search`), x the time to convert crossing values to the
+way of the next layer, u the memory that a layer holds all the time with n micro-batches in flight,
+and v the memory that it holds in addition while it works. With a bound on v this is a chain under a
+limit, which `sbp_planner.choice.solve_chain` solves exactly over granules of the limit; each bound
+is tried. A value from another stage costs only what exceeds a transfer in parts: the cut of the
+model already prices the transfer.
 
 Source: Miao et al., "Galvatron", VLDB 2022, section 3.3 (the dynamic program over layers, memory
 and ways).
@@ -48,7 +48,7 @@ class LayersProgram(StageProgram):
     """The program of a stage.
 
     Args:
-        layers: For each layer its number, its way and its program.
+        layers: For each layer, its number, its way and its program.
     """
 
     layers: tuple[tuple[int, LayerParallelism, SegmentProgram], ...] = ()
@@ -58,11 +58,11 @@ class _Crossing(NamedTuple):
     """A value that crosses between two layers.
 
     Args:
-        name: Of the value.
+        name: Name of the value.
         tensor: Its type.
         first, last: The layers between which it is needed.
-        is_forward: Whether it comes from the first.
-        times: How often in a step.
+        is_forward: Whether the first layer makes it.
+        times: How often it crosses in a step.
     """
 
     name: str
@@ -78,10 +78,10 @@ class LayerWise:
     """Chooses a way for each layer of a stage.
 
     Args:
-        segments: Of the step; a layer each.
+        segments: The segments of the step, one for each layer.
         mesh: All ranks.
-        devices: Of every stage.
-        pins: Of the user.
+        devices: Number of ranks of every stage.
+        pins: The pins of the user.
     """
 
     segments: StepSegments
@@ -97,11 +97,11 @@ class LayerWise:
 
     def __post_init__(self) -> None:
         self.factors = tuple(prime_factors(self.devices))
-        # The outer axis of a way is some of the factors, from the first on.
+        # The outer axis of a way is a product of the first factors.
         self.ways = tuple(way for way in ways_of(self.devices) if self._position(way) is not None)
 
     def least_s(self, blocks: frozenset[int], devices: int) -> float:
-        """Return the work of layers in equal parts, in seconds of a step."""
+        """Return the work of layers, divided equally among devices, in seconds of a step."""
         return sum(self.segments.least_s(block, devices) for block in blocks)
 
     def free_s(self, stage: StageAsked) -> float:
@@ -113,7 +113,7 @@ class LayerWise:
         if stage not in self._found:
             found = None
             if stage.limit_bytes < inf:
-                # Without the limit nothing is rounded to granules, and what is best often fits.
+                # Without the limit nothing is rounded to granules, and the best often fits.
                 found = self.program(replace(stage, limit_bytes=inf))
             if found is None or found.memory_bytes > stage.limit_bytes:
                 found = self._solved(stage)
@@ -131,8 +131,8 @@ class LayerWise:
         transients = np.array([[transient for _, transient in of] for of in held])
         steady = [np.array([size for size, _ in of], dtype=np.int64) for of in held]
         best: tuple[float, tuple[int, ...]] | None = None
-        # The largest transient is one of them: with each as the most that there may be, the rest of
-        # the limit is for what all layers hold.
+        # The largest transient is one of these. With each as the upper bound, the rest of the limit
+        # is for the memory that all layers hold.
         unlimited = stage.limit_bytes == inf
         for most in [inf] if unlimited else sorted({*transients.ravel().tolist()}, reverse=True):
             room = inf if unlimited else stage.limit_bytes - most
@@ -176,7 +176,7 @@ class LayerWise:
         return self._programs[key]
 
     def _switches(self, stage: StageAsked, one: int, other: int) -> Floats:
-        """Return what it takes to go from each way to each for what crosses between two layers."""
+        """Return the time to convert the values between two layers, from each way to each way."""
         placement = submesh(self.mesh, stage.start, self.factors, _names(len(self.factors)))
         table = np.zeros((len(self.ways), len(self.ways)))
         for value in self._crossing_at(other):
@@ -190,7 +190,7 @@ class LayerWise:
         return table
 
     def _arrivals(self, stage: StageAsked, layer: int, *, before: bool) -> Floats:
-        """Return what values from another stage take beyond their transfer in parts, by way."""
+        """Return, by way, the time that values from another stage take beyond their transfer."""
         extra = np.zeros(len(self.ways))
         at = stage.start - self.devices if before else stage.start + self.devices
         if not 0 <= at < self.mesh.size:
@@ -210,7 +210,7 @@ class LayerWise:
         return extra
 
     def _crossing_at(self, layer: int) -> list[_Crossing]:
-        """Return the values that cross from before a layer to it and those behind, or back."""
+        """Return the values that cross the boundary before a layer, in either direction."""
         if layer in self._crossing:
             return self._crossing[layer]
         graph, blocks = self.segments.graph, self.segments.blocks
@@ -232,7 +232,7 @@ class LayerWise:
         return NdSbp(*(outer if at < position else inner for at in range(len(self.factors))))
 
     def _position(self, way: LayerParallelism) -> int | None:
-        """Return how many of the factors are the outer axis of a way; None if none are."""
+        """Return how many of the factors form the outer axis of a way; None if none do."""
         sizes = [prod(self.factors[:at]) for at in range(len(self.factors) + 1)]
         return sizes.index(way.sizes[0]) if way.sizes[0] in sizes else None
 
@@ -264,7 +264,7 @@ class LayerWise:
         return ", ".join(words)
 
     def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
-        """Return the programs on meshes whose axes are those that any way tells apart.
+        """Return the programs on meshes with as few axes as their ways allow.
 
         DP 4, TP 4                      one axis of 4
         DP 4, DP 2 x TP 2               2 x 2: DP 4 splits samples on both axes
@@ -302,7 +302,7 @@ def _names(count: int) -> tuple[str, ...]:
 
 
 def _held(program: SegmentProgram | None, in_flight: int) -> tuple[int, int]:
-    """Return what a layer holds all the time, and what it holds besides that at its peak."""
+    """Return the bytes that a layer holds all the time, and in addition at its peak."""
     if program is None:
         return 0, 0
     steady = int(program.fixed_bytes.min()) + in_flight * int(program.waiting_bytes.max())
@@ -312,7 +312,7 @@ def _held(program: SegmentProgram | None, in_flight: int) -> tuple[int, int]:
 def on_each(
     pins: Mapping[str, PinValue], axes: Sequence[str]
 ) -> dict[str, str | Mapping[str, str]]:
-    """Return pins of the one axis of a mesh as pins of each of the axes that it is divided into."""
+    """Return the pins for the one axis of a mesh as pins for each axis into which it is divided."""
     return {
         pattern: value
         if isinstance(value, str)

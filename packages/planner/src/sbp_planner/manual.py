@@ -1,9 +1,9 @@
 """The planner `manual`: pins from the config, everything else inferred at least cost.
 
-Pins are of words (`batch`, `activations`, ...), of patterns that are found in the graph, and of
-names, in this order: later ones override earlier ones, and the user's override all.
+Pins are words (`batch`, `activations`, ...), patterns that are found in the graph, and names, in
+this order. Later pins override earlier ones, and the pins of the user override all.
 
-Holds no inference, which is `sbp_core.infer`, and no patterns, which are `sbp_planner.patterns`.
+The inference is in `sbp_core.infer`, and the patterns are in `sbp_planner.patterns`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ManualPlanner(SearchedPlanner):
         """Return the cheapest strategy that keeps the pins.
 
         Raises:
-            ConfigError: a pin or a stage pattern cannot be meant, nothing fulfils the pins, the
-                graph lacks a pattern, the mesh an axis that the preset needs, or its schedule is
-                none for the mesh.
-            PlanError: nothing fulfils the stages.
+            ConfigError: a pin or a stage pattern is invalid; the pins cannot be satisfied; a
+                pattern is not in the graph; the mesh lacks an axis of the preset; or its schedule
+                is undefined for the mesh.
+            PlanError: the stages are impossible.
         """
         config, request = self.config, context.request
         mesh, fits = request.mesh, config.fits
@@ -72,18 +72,18 @@ class ManualPlanner(SearchedPlanner):
 def _joined(
     found: Mapping[str, Mapping[str, str]], pins: Mapping[str, PinValue]
 ) -> dict[str, PinValue]:
-    """Return pins of words, then what patterns found, then pins of names.
+    """Return the pins of words, then the pins of found patterns, then the pins of names.
 
     Args:
         found: Pattern -> mesh axis -> SBP.
-        pins: Of words and names, in the order in which they apply.
+        pins: Pins of words and names, in the order in which they apply.
     """
     joined: dict[str, PinValue] = {name: pin for name, pin in pins.items() if is_pin_word(name)}
     joined |= found
     for name, pin in pins.items():
         if is_pin_word(name):
             continue
-        # A name keeps what was found of it on mesh axes that its pin says nothing of.
+        # A found pin still holds on the mesh axes that the pin of its name leaves open.
         before = joined.pop(name, None)
         both = isinstance(pin, Mapping) and isinstance(before, Mapping) and "*" not in pin
         joined[name] = {**before, **pin} if both else pin  # type: ignore[dict-item]  # see `both`

@@ -1,15 +1,15 @@
 """The planner `mcmc`: a random walk over strategies, judged by the simulated step.
 
     state       the signature of every operator and the storage of every state, on all mesh axes
-    proposal    one of these drawn anew, and then, as long as that is free, what is cheapest for its
-                neighbours, so that a proposal is no mere detour; equal layers change together
+    proposal    one of these drawn again; then its neighbours change to their cheapest values, as
+                long as that is free, so the change is not a mere detour; equal layers change alike
     accept      with probability min(1, exp((t - t') / T)), t and t' the simulated time of a step of
                 the compiled plan before and after, T a share of the best time so far           [s]
     result      the fastest state that fits the memory of a rank
 
-Begins with what inference finds axis by axis. What the other planners cannot price is priced here:
-overlap of boxing with compute, buckets of gradients, the bubbles of pipelines. It promises nothing,
-and is for graphs of which a plan compiles in a fraction of a second.
+It begins with the result of inference axis by axis. It prices what other planners cannot: overlap
+of boxing with compute, buckets of gradients, the bubbles of pipelines. It guarantees nothing, and
+is for graphs whose plans compile in a fraction of a second.
 
 Complexity: proposals x compilation. The walk is the same for the same seed, as long as neither
 `time_limit_s` nor memory ends it.
@@ -47,8 +47,8 @@ class McmcPlanner(SearchedPlanner):
         """Return the fastest strategy of the walk that fits.
 
         Raises:
-            ConfigError: a pin cannot be meant.
-            PlanError: no state of the walk fits the memory, or nothing fulfils the pins.
+            ConfigError: a pin is invalid.
+            PlanError: no state of the walk fits the memory, or the pins cannot be satisfied.
         """
         config, request = self.config, context.request
         quiet = replace(request, progress=None)
@@ -77,7 +77,7 @@ class McmcPlanner(SearchedPlanner):
                 found = compiled(proposed)
             except PlanError:
                 continue
-            # A state over the limit is left as soon as one has less.
+            # A state over the limit is left as soon as a proposal needs less memory.
             worse_s = found.step_s - present.step_s
             if not found.fits:
                 worse_s = max(worse_s, 0.0) + present.step_s * (
@@ -120,15 +120,15 @@ class _Walk:
         for number, group in enumerate(problem.groups):
             for variable in (group.source, *group.requests_by_variable()):
                 self.groups_of.setdefault(variable, []).append(number)
-        #: Variables that can be another than they are.
+        #: Variables that have several allowed values.
         self.free = [v for v, size in enumerate(problem.sizes) if size > 1]
 
     def proposal(self, values: list[int], random: Random) -> list[int]:
         """Return another state.
 
         Args:
-            values: Of the present one.
-            random: Draws.
+            values: The present state.
+            random: The random generator.
         """
         if not self.free:
             return list(values)
@@ -142,7 +142,7 @@ class _Walk:
                 if one not in done:
                     done.add(one)
                     found[one] = value
-            # Neighbours follow where that costs them nothing of their own: views, mostly.
+            # Neighbours follow if that costs them nothing themselves: mostly views.
             for other in self._neighbours(variable) - done:
                 best = self._cheapest(other, found)
                 if best != found[other]:

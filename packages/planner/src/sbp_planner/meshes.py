@@ -1,6 +1,6 @@
 """Meshes of the same ranks: the factorisations that a planner may choose among.
 
-Ranks keep their order, so that the last axis is of neighbours, on the fastest links.
+Ranks keep their order, so the last axis is over neighbours, on the fastest links.
 
     8 ranks     8;   4 x 2, 2 x 4;   stages of a pipeline: 2 x 4, 4 x 2, 2 x 2 x 2, ...
 """
@@ -13,7 +13,7 @@ from math import prod
 from sbp_core.infer import PIPE_AXIS, PinValue
 from sbp_core.placement import Placement
 
-#: Names of the axes of meshes that nobody has named.
+#: Axis names of meshes that the user did not name.
 DATA, TENSOR = "data", "tensor"
 
 
@@ -21,9 +21,9 @@ def reshaped(mesh: Placement, sizes: Sequence[int], axes: Sequence[str]) -> Plac
     """Return a mesh of the same ranks in the same order.
 
     Args:
-        mesh: Of the ranks.
-        sizes: Of its axes; their product is the number of ranks.
-        axes: Names of them.
+        mesh: The mesh to reshape.
+        sizes: Sizes of the new axes; their product is the number of ranks.
+        axes: Names of the new axes.
     """
     assert prod(sizes) == mesh.size, "the same ranks"
     ranks = iter(mesh.rank_list)
@@ -37,7 +37,7 @@ def reshaped(mesh: Placement, sizes: Sequence[int], axes: Sequence[str]) -> Plac
 
 
 def is_bound(pins: Mapping[str, PinValue], mesh: Placement) -> bool:
-    """Return whether pins speak of single axes of a mesh, so that they hold on no other mesh."""
+    """Return whether pins name single axes of a mesh, so that they hold on no other mesh."""
     return any(
         isinstance(value, Mapping) or (len(mesh.axes) > 1 and "," in value)
         for value in pins.values()
@@ -45,17 +45,17 @@ def is_bound(pins: Mapping[str, PinValue], mesh: Placement) -> bool:
 
 
 def other_meshes(mesh: Placement, *, num_blocks: int, pipelines: bool) -> Iterator[Placement]:
-    """Yield meshes of the same ranks, without the one that is given.
+    """Yield other meshes of the same ranks.
 
     Args:
-        mesh: Of the ranks.
-        num_blocks: Of the model: a pipeline has no more stages.
-        pipelines: Whether stages of a pipeline are among them.
+        mesh: The given mesh, which is not yielded.
+        num_blocks: Number of blocks of the model: a pipeline has no more stages.
+        pipelines: Whether to yield meshes with stages of a pipeline, too.
     """
     size = mesh.size
     splits = [n for n in range(2, size) if size % n == 0]
     shapes: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((size,), (DATA,))]
-    # The most even first: it is the one that is most unlike one axis.
+    # The most even mesh first: it differs most from one axis.
     for inner in sorted(splits, key=lambda n: (abs(n - size // n), n)):
         shapes.append(((size // inner, inner), (DATA, TENSOR)))
     if pipelines:

@@ -1,11 +1,11 @@
-"""The blocks of a captured step, for cutting it into stages: `sbp_planner.stages`.
+"""The blocks of a captured step, from which `sbp_planner.stages` cuts stages.
 
     block         forward nodes of one numbered module, or of one child of the model
     seconds       its forward nodes, and the backward nodes that belong to them, on one device
-    parameters    those of the modules in it
+    parameters    the parameters of its modules
     flow          a forward value that a later block uses
 
-Times are those of the cost model (`sbp_core.cost`): measured, or by the roofline.
+Times come from the cost model (`sbp_core.cost`): measured, or by the roofline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelBlocks:
     """The blocks of a step.
 
     Args:
-        graph: What is cut; blocks have the names of `modules`.
+        graph: The graph of blocks to cut; blocks have the names of `modules`.
         modules: Path of the module of each block, in the order of the forward pass.
     """
 
@@ -44,10 +44,10 @@ def model_blocks(graph: LogicalGraph, cluster: Cluster) -> ModelBlocks:
 
     Args:
         graph: The training step.
-        cluster: Whose devices run it.
+        cluster: The machine that runs it.
 
     Raises:
-        PlanError: modules do not tell blocks apart.
+        PlanError: the model has no separate blocks.
     """
     runs = forward_blocks(graph)
     modules = tuple(block_of(run[0].module) for run in runs)
@@ -116,8 +116,8 @@ def machine_levels(cluster: Cluster, num_devices: int) -> tuple[MachineLevel, ..
 
     Args:
         cluster: The machine.
-        num_devices: That are used, from rank 0 on. If they do not fill the groups of the machine,
-            they are one level with its slowest link.
+        num_devices: Devices that are used, from rank 0 on. If they do not fill the groups of the
+            machine, they are one level with its slowest link.
     """
     levels, size = [], 1
     for level in cluster.levels:

@@ -1,12 +1,12 @@
-"""What the planner `osdp` answers where nothing fits: what memory goes to, and what would help.
+"""The error of the planner `osdp` if nothing fits: what holds the memory, and what would help.
 
-What a setting would leave is estimated from the plan that needs least: it holds, at its peak,
-activations A besides everything else, R, of which the limit L leaves L - R for activations.
+The effect of a setting is estimated from the leanest plan. At its peak, it holds activations A and
+a rest R, so the limit L leaves L - R for activations.
 
-    compile.passes.recompute     a budget of N (L - R), as it counts activations of all N ranks,
-                                 if that is no less than the pass can keep to
+    compile.passes.recompute     a budget of N (L - R), because it counts activations of all N
+                                 ranks, if the pass can keep to it
     trainer.micro_batches        k times as many leave about A / k, and more of R
-    compile.passes.slices        of a parameter that is a large part of all
+    compile.passes.slices        slices of a parameter that is a large part of the memory
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sbp_core.memory import MemoryKind, RankMemory
 from sbp_core.passes import least_recompute_budget
 from sbp_core.units import format_bytes
 
-#: Kinds of memory at the peak with less than this share of it are not named.
+#: Kinds of memory below this share of the peak are not named.
 _LEAST_SHARE = 0.01
 
-#: A parameter of at least this share of the peak is worth to be sliced.
+#: Slicing is suggested for a parameter of at least this share of the peak.
 _LARGE_SHARE = 0.1
 
 
@@ -38,18 +38,17 @@ def no_fit(
     limit_key: str,
     has_slices: bool = False,
 ) -> MemoryLimitError:
-    """Return the error of a limit that no choice keeps.
+    """Return the error for a limit that no choice keeps.
 
     Args:
-        plan: The choice that needs least.
+        plan: The plan of the choice that needs least.
         graph: The step.
         limit_bytes: Memory of a rank.
-        least_bytes: What that choice needs.
+        least_bytes: Memory that the choice needs.
         num_sharded: How many parameters it shards.
-        memory: What its fullest rank holds; None if that is not known, so that nothing is said of
-            kinds.
+        memory: Memory of its fullest rank by kind; None if unknown.
         limit_key: The setting that is the limit.
-        has_slices: Whether slices of operators have been tried.
+        has_slices: Whether slices of operators were tried.
     """
     held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
     return MemoryLimitError(
@@ -62,7 +61,7 @@ def no_fit(
 
 
 def _parts(memory: RankMemory | None) -> str:
-    """Return what the memory at the peak is, the largest part first."""
+    """Return a list of the kinds of memory at the peak, the largest first."""
     if memory is None:
         return ""
     parts = sorted(memory.kinds.items(), key=lambda entry: -entry[1])
@@ -79,7 +78,7 @@ def _helps(
     memory: RankMemory | None,
     has_slices: bool,
 ) -> Iterator[str]:
-    """Yield what would make a plan fit, with the figures that can be known."""
+    """Yield suggestions that would make a plan fit, with figures as far as they are known."""
     num_ranks = len(plan.ranks)
     if memory is not None:
         active = memory.kinds.get(MemoryKind.ACTIVATIONS, 0)
@@ -108,7 +107,7 @@ def _helps(
 
 
 def _recompute_help(graph: LogicalGraph, num_ranks: int, active: int, room: float) -> str:
-    """Return the budget that leaves so much room for activations, or that none does."""
+    """Return advice on the budget that leaves so much room for activations, if there is one."""
     tenths = int(num_ranks * room / 1e5)  # of a megabyte, rounded down so that it is enough
     least = least_recompute_budget(graph)
     if 1e5 * tenths >= least:
@@ -124,7 +123,7 @@ def _recompute_help(graph: LogicalGraph, num_ranks: int, active: int, room: floa
 
 
 def _micro_batch_parts(graph: LogicalGraph, num_ranks: int, active: int, room: float) -> int:
-    """Return into how many parts a micro-batch would have to go; 0 if no number helps."""
+    """Return into how many parts a micro-batch would have to be split; 0 if no number helps."""
     batch = [e.name for e in graph.inputs if e.kind is InputKind.BATCH and graph.is_tensor(e.name)]
     shapes = [graph.tensor(name).shape for name in batch]
     size = min((shape[0] for shape in shapes if shape), default=1)

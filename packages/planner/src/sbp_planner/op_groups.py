@@ -1,12 +1,13 @@
 """The operators of a step in groups that are placed as one: a graph of tasks with times and bytes.
 
     group       forward nodes of one numbered module, or of one child of the model; a node of the
-                root, such as where branches come together, by itself
+                root by itself, such as one that joins branches
     seconds     forward nodes; the backward nodes that belong to them; the update, once a step
     flow        a forward value that another group uses, and its gradient the other way
 
-Groups that need each other, as of a module that is called twice, are one; so are those that only
-follow one other and take no time, and neighbours in a chain while there are too many.
+Groups that depend on each other, such as those of a module that is called twice, are merged. So are
+groups that take no time and follow a single other group, and neighbours in a chain while there are
+too many groups.
 
     stem --+--> left ---+--> mul --> head     the groups of two branches; backward, all arrows
            +--> right --+                     are turned
@@ -35,13 +36,13 @@ class OpGroup:
     """Forward operators that are placed as one, and what belongs to them.
 
     Args:
-        name: Of their module, or of the first of several.
+        name: Name of their module, or of the first of several.
         nodes: Names of the forward nodes.
-        forward_s: On one device, for one micro-batch, in seconds.
-        backward_s: Likewise.
-        update_s: Of the optimizer, once a step.
-        parameter_bytes: Of its parameters.
-        activation_bytes: Kept for the backward phase, for one micro-batch.
+        forward_s: Seconds of the forward phase for one micro-batch, on one device.
+        backward_s: Seconds of the backward phase for one micro-batch, on one device.
+        update_s: Seconds of the optimizer, once a step.
+        parameter_bytes: Bytes of its parameters.
+        activation_bytes: Bytes of the saved activations of one micro-batch.
     """
 
     name: str
@@ -55,7 +56,7 @@ class OpGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFlow:
-    """What one group makes and another uses.
+    """The values that one group makes and another uses.
 
     Args:
         producer, consumer: Indices of groups.
@@ -68,13 +69,13 @@ class GroupFlow:
 
     @property
     def num_bytes(self) -> int:
-        """Of all values, for one micro-batch."""
+        """Bytes of all values, for one micro-batch."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGroups:
-    """The groups of a step, in an order in which each follows those that it uses."""
+    """The groups of a step, in topological order."""
 
     groups: tuple[OpGroup, ...]
     flows: tuple[GroupFlow, ...]
@@ -85,14 +86,14 @@ def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> Op
 
     Args:
         graph: The training step.
-        cluster: Whose devices run it.
-        max_groups: Neighbours in chains are joined while there are more.
+        cluster: The machine that runs it.
+        max_groups: Neighbours in chains are merged while there are more groups.
     """
-    # Nodes that depend on a batch input; others go where they are used.
+    # Nodes that depend on a batch input; other nodes go to the groups that use them.
     of = {node.name: block_of(node.module) or node.name for node in moving_nodes(graph)}
     times = _times(graph, cluster, of)
     while True:
-        # One after the other, because each changes what the next is about.
+        # One merge at a time, because each changes the edges for the next.
         edges = _edges(graph, of)
         joined = _cycle(edges) or _follower(edges, of)
         if joined is None and len(set(of.values())) > max_groups:
@@ -129,7 +130,7 @@ def _times(
 
 
 def _owners(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, str]:
-    """Return the group that uses each parameter first, through views and casts too."""
+    """Return the group that uses each parameter first, also through views and casts."""
     found: dict[str, str] = {}
     for entry in (entry for entry in graph.inputs if entry.kind is InputKind.PARAMETER):
         todo, seen = [entry.name], set[str]()
@@ -151,7 +152,7 @@ def _seconds(graph: LogicalGraph, node: Node, cluster: Cluster) -> float:
 
 
 def _edges(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, dict[str, None]]:
-    """Return the groups that use what each makes, all groups in the order of their first node."""
+    """Return the groups that use the values of each group, in the order of their first nodes."""
     edges: dict[str, dict[str, None]] = {group: {} for group in of.values()}
     for node in (node for node in graph.nodes if node.name in of):
         users = (of.get(user.name) for value in node.outputs for user in graph.users[value])
@@ -160,7 +161,7 @@ def _edges(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, dict[str, No
 
 
 def _cycle(edges: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
-    """Return two groups that need each other, if there are any."""
+    """Return two groups that depend on each other, if there are any."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -178,7 +179,7 @@ def _before(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
 
 
 def _follower(edges: Mapping[str, Iterable[str]], of: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return a group and one of the root's own nodes that only follows it, if there is one."""
+    """Return a group and a single node of the root that follows only this group, if any."""
     before = _before(edges)
     for group in edges:
         if group in of and of[group] == group and len(before[group]) == 1:
@@ -189,7 +190,7 @@ def _follower(edges: Mapping[str, Iterable[str]], of: Mapping[str, str]) -> tupl
 def _shortest_link(
     edges: Mapping[str, Iterable[str]], times: Mapping[str, Sequence[float]]
 ) -> tuple[str, str] | None:
-    """Return the two neighbours in a chain that take least time together."""
+    """Return the two neighbours in a chain that take the least time together."""
     before = _before(edges)
     links = [
         (sum(times[group]) + sum(times[user]), group, user)
@@ -203,7 +204,7 @@ def _shortest_link(
 def _made(
     graph: LogicalGraph, of: Mapping[str, str], times: Mapping[str, tuple[float, ...]]
 ) -> OpGroups:
-    # Each follows those that it uses; of several that could be next, the first.
+    # Topological order; of several groups that could be next, the first.
     edges, order = _edges(graph, of), list[str]()
     makers = _before(edges)
     while len(order) < len(edges):
@@ -251,11 +252,11 @@ def _made(
 
 
 def stages_on(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
+    """Return the stages as (place, groups): groups on the same ranks are merged if no rank waits.
 
-    A stage sends what it makes when all of it is done, and begins when all that it takes is there.
-    So a group joins the stage of what it uses if all of that is on the same ranks, and the stage
-    has nothing to send to others; or if it is all that the stage is used for.
+    A stage sends its results after all its work, and begins when all its arguments have arrived. So
+    a group joins the stage of its arguments if all of them are on the same ranks, and the stage
+    sends nothing to other ranks; or if the group is the only user of the stage.
     """
     if len(set(chosen)) == 1:
         return [(chosen[0], list(range(len(chosen))))]
@@ -273,7 +274,7 @@ def stages_on(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[i
             return False
         if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
             return True
-        # It sends nothing to others; and after it, a stage that it waits for would wait for it.
+        # It sends nothing elsewhere: otherwise a stage that it waits for might wait for it.
         used_by = {user for member in members for user in users[member]}
         return all(chosen[user] == place and stage_of.get(user, stage) == stage for user in used_by)
 

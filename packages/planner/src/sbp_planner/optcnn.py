@@ -3,15 +3,15 @@
     minimise    sum_i t_i(c_i) + sum_(i,j) x_ij(c_i, c_j)                                       [s]
 
 c_i is the signature of operator i, or the storage of state i, on all mesh axes; t its time, x the
-boxing between two. A node between two others is taken away, and one table of the least over it put
-in its place:
+boxing between two. A node with two neighbours is eliminated, and replaced by a table of minima:
 
     e'(a, c) = min_b [t(b) + e(a, b) + e(b, c)]
 
-until nothing is left; then the choices are read off backwards. Graphs of today have nodes of many
-neighbours, whose tables are over more than two: where they would grow beyond `max_entries`, a node
-is held as it is and the rest solved exactly, in rounds that hold others, beginning with what was
-found axis by axis. The report says whether anything was held.
+This repeats until nothing is left; then the choices are read off backwards. Graphs of today have
+nodes with many neighbours, whose tables have more than two variables. Where a table would grow
+beyond `max_entries`, a node is held fixed and the rest is solved exactly. Each round holds other
+nodes; the first begins with the result of inference axis by axis. The report says whether any node
+was held.
 
 Complexity: nodes x signatures^(1 + width of the graph), at most nodes x `max_entries` a round.
 
@@ -43,8 +43,8 @@ class OptcnnPlanner(SearchedPlanner):
         """Return the cheapest strategy, whatever memory it takes.
 
         Raises:
-            ConfigError: a pin cannot be meant.
-            PlanError: nothing fulfils the pins.
+            ConfigError: a pin is invalid.
+            PlanError: the pins cannot be satisfied.
         """
         request = context.request
         problem = joint_problem(replace(request, progress=None), pins=self.config.pins)

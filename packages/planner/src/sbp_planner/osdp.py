@@ -1,49 +1,50 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
-    choose      sharded, a subset of the parameters; a variant of the step; states that are in the
-                memory of the host, if memory is short
+    choose      sharded, a subset of the parameters; a variant of the step; offloaded states, if
+                memory is short
     minimise    predicted time of a step, of the compiled plan                              [s]
     such that   exact memory of each rank of the compiled plan <= limit                     [B]
 
-On one mesh axis, over which samples are split; what other axes split, and stages of a pipeline, are
-inferred before, under `pins` and those of the user, and stay. So inside a tensor-parallel group N
-is the data-parallel degree and a parameter has the bytes that are left of it, and each stage of a
-pipeline has a limit of its own (`sharding`).
+It works on one mesh axis, over which samples are split. Inference first decides everything else,
+under `pins` and those of the user: splits on other axes, and stages of a pipeline. These decisions
+stay fixed. So inside a tensor-parallel group N is the data-parallel degree, a parameter has the
+bytes that the other axes leave of it, and each stage of a pipeline has a separate limit
+(`sharding`).
 
-Two strategies are made: everything replicated, everything sharded. Another choice takes what is
-decided on each parameter, and on what its gradient and update alone depend on, from one of them.
-Its time is that of a replay of the compiled plan (`sbp_core.simulation`), so boxing that overlaps
-with compute costs only what it delays. Neither time nor memory is a sum over parameters, so the
-search goes in parts:
+Two strategies are made: everything replicated, everything sharded. Another choice copies, from one
+of them, the decisions on each parameter and on the values that only its gradient and update depend
+on. Its time is that of a replay of the compiled plan (`sbp_core.simulation`), so boxing that
+overlaps with compute costs only the delay that it causes. Neither time nor memory is a sum over
+parameters, so the search has three parts:
 
-1. `guide` says roughly what each parameter costs either way, and `knapsack` solves that exactly.
-   Begin with the fastest choice of the guide, and lower or raise its limit by what the compiled
-   plan holds more or less than the limit, until the last choice that fits is next to one that does
-   not (`storage_search`).
-2. If memory keeps it from the fastest choice, do the same for other variants of the step, if they
-   are left to the planner: more micro-batches, activations made again, operators in slices
-   (`osdp_variants`). Go on with the fastest that fits.
+1. `guide` estimates the cost of each parameter either way, and `knapsack` solves that exactly.
+   Begin with the fastest choice of the guide. Correct the guide's limit by the difference between
+   the memory of the compiled plan and the limit, until the last choice that fits is next to one
+   that does not (`storage_search`).
+2. If memory rules out the fastest choice, do the same for other variants of the step, if they are
+   left to the planner: more micro-batches, recomputation, operators in slices (`osdp_variants`).
+   Go on with the fastest that fits.
 3. Take any change of a single parameter, to replicated or to sharded, that is faster and fits,
-   until there is none. Then exchange one or two that are sharded for one or two that are not, the
-   most promising of the guide first, and begin again if that is faster and fits.
+   until there is none. Then exchange one or two sharded parameters for one or two others, the most
+   promising by the guide first. Begin again if that is faster and fits.
 
-What is guaranteed: the plan fits; it is the fastest of all that were looked at, and so no slower
-than replicating everything or sharding everything, where they fit; and no change of a single
-parameter both fits and is faster. Parameters that the guide cannot tell apart, such as those of
-equal layers, are taken to change the time alike (with a thread for boxing they nearly do), but are
-tried one by one for memory. Choices that differ in several parameters at once may be better.
+Guarantees: the plan fits; it is the fastest of all that were tried, so it is no slower than
+replicating everything or sharding everything, where they fit; and no change of a single parameter
+both fits and is faster. Parameters that the guide cannot tell apart, such as those of equal layers,
+are assumed to change the time alike (nearly true with a thread for boxing), but are tried one by
+one for memory. Choices that differ in several parameters at once may be better.
 
-If nothing fits, or the fastest choice without a limit is faster by more than a little, all of that
-is done again with states of the optimizer in the memory of the host (`offload_search`): with all of
-them there, then with as few of the largest as the choice needs. Their copies are in the guide and
-in the plans that are compared, and what the host holds keeps to its limit.
+If nothing fits, or the fastest choice without a limit is faster by more than a little, all of this
+is repeated with optimizer states in host memory (`offload_search`): first with all of them, then
+with as few of the largest as the choice needs. Their copies are in the guide and in the compared
+plans, and host memory has a limit, too.
 
-With `batch_sizes` the same is done for other numbers of samples, and samples per second compared.
-What is trained is the user's to say: the plan is for `trainer.batch_size`, and the report says
-which would be faster.
+With `batch_sizes` the same is done for other numbers of samples, and samples per second are
+compared. The user decides the batch: the plan is for `trainer.batch_size`, and the report says
+which batch would be faster.
 
-Where no tensor library is installed, or it does not know how a result lies, memory is the bound of
-`sbp_core.infer.predict_cost` in place of the exact number; the report says so.
+Without a tensor library, or if it does not know the layout of a result, the bound on memory of
+`sbp_core.infer.predict_cost` replaces the exact number; the report says so.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.
@@ -66,13 +67,13 @@ from sbp_planner.osdp_variants import TriedVariant, VariantSearch
 from sbp_planner.sharding import ShardingExtremes, ends_of
 from sbp_planner.storage_search import improve
 
-#: With `batch_sizes=auto`, how often the batch is doubled at most.
+#: With `batch_sizes=auto`, how often the batch is doubled, at most.
 _MAX_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class OsdpPlanner(SearchedPlanner):
-    """Plans data parallelism, sharding what has to be sharded, or is faster so."""
+    """Plans data parallelism, and shards parameters where memory needs it or it is faster."""
 
     config: OsdpConfig
 
@@ -82,9 +83,9 @@ class OsdpPlanner(SearchedPlanner):
         """Return the strategy of the module's docstring.
 
         Raises:
-            ConfigError: the mesh has no such axis, or a pin cannot be meant; or nothing that was
-                looked at fits `memory_bytes`, or the memory of the device: says what that needs, of
-                which kinds of memory, and what would make it fit.
+            ConfigError: the mesh has no such axis, or a pin is invalid; or nothing that was tried
+                fits `memory_bytes`, or the memory of the device. The message names the memory that
+                the leanest choice needs, its kinds, and what would make it fit.
         """
         request = context.request
         search = self._search(request, monotonic() + context.time_limit_s)
@@ -105,7 +106,7 @@ class OsdpPlanner(SearchedPlanner):
         return replace(strategy, report=report)
 
     def gain(self, planned: Strategy) -> float:
-        """Return what the fastest choice of any memory would save of a step."""
+        """Return the share of the step's time that the fastest choice without a limit saves."""
         return memory_gain(planned)
 
     @property
@@ -142,7 +143,7 @@ class OsdpPlanner(SearchedPlanner):
             config.stage_ranks,
             num_updates=graph.num_updates,
         )
-        if len(stages.stages) == 1:  # one after the other: no stage waits for another
+        if len(stages.stages) == 1:  # its micro-batches run one after the other
             stages = replace(stages, in_flight=(1,))
         return ends_of(
             request, axis, stages=stages, stage_patterns=config.stage_patterns, pins=config.pins
@@ -156,10 +157,10 @@ class OsdpPlanner(SearchedPlanner):
     def _batches(
         self, request: PlanRequest, best: TriedVariant, search: VariantSearch
     ) -> list[Batch]:
-        """Return what the batch that is asked for comes to, and what others do.
+        """Return the results for the requested batch, and for other batch sizes.
 
         Raises:
-            ConfigError: the step is given without others.
+            ConfigError: the step is given for one batch size only.
         """
         family, sizes = request.family, self.config.batch_sizes
         if family is None:
@@ -184,7 +185,7 @@ class OsdpPlanner(SearchedPlanner):
             return list(found.values())
         size = own.batch_size
         for _ in range(_MAX_DOUBLINGS):
-            # Twice as many samples as fit, until they do not; or half as many, until they do.
+            # Double the samples until they do not fit; or halve them until they do.
             size = 2 * size if own.fits else size // 2
             if size < 1 or look_at(size).fits != own.fits:
                 break
@@ -196,7 +197,7 @@ class OsdpPlanner(SearchedPlanner):
     def _other(
         self, request: PlanRequest, family: GraphFamily, size: int, search: VariantSearch
     ) -> Batch:
-        """Return what another batch comes to."""
+        """Return the result for another batch size."""
         if monotonic() > search.ends_at:
             return Batch(batch_size=size, problem="planner.time_limit_s was up")
         try:

@@ -1,4 +1,4 @@
-"""What `osdp` says of its plan: what was chosen, among what, and what limits it."""
+"""The report of `osdp`: the chosen strategy, its alternatives, and its limits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.osdp_variants import TriedVariant, VariantSearch
 from sbp_planner.storage_search import Choice, StorageSearch
 
-#: Variants that are listed for people.
+#: How many variants are listed for people.
 _NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a number of samples comes to.
+    """The result for one batch size.
 
     Args:
         batch_size: Samples of a step.
         step_s: Predicted time of a step, in seconds, of the fastest plan that fits; of the leanest
             one if none does.
-        memory_bytes: Of the fullest rank.
+        memory_bytes: Memory of the fullest rank.
         fits: Whether that is within the limit.
-        num_sharded: Parameters that are sharded.
-        variant: What is special about the variant of the step.
+        num_sharded: Number of sharded parameters.
+        variant: How the variant of the step differs from others, in words.
         problem: Why there is no plan; empty if there is one.
     """
 
@@ -57,7 +57,7 @@ class Batch:
 
 
 def storage_report(search: StorageSearch, best: Choice, variants: VariantSearch) -> dict[str, Any]:
-    """Return what was chosen and what it was chosen among, as plain values."""
+    """Return the choice and its alternatives, as plain values."""
     return {
         "limit_bytes": search.limit_bytes,
         "binds": _binding(search, best),
@@ -103,14 +103,14 @@ def storage_report(search: StorageSearch, best: Choice, variants: VariantSearch)
 
 
 def memory_gain(planned: Strategy) -> float:
-    """Return the share of a step that its fastest choice takes less if memory has no limit."""
+    """Return the share of the step's time that its fastest choice saves if memory has no limit."""
     found = planned.report["osdp"]
     chosen_s = found["chosen"]["plan_step_s"]
     return 1 - float(found["unlimited_step_s"] / chosen_s) if chosen_s else 0.0
 
 
 def batch_report(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Return what batches come to, as plain values; nothing if none were compared."""
+    """Return the results of all batch sizes, as plain values; empty if none were compared."""
     if not batches:
         return {}
     rows = [asdict(batch) | {"samples_per_s": batch.samples_per_s} for batch in batches]
@@ -118,7 +118,7 @@ def batch_report(batches: Sequence[Batch]) -> dict[str, Any]:
 
 
 def best_batch(batches: Sequence[Batch]) -> Batch:
-    """Return the batch of most samples per second that fits; among equals the smallest."""
+    """Return the batch of most samples per second that fits; of equally fast ones the smallest."""
     fitting = [batch for batch in batches if batch.fits]
     return max(fitting, key=lambda batch: (batch.samples_per_s, -batch.batch_size))
 
@@ -126,7 +126,7 @@ def best_batch(batches: Sequence[Batch]) -> Batch:
 def explanation(
     search: StorageSearch, best: Choice, variants: VariantSearch, batches: Sequence[Batch]
 ) -> list[str]:
-    """Return what was chosen and why, as lines for people."""
+    """Return the choice and the reasons, as lines for people."""
     num = len(best)
     how = "" if search.is_exact else " (memory is a bound: how results lie is not known)"
     lines = [
@@ -187,7 +187,7 @@ def _batch_lines(batches: Sequence[Batch]) -> list[str]:
 
 
 def _binding(search: StorageSearch, best: Choice) -> str:
-    """Return what keeps the choice from being another."""
+    """Return the reason against another choice, such as memory."""
     replicated = search.all_replicated
     short = search.memory(replicated) - search.limit_bytes
     if short > 0:

@@ -1,22 +1,22 @@
-"""OSDP on measured tables: how to shard each block, and with which batch; the command for it.
+"""OSDP on measured tables: the sharding of each block, and the batch; with a command.
 
     python -m sbp_planner.osdp_tables tables.json --layers 48 --hidden 1536 --limit-mb 8192
 
 A table has seconds t and MB m of one block, by batch row r and mode s (such as: nothing sharded,
 attention, MLP, both). A model is L equal blocks; n_s of them take mode s:
 
-    maximise    r / sum_s n_s t_rs            samples per second, as row r has r times one batch
+    maximise    r / sum_s n_s t_rs            samples per second; row r has r times one batch
     such that   sum_s n_s m_rs + F <= limit,  sum_s n_s = L
 
 For one row that is the knapsack of `sbp_planner.knapsack`, solved exactly; the rows are then
-compared by throughput. The scheduler that is released with OSDP compares them by seconds, of rows 1
-to 3: it always takes the smallest batch that fits. What it would take is reported, too.
+compared by throughput. The released OSDP scheduler compares rows 1 to 3 by seconds, so it always
+takes the smallest batch that fits. Its choice is reported, too.
 
 Complexity: O(L f) for a row, where f is the size of a Pareto frontier that equal blocks keep small:
 milliseconds for 48 blocks.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
-2023, section 3; tables, and the rules for reading them, of
+2023, section 3; the tables, and the rules for reading them, from
 Youhe-Jiang/OptimalShardedDataParallel (cb855cc): memory of a block counts in whole MB, cut off, and
 800 MB are set aside.
 """
@@ -43,10 +43,10 @@ from sbp_planner.knapsack import KnapsackOption, choose
 #: Rows that the released scheduler compares.
 _RELEASED_ROWS = range(1, 4)
 
-#: The authors' two limits, and numbers of layers from small models to large ones.
+#: The two limits of the authors, and numbers of layers from small models to large ones.
 _LIMITS_MB, _LAYERS = (8192.0, 16384.0), (8, 12, 24, 48, 96)
 
-#: MB are counted in so many parts where they are not cut off; the tables have eight digits.
+#: Parts of an MB that are counted if MB are not cut off; the tables have eight digits.
 _PARTS = 10**8
 
 _MB = 2**20
@@ -80,7 +80,7 @@ class BlockTables:
         hidden: Hidden sizes.
         time_s: Seconds, [hidden][row][mode].
         mem_mb: MB, [hidden][row][mode].
-        overhead_mb: Held besides all blocks.
+        overhead_mb: MB held in addition to all blocks.
     """
 
     hidden: tuple[int, ...]
@@ -94,15 +94,15 @@ class RowPlan:
     """The fastest modes of one batch row.
 
     Args:
-        row: r.
-        samples: Of a rank in a step.
-        feasible: Whether anything fits; what follows is None if not.
+        row: The row r.
+        samples: Samples of a rank in a step.
+        feasible: Whether anything fits; if not, all further fields are None.
         modes: How many blocks take each mode.
-        seconds: Of a step.
-        memory_mb: What counts: overhead and blocks, these in whole MB unless told otherwise.
+        seconds: Time of a step.
+        memory_mb: Overhead and blocks as counted: blocks in whole MB by default.
         measured_mb: Overhead and blocks, nothing cut off.
         throughput: Samples per second and rank.
-        relative_throughput: To the best row of the setting.
+        relative_throughput: Throughput relative to the best row of the setting.
     """
 
     row: int
@@ -121,14 +121,14 @@ class SettingPlan:
     """All rows of one setting.
 
     Args:
-        layers: L.
-        hidden: Size of the block.
+        layers: The number of blocks L.
+        hidden: Hidden size of a block.
         limit_mb: Memory of a rank.
         feasible: Whether any row fits.
-        best_row: With most samples per second.
-        released_row: With the fewest seconds, of rows 1 to 3: what the released scheduler takes.
-        gain: Throughput of the best row over that of the released one.
-        rows: In order.
+        best_row: The row with most samples per second.
+        released_row: The row of the released scheduler: of rows 1 to 3 the one of fewest seconds.
+        gain: Throughput of the best row over the throughput of the released one.
+        rows: All rows, in order.
     """
 
     layers: int
@@ -192,15 +192,15 @@ def plan_setting(
 ) -> SettingPlan:
     """Return the best modes of every row, and the row with most samples per second.
 
-    Row 0 is planned as well, and has no samples: it is never the best.
+    Row 0 is planned as well. It has no samples, so it is never the best.
 
     Args:
         tables: Costs of a block.
-        layers: L, at least 1.
-        hidden: One of the sizes of the tables.
+        layers: The number of blocks L, at least 1.
+        hidden: One of the hidden sizes of the tables.
         limit_mb: Memory of a rank.
         row_samples: Samples of row 1; row r has r times as many.
-        whole_mb: Whether MB of a block are cut off to whole ones, as the authors do.
+        whole_mb: Whether MB of a block are rounded down to whole ones, as the authors do.
 
     Raises:
         SbpValueError: The size is not in the tables, or there are no layers.
@@ -356,7 +356,7 @@ def _answer(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _short(plans: Sequence[SettingPlan]) -> Iterator[dict[str, Any]]:
-    """Yield settings with their best rows only."""
+    """Yield the settings with only their best rows."""
     for plan in plans:
         own = {key: value for key, value in asdict(plan).items() if key != "rows"}
         best = plan.rows[plan.best_row] if plan.best_row is not None else None

@@ -1,16 +1,16 @@
 """The search of `osdp` among the variants of a step: micro-batches, recomputation, slices.
 
     for each number of micro-batches, the smallest first
-        nothing recomputed; activations within ever smaller budgets
+        no recomputation; then ever smaller budgets for activations
             choose storages under the limit (`storage_search`)
-    for each of these that might be faster with less gathered at once
-        the parameters in slices whose gathered copies are at the peak, the largest first,
-        by output or by contraction, as long as that is faster or brings it to fit
+    for each of these that might be faster if less were gathered at once
+        put parameters whose gathered copies are at the peak in slices, the largest first,
+        by output or by contraction, as long as that is faster or makes it fit
 
-The fastest choice of the guide, without a limit, says what a variant may reach at best; one that is
-no faster so than what fits already is not looked at further. Every variant that is not the first
-costs time to save memory, except that a pipeline has a smaller bubble with more micro-batches: on
-one stage the search of their number ends where it cannot be faster.
+The fastest choice of the guide without a limit gives the best time that a variant may reach. A
+variant whose best time is no better than a plan that fits is skipped. All variants but the first
+cost time to save memory, with one exception: a pipeline has a smaller bubble with more
+micro-batches. So on one stage the search over their number ends when it cannot be faster.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from sbp_planner.guide import shard_bytes
 from sbp_planner.sharding import ShardingExtremes
 from sbp_planner.storage_search import Choice, StorageSearch
 
-#: Slices that are tried first, and then more or fewer.
+#: The number of slices to try first; then more or fewer.
 _FIRST_COUNT, _OTHER_COUNTS = 4, (2, 8)
 
-#: Classes of equal parameters that are tried in slices for one variant.
+#: How many classes of equal parameters are tried in slices for one variant.
 _MAX_SLICED = 3
 
-#: Copies of a smaller share of the peak are not worth slices.
+#: Copies below this share of the peak are not put in slices.
 _LEAST_SHARE = 0.05
 
-#: Times that differ by less than this share are equal.
+#: Times that differ by less than this relative amount are equal.
 _TIE = 1e-9
 
 
 @dataclass(slots=True, kw_only=True)
 class TriedVariant:
-    """One variant, and what is known of it.
+    """One variant, and the results for it.
 
     Args:
-        variant: Which; None if the step has no others.
-        search: Of its storages.
-        unlimited_s: Time of a step by the fastest choice of the guide, whatever it needs.
+        variant: The variant; None if the step has only one.
+        search: The search for its storages.
+        unlimited_s: Time of a step by the fastest choice of the guide, whatever memory it needs.
         is_followed: Whether its storages were searched.
     """
 
@@ -60,7 +60,7 @@ class TriedVariant:
 
     @property
     def choice(self) -> Choice:
-        """The best choice that fits; where none does, the one that needs least of the two ends."""
+        """The best choice that fits; if none does, the leaner of the two extreme choices."""
         search = self.search
         if search.best is not None:
             return search.best
@@ -68,7 +68,7 @@ class TriedVariant:
 
     @property
     def fits(self) -> bool:
-        """Whether anything that was looked at fits."""
+        """Whether any choice that was tried fits."""
         return self.search.best is not None
 
     @property
@@ -77,13 +77,13 @@ class TriedVariant:
         return self.search.step_s(self.choice)
 
     def rank(self) -> tuple[bool, float]:
-        """Return what is less of the better: fitting, then fast; or else small."""
+        """Return a key, less for the better: one that fits, then fast; else one that is small."""
         cost = self.step_s if self.fits else float(self.search.memory(self.choice))
         return not self.fits, cost
 
     @property
     def words(self) -> str:
-        """What is special about the variant."""
+        """How the variant differs from others, in words."""
         return "as asked for" if self.variant is None else variant_words(self.variant)
 
 
@@ -92,14 +92,14 @@ class VariantSearch:
     """Searches the variants of one request.
 
     Args:
-        request: What to plan, with its family, if it has one.
-        ends: Returns the two ends of a request of one variant.
+        request: The request to plan, with its family, if it has one.
+        ends: Returns the two extreme strategies for the request of one variant.
         limit_bytes: Memory of one rank.
         may_split_classes: Whether the mesh has an axis on which classes may be split.
-        ends_at: When no further variant is looked at, as `time.monotonic` counts.
-        tried: Those that were looked at.
-        untried: Whether there was no time for others.
-        problems: Of variants that cannot be planned.
+        ends_at: Time of `time.monotonic` after which no further variant is tried, in s.
+        tried: The variants that were tried.
+        untried: Whether time was too short for some variants.
+        problems: The errors of variants that cannot be planned.
     """
 
     request: PlanRequest
@@ -113,7 +113,7 @@ class VariantSearch:
 
     @property
     def best(self) -> TriedVariant:
-        """The fastest that fits, or the one that needs least."""
+        """The fastest variant that fits, or else the leanest one."""
         return min((one for one in self.tried if one.is_followed), key=TriedVariant.rank)
 
     @property
@@ -125,7 +125,7 @@ class VariantSearch:
         """Return the best variant with its storages.
 
         Raises:
-            SbpError: the step as it is asked for cannot be planned.
+            SbpError: the requested step cannot be planned.
         """
         family = self.request.family
         first = self._first(family)
@@ -138,10 +138,10 @@ class VariantSearch:
         return self.best
 
     def _first(self, family: GraphFamily | None) -> TriedVariant:
-        """Look at the step as it is asked for, in one of its two forms.
+        """Try the requested step, in one of its two forms.
 
-        Softmaxes in one operator each are faster than in parts, which are only for plans that split
-        classes; on the axis of the data nothing does.
+        A softmax in one operator is faster than in parts, which are only for plans that split
+        classes; such splits are never on the axis of the data.
         """
         if family is None:
             return self._looked_at(None, self.request)
@@ -156,12 +156,12 @@ class VariantSearch:
             joined = self.request.of(whole)
             if graph_hash(joined.graph) != graph_hash(self.request.graph):
                 return self._looked_at(whole, joined)
-        except SbpError:  # such as pins of what only the other form has
+        except SbpError:  # such as pins of values that only the other form has
             pass
         return self._looked_at(asked, self.request)
 
     def _search_counts(self, family: GraphFamily, first: TriedVariant) -> None:
-        """Look at numbers of micro-batches, each with ever more recomputation."""
+        """Try numbers of micro-batches, each with more and more recomputation."""
         assert first.variant is not None, "the step has variants"
         for count in sorted(family.micro_batches):
             if count < first.variant.num_micro_batches:
@@ -184,13 +184,13 @@ class VariantSearch:
             found = self._look_at(replace(base.variant, recompute_bytes=budget))
             if found is None:
                 continue
-            # A smaller budget makes more again: it is no faster than this one at its best.
+            # A smaller budget recomputes more: it is no faster than this one at its best.
             if found.unlimited_s >= self.best_s * (1 - _TIE):
                 break
             self._follow(found)
 
     def _search_slices(self, family: GraphFamily) -> None:
-        """Look at slices of what is gathered at the peak."""
+        """Try slices of parameters that are gathered at the peak."""
         if not family.may_slice:
             return
         for base in sorted(self.tried, key=lambda one: one.unlimited_s):
@@ -239,7 +239,7 @@ class VariantSearch:
     # Single variants
 
     def _look_at(self, variant: GraphVariant) -> TriedVariant | None:
-        """Return a variant with its time without a limit; None if there is none, or no time."""
+        """Return a variant with its unlimited time; None if it does not exist, or out of time."""
         known = next((one for one in self.tried if one.variant == variant), None)
         if known is not None:
             return known
@@ -269,7 +269,7 @@ class VariantSearch:
             tried.is_followed = True
 
     def _is_unlimited(self, tried: TriedVariant) -> bool:
-        """Whether what fits of a variant is no slower than without a limit."""
+        """Whether the best choice of a variant that fits is no slower than without a limit."""
         return tried.fits and tried.step_s <= tried.unlimited_s * (1 + _TIE)
 
     def _is_pipeline(self, tried: TriedVariant) -> bool:
@@ -279,8 +279,8 @@ class VariantSearch:
 def _has_copies(search: StorageSearch, choice: Choice) -> bool:
     """Whether whole copies of sharded parameters, or of their gradients, are part of the peak.
 
-    Slices make those smaller, and nothing else. Where it is not known what is at the peak, as well
-    as if there were.
+    Slices make these copies smaller, and nothing else. Also true if the memory at the peak is
+    unknown.
     """
     peaks = search.peaks(choice)
     if peaks is None or not any(choice):
@@ -288,6 +288,6 @@ def _has_copies(search: StorageSearch, choice: Choice) -> bool:
     graph, strategy = search.request.graph, search.strategy(choice)
     fullest = max(peaks.values(), key=lambda rank: rank.peak)
     held = sum(fullest.kinds.get(kind, 0) for kind in (MemoryKind.GATHERED, MemoryKind.GRADIENTS))
-    # Gradients are there anyway, as they are stored.
+    # Gradients are at the peak in any case, in their storage.
     stored = sum(shard_bytes(graph, strategy, name) for name in search.names)
     return held - stored >= _LEAST_SHARE * fullest.peak

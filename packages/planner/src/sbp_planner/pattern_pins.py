@@ -1,12 +1,12 @@
 """The pins of patterns that were found in a step, for `sbp_core.infer`.
 
     parameters along a dim         stored and used split, with their states, gradients and updates
-    sums after `tensor`            summed there at once: B, for every rank that goes on with them
-    what leads to `tensor`         B: computed by every rank; in parts it would be gathered again
-    values along `classes` and     split where all their users can take them so; so is the batch
+    sums after `tensor`            summed at once: B, for all ranks that use them further
+    values that lead to `tensor`   B: computed by every rank; if split they would be gathered again
+    values along `classes` and     split if all their users can take them split; so is the batch
       `sequence`
 
-The rest (such as where samples are split) is for other pins and for inference.
+Other pins and inference decide the rest (such as where samples are split).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sbp_planner.patterns import Patterns, by_axis, parameter_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternPins:
-    """What was found.
+    """The pins of the patterns that were found.
 
     Args:
         pins: Pattern of a name -> mesh axis -> SBP.
-        explanation: A line for each pattern: what it splits.
+        explanation: A line for each pattern, with what it splits.
     """
 
     pins: Mapping[str, Mapping[str, str]]
@@ -46,9 +46,9 @@ def pattern_pins(
 
     Args:
         graph: The step.
-        mesh: Of one stage.
-        patterns: Mesh axis -> names of patterns, of which later ones split what is left; the axis
-            `*` means every axis not named.
+        mesh: The mesh of one stage.
+        patterns: Mesh axis -> names of patterns; later ones split what earlier ones leave. The
+            axis `*` means every axis that is not named.
 
     Raises:
         ConfigError: a pattern is not in the graph.
@@ -57,7 +57,7 @@ def pattern_pins(
     lines: list[str] = []
     for at, (axis, size) in enumerate(zip(mesh.axes, mesh.mesh_shape, strict=True)):
         split: set[str] = set()
-        # On one rank there is nothing to split.
+        # With one rank there is nothing to split.
         for name in by_axis(patterns, axis) if size > 1 else ():
             before = prod(mesh.mesh_shape[:at])
             found = Patterns(
@@ -90,9 +90,9 @@ class _Pinned:
         return self.found.graph
 
     def parameters(self, groups: Sequence[DimGroup]) -> None:
-        """Split parameters, how they are stored and used, and all that is of their shape.
+        """Split parameters in storage and use, and with them all values of their shape.
 
-        That is: optimizer states, what is made of a parameter alone, its gradient and its update.
+        These are optimizer states, values made of a parameter alone, its gradient and its update.
         """
         states: dict[str, list[str]] = {}
         for entry in self.graph.inputs:
@@ -110,13 +110,13 @@ class _Pinned:
             self.pins.update({_literal(name): f"S({dim})" for name in names})
 
     def sums(self, groups: Sequence[DimGroup]) -> None:
-        """Sum what parameters contract."""
+        """Pin the sums over dims that parameters contract."""
         for group in groups:
             for use in group.of(GroupRole.CONTRACTS):
                 self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
 
     def _summed(self, value: str) -> str:
-        """Return where a sum is taken: after views, and after operators that shrink it."""
+        """Return the value to sum: after views, and after operators that make it smaller."""
         best = value
         while True:
             users = [user for user in self.graph.users[value] if user.phase is Phase.FORWARD]
@@ -128,7 +128,7 @@ class _Pinned:
                 best = value
 
     def _passes_sums(self, node: Node, *values: str) -> bool:
-        """Whether partial sums of arguments, all of them, give partial sums of the result."""
+        """Whether an operator turns partial sums of all these arguments into partial sums."""
         call = OpCall.of(self.graph, node)
         for signature in derive(call, self.found.size):
             entries = zip(call.tensor_names, signature.inputs, strict=True)
@@ -138,7 +138,7 @@ class _Pinned:
         return False
 
     def stream(self, groups: Sequence[DimGroup]) -> None:
-        """Keep whole what leads to the products that make the dims, and the gradients of that."""
+        """Keep whole the values that lead to the products that make the dims; also gradients."""
         along = {value for group in groups for value in group.by_value}
         makes = [use for group in groups for use in group.of(GroupRole.MAKES)]
         needed = {name for use in makes for name in use.activations}
@@ -158,8 +158,8 @@ class _Pinned:
     def _pin_gradients(self, node: Node) -> None:
         """Pin the gradients that an operator takes, once they are complete and small.
 
-        What q, k and v give to the gradient of their input are partial sums, which are added up
-        before ranks exchange them; and of an input that was expanded, they are summed before.
+        q, k and v contribute partial sums to the gradient of their input, which are added up before
+        ranks exchange them. If that input was expanded, they are reduced before, too.
         """
         makers = self.graph.producers
         gradients = [
@@ -184,10 +184,10 @@ class _Pinned:
     def values(self, groups: Sequence[DimGroup]) -> None:
         """Split batch inputs along dims, and each value of the batch whose users all take it.
 
-        So words for all activations, which split samples, do not hold for these.
+        These pins override words for all activations, which split samples.
 
-        Where a value has two such dims, as scores of queries and keys, inference says which. A pin
-        holds through views, so what users of a view take counts for what it looks at, too.
+        If a value has two such dims, such as scores of queries and keys, inference chooses. A pin
+        passes through views, so users of a view count for its base, too.
         """
         dims = [one for group in groups for one in group.dims]
         count = Counter(value for value, _ in dims)
@@ -208,7 +208,7 @@ class _Pinned:
                 self.pins[_literal(value)] = f"S({dim})"
 
     def _takes(self, user: Node, value: str, along: Mapping[str, int], split: set[str]) -> bool:
-        """Whether an operator can take a value split, besides what is to be split already."""
+        """Whether an operator can take a value split, together with values that are split."""
         if is_view(user.op) and not split.issuperset(along.keys() & set(user.outputs)):
             return False
         call = OpCall.of(self.graph, user)
@@ -225,7 +225,7 @@ class _Pinned:
 
 
 def _described(pattern: str, graph: LogicalGraph, groups: Sequence[DimGroup]) -> str:
-    """Return what a pattern splits."""
+    """Return what a pattern splits, for people."""
 
     def names(*parts: GroupRole) -> str:
         uses = [use for group in groups for part in parts for use in group.of(part)]
@@ -241,5 +241,5 @@ def _described(pattern: str, graph: LogicalGraph, groups: Sequence[DimGroup]) ->
 
 
 def _literal(name: str) -> str:
-    """Return a pattern that means one name."""
+    """Return a pattern that matches exactly one name."""
     return glob.escape(name)

@@ -1,25 +1,25 @@
-"""Patterns of parallelism, found in the graph of a step among what `dim_groups` shows.
+"""Patterns of parallelism, found in the graph of a step among the groups of `dim_groups`.
 
     pattern     dims that it splits over a mesh axis                     what ranks exchange
     tensor      made by one parameter, contracted by a later one         sums after the latter,
                 (heads, hidden units, channels)                          gradients before the former
     classes     made by a parameter, and a softmax in parts is taken     maxima and sums
                 over them
-    tables      rows of tables that the batch looks up                   rows that were looked up
-    experts     of stacked parameters, along which each has a part       tokens
-                of its own
+    tables      rows of tables that the batch looks up                   the looked-up rows
+    experts     the dim of stacked parameters along which each entry     tokens
+                belongs to one expert
     sequence    times (or other dims but the first) of batch inputs      keys and values
 
-Nothing is known of names. Tensor parallelism chooses among dims that exclude each other, as a
-matrix is split along one of its two: those first that send least for the work that they share,
+Names play no role. Tensor parallelism chooses among dims that exclude each other, because a matrix
+is split along one of its two dims. It prefers dims that send least for the work that they share:
 
-    bytes(g) = results summed after + activations before it + what is gathered where it ends
+    bytes(g) = results summed after + activations before it + bytes gathered where it ends
     work(g)  = flop of its products
 
-so hidden units of an MLP (2 messages of n d for 4 n d f flop) come before the residual stream,
+So hidden units of an MLP (2 messages of n d for 4 n d f flop) come before the residual stream,
 which every product makes or contracts. That is Megatron's choice, found for any model.
 
-Decides what is split; which pins follow is `sbp_planner.pattern_pins`.
+The pins that follow from the patterns are in `sbp_planner.pattern_pins`.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (tensor, classes, tables); Lepikhin et al.,
 "GShard", 2021, section 3 (experts); Li et al., "Sequence parallelism", ACL 2023, section 3.
@@ -35,10 +35,10 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_planner.dim_groups import DimGroup, DimGroups, GroupRole, Use, dim_groups
 
-#: Softmaxes whose classes have to be whole.
+#: Softmaxes that need all classes.
 _WHOLE_SOFTMAXES = ("_log_softmax", "_softmax")
 
-#: Pattern -> what is looked for, for messages.
+#: Pattern -> a description of its dims, for messages.
 LOOKED_FOR = {
     "tensor": "dims that one parameter makes and a later one contracts, such as hidden units",
     "classes": "dims that a parameter makes, over which a cross-entropy is taken in parts",
@@ -55,9 +55,9 @@ class Patterns:
     Args:
         graph: The step.
         axis: Name of the mesh axis, for messages.
-        size: Its ranks.
+        size: Ranks along that axis.
         before: Ranks of the axes before it, which split samples.
-        split: Values of which a dim is split already.
+        split: Values with a dim that is already split.
     """
 
     graph: LogicalGraph
@@ -68,7 +68,7 @@ class Patterns:
 
     @cached_property
     def shown(self) -> DimGroups:
-        """What the graph shows."""
+        """The groups of dims of the graph."""
         return dim_groups(self.graph, self.size, self.before)
 
     def find(self, pattern: str) -> list[DimGroup]:
@@ -78,7 +78,7 @@ class Patterns:
             pattern: One of `LOOKED_FOR`.
 
         Raises:
-            ConfigError: it is not there; says what was looked for, and what is there.
+            ConfigError: it is not there; names what was looked for, and what is there.
         """
         if found := self._looked_for(pattern):
             return found
@@ -95,7 +95,7 @@ class Patterns:
     def _looked_for(self, pattern: str) -> list[DimGroup]:
         groups = [group for group in self.shown.groups if not self.split & group.by_value.keys()]
         if pattern == "tensor":
-            # Sorting is stable: of equals, as in a chain of equal layers, the first is taken.
+            # Sorting is stable: of equal groups, as in a chain of equal layers, the first is taken.
             return self._disjoint(sorted(filter(_is_pair, groups), key=self._bytes_per_flop))
         matches = {
             "classes": lambda group: group.is_reduced and _only_makes(group),
@@ -107,7 +107,7 @@ class Patterns:
 
     @staticmethod
     def _disjoint(groups: Iterable[DimGroup]) -> list[DimGroup]:
-        """Return the groups, in their order, of which no value has a dim of an earlier one, too."""
+        """Return the groups, in order, without those that share a value with an earlier group."""
         chosen: list[DimGroup] = []
         taken: set[str] = set()
         for group in groups:
@@ -148,7 +148,7 @@ class Patterns:
         return frozenset(entry.name for entry in inputs if entry.kind is InputKind.BATCH)
 
     def _is_in_products(self, group: DimGroup) -> bool:
-        """Whether activations that parameters multiply have the dim."""
+        """Whether activations that are multiplied by parameters have the dim."""
         return any(
             name in group.by_value
             for other in self.shown.groups
@@ -158,7 +158,7 @@ class Patterns:
         )
 
     def _near(self, pattern: str) -> str:
-        """Return what comes near to a pattern that is not there; empty if nothing does."""
+        """Return the nearest match for a pattern that is not there; empty if there is none."""
         uses = [use for group in self.shown.groups for use in group.uses]
         if pattern == "tensor":
             ended = (group for group in self.shown.groups if _only_makes(group))
@@ -190,7 +190,7 @@ def _only_makes(group: DimGroup) -> bool:
 
 
 def _is_pair(group: DimGroup) -> bool:
-    """Whether a parameter makes the dim and a later one contracts it, and nothing is in its way."""
+    """Whether a parameter makes the dim, a later one contracts it, and nothing prevents a split."""
     makes, contracts = group.of(GroupRole.MAKES), group.of(GroupRole.CONTRACTS)
     if not makes or not contracts or group.of(GroupRole.LOOKS_UP) or not group.is_consistent:
         return False
@@ -198,7 +198,7 @@ def _is_pair(group: DimGroup) -> bool:
 
 
 def parameter_names(uses: Iterable[Use]) -> list[str]:
-    """Return the names of parameters, those of equal layers once: `blocks.*.mlp.up.weight`."""
+    """Return the names of parameters, equal layers once: `blocks.*.mlp.up.weight`."""
     found: dict[str, None] = {}
     for use in uses:
         for name in use.parameters:

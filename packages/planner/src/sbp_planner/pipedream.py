@@ -2,7 +2,7 @@
 
     python -m sbp_planner.pipedream graph.txt --topology 4 4 --bandwidth 1e10 1.25e9
 
-Reads options and prints JSON; `sbp_planner.stages` decides.
+Reads options and prints JSON; `sbp_planner.stages` makes the decisions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _whole(answer: Any) -> Any:
-    """Return an answer whose bytes are whole numbers where they can be."""
+    """Return an answer with bytes as whole numbers where possible."""
     if isinstance(answer, dict):
         sizes = {key for key in answer if key.endswith("_bytes")}
         return {
@@ -195,7 +195,7 @@ def _answer(options: argparse.Namespace) -> dict[str, Any]:
         found["search"]["seconds"] = round(time.perf_counter() - start, 3)
     whole = data_parallel(profile.graph, levels)
     found["data_parallel_s"] = whole.pipeline_s
-    if options.micro_batches is None:  # where replicas share a micro-batch, they hold less
+    if options.micro_batches is None:  # replicas that share a micro-batch hold less
         found["data_parallel_memory_bytes"] = whole.memory_bytes
         found["data_parallel_fits"] = options.memory is None or whole.memory_bytes <= options.memory
     found["one_device_s"] = whole.stages[0].compute_s

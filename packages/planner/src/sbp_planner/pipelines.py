@@ -2,19 +2,19 @@
 
     minimise    (m - 1) max_s t_s + sum_s t_s        m micro-batches, t_s of stage s            [s]
 
-t_s is compute and synchronisation of a stage and the transfer to the next one, by the blocks of the
-model (`model_blocks`) and the links of the machine (`sbp_planner.stages.cut_flushed`, exact over
-where a graph of blocks can be cut).
+t_s is the time of a stage, from the blocks of the model (`model_blocks`) and the links of the
+machine: compute, synchronisation and the transfer to the next stage. `sbp_planner.stages`
+(`cut_flushed`) cuts, exactly over all places where a graph of blocks can be cut.
 
     gpipe       one rank a stage, equal in time; all forward passes first
     pipedream   any number of ranks a stage, which share each micro-batch; 1F1B, or PipeDream's own
                 asynchronous schedule if a step has several updates. A single stage is data
-                parallelism, and so among the answers.
+                parallelism, which is one of the candidates.
 
 On a mesh with the axis `pipe`, its positions are the stages, each with the ranks of the other axes.
-Inside a stage, samples are split over its ranks and parameters are replicated. t_s takes
-it that ranks share a micro-batch evenly: where they cannot, as 4 ranks the 2 samples of one, stages
-of ranks that can are cut, too, and the pipeline is taken whose simulated step is shorter.
+Inside a stage, samples are split over its ranks and parameters are replicated. t_s assumes that
+ranks share a micro-batch evenly. If they cannot (2 samples on 4 ranks), the model is also cut into
+stages of ranks that can, and the pipeline with the shorter simulated step is taken.
 
 Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019, section 3.1
 (partitioning with replication; here for steps that flush).
@@ -50,7 +50,7 @@ _PINS: Mapping[str, PinValue] = {
 
 @dataclass(frozen=True, slots=True)
 class GpipePlanner(SearchedPlanner):
-    """Plans a pipeline of single ranks, or of the positions of the axis `pipe`."""
+    """Plans a pipeline with stages of one rank, or one stage per position of the axis `pipe`."""
 
     config: GpipeConfig
 
@@ -58,7 +58,7 @@ class GpipePlanner(SearchedPlanner):
         """Return the balanced pipeline.
 
         Raises:
-            ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
+            ConfigError: the mesh has several axes and none is `pipe`, or a pin is invalid.
             PlanError: the model has fewer blocks than stages.
         """
         request = context.request
@@ -76,8 +76,8 @@ class PipedreamPlanner(SearchedPlanner):
         """Return the best pipeline.
 
         Raises:
-            ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
-            PlanError: modules do not tell blocks apart.
+            ConfigError: the mesh has several axes and none is `pipe`, or a pin is invalid.
+            PlanError: the model has no separate blocks.
         """
         request = context.request
         schedule = "pipedream" if request.graph.num_updates > 1 else "1f1b"
@@ -86,7 +86,7 @@ class PipedreamPlanner(SearchedPlanner):
 
 
 def pipe_positions(request: PlanRequest) -> int | None:
-    """Return the stages that the axis `pipe` says; None if there is none.
+    """Return the number of stages along the axis `pipe`; None if there is no such axis.
 
     Raises:
         ConfigError: the mesh has several axes, and none is `pipe`.
@@ -129,7 +129,7 @@ def _planned(
     even = cut_flushed(replace(problem, device_counts=shared))
     if even is None:
         return strategy
-    # Some models split samples unevenly, others not at all: the cut does not know which.
+    # Some models split samples unevenly, others not at all: the cut cannot tell these apart.
     compilation = Compilation(request=replace(request, progress=None), limit_bytes=inf)
     tried = [strategy, _inferred(request, planner, even, schedule)]
     step_s = [compilation.compiled(one).step_s for one in tried]
@@ -171,7 +171,7 @@ def _inferred(request: PlanRequest, planner: str, plan: FlushedPlan, schedule: s
 
 
 def samples_of_micro_batch(graph: LogicalGraph) -> int:
-    """Return the least size of dim 0 of what a micro-batch brings; 1 if nothing has dims."""
+    """Return the least size of dim 0 of the batch inputs of a micro-batch; 1 if none has dims."""
     batch = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
     shapes = (graph.tensor(name).shape for name in batch if graph.is_tensor(name))
     return max(min((shape[0] for shape in shapes if shape), default=1), 1)

@@ -1,4 +1,4 @@
-"""Placement of groups of operators on devices, by an integer program: least time of a step.
+"""Placement of groups of operators on devices by an integer program: least time of a step.
 
     x[i, o]       1 if group i is on the ranks of option o                        binary
     e[k, o, p]    1 if flow k goes from option o to option p                      in [0, 1]
@@ -20,9 +20,9 @@
                 L >= sum of times on a rank, U >= sum of updates     each rank
                 sum of bytes on a rank <= its memory                 each rank
 
-H is what a placement takes that is known. All groups lead to the loss, so that all of forward is
-before all of backward. A transfer delays who waits for it, and nobody else. Micro-batches after
-the first follow as the busiest rank allows.
+H is the time of a known placement. All groups lead to the loss, so all of forward is before all of
+backward. A transfer delays only the group that waits for it. Micro-batches after the first follow
+as fast as the busiest rank allows.
 
 Source: Pal et al., "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training",
 IEEE Micro 39 (2019), section on DLPlacer: placement of operators and its schedule as one integer
@@ -42,7 +42,7 @@ import numpy as np
 
 from sbp_planner.choice.program import silent_model
 
-#: Seconds by option.
+#: Seconds for each option.
 Times = tuple[float, ...]
 
 
@@ -62,18 +62,18 @@ class PlacedFlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementProblem:
-    """What is placed where.
+    """The groups to place, and the places.
 
     Args:
         options: The ranks of each place.
-        forward_s, backward_s: [group][option], of one micro-batch.
-        update_s: [group][option], once a step.
-        memory_bytes: [group][option], on each rank of the option.
-        flows: Between groups; those come first that others use.
+        forward_s, backward_s: [group][option], seconds for one micro-batch.
+        update_s: [group][option], seconds for one step.
+        memory_bytes: [group][option], bytes on each rank of the option.
+        flows: Values between groups; a group comes before the groups that use it.
         limit_bytes: Memory of a rank.
-        micro_batches: m.
+        micro_batches: The number m.
         uses_all: Whether every place must have a group.
-        is_symmetric: Whether ranks are alike, so that the longest group may be held on rank 0.
+        is_symmetric: Whether ranks are alike, so that the longest group may be fixed to rank 0.
     """
 
     options: tuple[frozenset[int], ...]
@@ -89,7 +89,7 @@ class PlacementProblem:
 
     @property
     def num_groups(self) -> int:
-        """Groups that are placed."""
+        """Number of groups to place."""
         return len(self.forward_s)
 
     @property
@@ -100,11 +100,11 @@ class PlacementProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSolution:
-    """Where groups are.
+    """A placement and its time.
 
     Args:
         chosen: For each group, its option.
-        step_s: T + (m - 1) L + U of it.
+        step_s: Its time T + (m - 1) L + U.
         bound_s: No placement takes less, in this model.
     """
 
@@ -124,8 +124,8 @@ def solve_placement(
     """Return the placement of least time.
 
     Args:
-        problem: What is placed where.
-        time_limit_s: After which the best so far is returned.
+        problem: The groups to place, and the places.
+        time_limit_s: Seconds after which the best so far is returned.
         gap: Relative distance to the bound at which a placement is good enough.
 
     Returns:
@@ -138,7 +138,7 @@ def solve_placement(
     candidates = [chosen for chosen in (found, start) if chosen is not None]
     if not candidates:
         return None
-    # The order of a list schedule may be worse than the program's own, which is then kept.
+    # The list schedule may be slower than the program's own order, which is then kept.
     times = {chosen: step_of(problem, chosen) for chosen in candidates}
     if found is not None and program.step_s < times[found]:
         times[found] = program.step_s
@@ -157,7 +157,7 @@ def fits(problem: PlacementProblem, chosen: Sequence[int]) -> bool:
 
 
 def step_of(problem: PlacementProblem, chosen: Sequence[int]) -> float:
-    """Return the time of a step by a list schedule: who has most after it goes first."""
+    """Return the time of a step by a list schedule: the task with the longest tail goes first."""
     options, num = problem.options, problem.num_groups
     forward = [problem.forward_s[i][o] for i, o in enumerate(chosen)]
     backward = [problem.backward_s[i][o] for i, o in enumerate(chosen)]
@@ -185,7 +185,7 @@ def _list_schedule(
     ranks: Sequence[frozenset[int]],
     begin: Sequence[float],
 ) -> list[float]:
-    """Return when each task ends."""
+    """Return the end time of each task."""
     behind = list(seconds)
     missing = [0] * len(seconds)
     for _, after, _ in delays:
@@ -215,7 +215,7 @@ def _list_schedule(
 
 
 def _order(num: int, delays: Sequence[tuple[int, int, float]]) -> list[int]:
-    """Return the tasks so that each follows those that it waits for."""
+    """Return the tasks in topological order: each after the tasks that it waits for."""
     missing = [0] * num
     for _, after, _ in delays:
         missing[after] += 1
@@ -232,10 +232,10 @@ def _order(num: int, delays: Sequence[tuple[int, int, float]]) -> list[int]:
 
 
 def greedy_placement(problem: PlacementProblem) -> tuple[int, ...] | None:
-    """Return a placement that fits: all on one place, then group after group moved if faster.
+    """Return a placement that fits, improved by moving single groups while that is faster.
 
-    Returns:
-        The placement; None if no place holds everything.
+    It begins with all groups on one place; if all places are needed, with one of the last groups on
+    each further place. None if no such start fits.
     """
     num = problem.num_groups
     starts = [(option,) * num for option in range(len(problem.options))]
@@ -260,7 +260,7 @@ def greedy_placement(problem: PlacementProblem) -> tuple[int, ...] | None:
 
 
 class _Program:
-    """The integer program, in units in which what is known takes 1."""
+    """The integer program, in units of the time of the known placement, or of serial work."""
 
     def __init__(self, problem: PlacementProblem, known_s: float) -> None:
         self.problem = problem
@@ -286,7 +286,7 @@ class _Program:
         return len(self.columns) - 1
 
     def _times(self, seconds: Sequence[float], group: int, sign: float) -> dict[int, float]:
-        """Return the terms of a time of a group that depends on its place."""
+        """Return the terms for a time of a group that depends on its place."""
         return {
             column: sign * one / self.unit
             for column, one in zip(self.x[group], seconds, strict=True)
@@ -381,7 +381,7 @@ class _Program:
         ]
 
     def _add_pair(self, first: int, second: int) -> None:
-        """Keep two groups apart in time that have ranks in common."""
+        """Keep two groups with common ranks apart in time."""
         problem = self.problem
         places = range(len(problem.options))
         meet = self._column()
@@ -401,13 +401,13 @@ class _Program:
             self.rows.append((-span, {**ends, **time}))
 
     def solve(self, time_limit_s: float, gap: float) -> tuple[tuple[int, ...] | None, float]:
-        """Return the best placement found, if any, and what none takes less than, in seconds."""
+        """Return the best placement found, if any, and the lower bound of its time in seconds."""
         model = self._model(time_limit_s, gap)
         model.run()
         info = model.getInfo()
         bound = info.mip_dual_bound * self.unit
         if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            # Nothing takes as little as what is known: that is the best.
+            # The known placement is optimal: no other takes as little.
             return None, self.unit
         if info.primal_solution_status != 2:
             return None, max(bound, 0.0)

@@ -1,16 +1,16 @@
-"""The planners `dlplacer` and `stanza`: parts of the model on ranks of their own.
+"""The planners `dlplacer` and `stanza`: parts of the model on separate ranks.
 
     dlplacer    each group of operators (`op_groups`) on one position of the first mesh axis, or on
                 2, 4, ... or all of them, which share its samples
-    stanza      the positions in two parts, n - k and k: each group on one of them, and each part
-                with a group; k as the fastest is. With a network that is convolutions first and
-                large matrices last, these have one rank, and their gradients do not travel
+    stanza      the positions in two parts, n - k and k, each with at least one group; the fastest k
+                is taken. In a network with convolutions first and large matrices last, the matrices
+                are on one rank, so their gradients do not travel
 
-The integer program of `placement_program` decides, by times of the cost model on one device for the
-samples of the rank that has most, transfers and sums of gradients at the router's prices, and bytes
-of states and activations. Neighbours in a chain on the same ranks are one stage. Of what it
-finds, a placement by list schedule and, with `dlplacer`, everything on all positions, the plan with
-the shortest simulated step that fits is taken.
+The integer program of `placement_program` decides. It uses times of the cost model on one device
+for the samples of the rank with most of them, router prices for transfers and sums of gradients,
+and bytes of states and activations. Neighbours in a chain on the same ranks are one stage. The plan
+with the shortest simulated step that fits is taken. Its candidates are the results of the program,
+a placement by list schedule and, with `dlplacer`, everything on all positions.
 
     dlplacer    rank 0      stem, left ........ join, head
                 rank 1            right .......
@@ -69,24 +69,24 @@ _PINS: Mapping[str, PinValue] = {
     "optimizer_states": "B",
 }
 
-#: Places that groups may be put on, more than which make the program slow.
+#: With more places for groups than this, the program is slow.
 _MOST_PLACES = 16
 
-#: Parameter, gradient and two states of Adam, or without these, where states are in host memory; a
-#: guess, which the compiled plan corrects.
+#: Copies of a parameter's bytes: parameter, gradient and two states of Adam, the states only if
+#: they are not in host memory. A guess, which the compiled plan corrects.
 _COPIES, _COPIES_OFFLOADED = 4, 2
 
 
 def nested_ranges(num: int) -> list[tuple[int, int]]:
     """Return ranges of positions, each within one of the next larger size, and last all of them.
 
-    While there are too many, the smaller sizes but the first are left out.
+    If there are too many ranges, small sizes above the smallest are left out.
 
     >>> nested_ranges(4)
     [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4), (0, 4)]
 
     Args:
-        num: Positions.
+        num: Number of positions.
     """
     sizes, size = [1], 1
     while size < num:
@@ -109,7 +109,7 @@ class DlplacerPlanner(SearchedPlanner):
         """Return the fastest placement that fits.
 
         Raises:
-            ConfigError: the mesh has an axis of stages, or a pin cannot be meant.
+            ConfigError: the mesh has an axis of stages, or a pin is invalid.
             PlanError: no placement is known that fits.
         """
         placer = _Placer(request=context.request, planner="dlplacer", config=self.config)
@@ -143,7 +143,7 @@ class StanzaPlanner(SearchedPlanner):
 
         Raises:
             ConfigError: the mesh has an axis of stages, or fewer than two positions, or not more
-                than `num_fc_workers`; or a pin cannot be meant.
+                than `num_fc_workers`; or a pin is invalid.
             PlanError: the model has one group, or no separation is known that fits.
         """
         placer = _Placer(request=context.request, planner="stanza", config=self.config)
@@ -178,8 +178,8 @@ class _Found:
         ranges: Positions of each place.
         chosen: Place of each group.
         model_s: Time of a step by the model of the integer program, in seconds.
-        bound_s: Than which no placement takes less, by that model.
-        compiled: What it comes to.
+        bound_s: No placement takes less, by that model.
+        compiled: The compiled strategy.
     """
 
     ranges: Sequence[tuple[int, int]]
@@ -191,19 +191,19 @@ class _Found:
 
 @dataclass(kw_only=True)
 class _Placer:
-    """What both planners do.
+    """The common part of both planners.
 
     Args:
-        request: What is planned.
-        planner: Its name.
-        config: Of it.
+        request: The request to plan.
+        planner: Name of the planner.
+        config: The settings of the planner.
     """
 
     request: PlanRequest
     planner: str
     config: DlplacerConfig | StanzaConfig
     found: list[_Found] = field(default_factory=list)
-    #: Prices of boxing by what is boxed, as equal values travel alike.
+    #: Prices of boxing by type and layouts, because equal values cost the same.
     _prices: dict[object, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class _Placer:
 
     @cached_property
     def num_samples(self) -> int:
-        """Of a micro-batch."""
+        """Samples of a micro-batch."""
         return samples_of_micro_batch(self.request.graph)
 
     def share(self, num_ranks: int) -> float:
@@ -320,7 +320,7 @@ class _Placer:
         return self._price(tensor, (mesh, NdSbp(*(P("sum") for _ in mesh.axes))), (mesh, whole))
 
     def _moved_s(self, tensor: TensorType, here: Placement, there: Placement) -> float:
-        """Return the time in which a value moves from a place to another."""
+        """Return the time to move a value from one place to another."""
         if here == there:
             return 0.0
         entry = S(0) if tensor.shape and tensor.shape[0] >= max(here.size, there.size) else B
@@ -343,7 +343,7 @@ class _Placer:
         chosen: tuple[int, ...],
         solved: PlacementSolution | None,
     ) -> None:
-        """Compile a placement; of the two usual quotas, with the better."""
+        """Compile a placement, with the better of the two usual quotas."""
         stages = stages_on(self.groups, chosen)
         placements = tuple(self.placement(ranges[option]) for option, _ in stages)
         stage_of = {
@@ -379,7 +379,7 @@ class _Placer:
         )
 
     def result(self) -> Strategy:
-        """Return the best of what was looked at.
+        """Return the best placement that was tried.
 
         Raises:
             PlanError: nothing fits.

@@ -1,6 +1,6 @@
-"""The hooks of sbp-planner: which planners it brings.
+"""The hooks of sbp-planner: the planners that it provides.
 
-Holds names and configs only; the planners are made in their modules.
+This module holds only names and configs; the planners are made in their own modules.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from sbp_planner.schedules import with_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What the plan of a set of pins holds, see `Compilation.memory`."""
+    """The memory of the plan for a set of pins, see `Compilation.memory`."""
 
     memory_bytes: float
     host_bytes: float
@@ -36,7 +36,7 @@ class _Held:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits; also if it is not known that it does not."""
+        """Whether it fits; also true if that is unknown."""
         return not self.is_exact or (
             self.memory_bytes <= self.compilation.limit_bytes
             and self.host_bytes <= self.compilation.host_limit_bytes
@@ -52,13 +52,13 @@ class PropagatePlanner(SearchedPlanner):
     def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy whose compiled plan takes the least predicted time and fits.
 
-        Its report says under `tried` what a step takes by each set of pins, in seconds; infinity
-        for one that leads to no plan. Of equal times the first counts. If nothing fits, what needs
-        least is returned, for whoever checks memory to say what that goes to.
+        Its report lists under `tried` the seconds of a step for each set of pins; infinity if a set
+        leads to no plan. Of equal times the first is taken. If nothing fits, the leanest plan is
+        returned, so that a later memory check can report its parts.
 
         Raises:
-            ConfigError: a pin or a stage pattern cannot be meant.
-            SbpError: no set of pins leads to a plan; that of the first.
+            ConfigError: a pin or a stage pattern is invalid.
+            SbpError: no set of pins leads to a plan; the error of the first set.
         """
         request = context.request
         limit = request.cluster.device.memory_bytes
@@ -77,7 +77,7 @@ class PropagatePlanner(SearchedPlanner):
                 if not fastest or tried[name] < tried[fastest]:
                     fastest = name
             except ConfigError:
-                raise  # a pin that cannot be meant is a mistake, whatever else leads to a plan
+                raise  # an invalid pin is a mistake, even if another set leads to a plan
             except SbpError as error:
                 problems.append(error)
                 tried[name] = inf
@@ -85,7 +85,7 @@ class PropagatePlanner(SearchedPlanner):
             raise problems[0]
         held: dict[str, _Held] = {}
         for name in sorted((n for n in tried if tried[n] < inf), key=lambda name: tried[name]):
-            plan = compilation.plan(made[name])  # the last ones are at hand
+            plan = compilation.plan(made[name])  # the last plans are cached
             memory_bytes, host_bytes, is_exact = compilation.memory(plan)
             held[name] = _Held(
                 memory_bytes=memory_bytes,

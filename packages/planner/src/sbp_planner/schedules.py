@@ -1,8 +1,8 @@
-"""The schedule of a pipeline: the one that is named, or with `auto` the fastest that fits.
+"""The schedule of a pipeline: the named one, or with `auto` the fastest that fits.
 
 `auto` infers a strategy for each schedule that is defined for the mesh and the micro-batches,
-compiles it, and replays the plan in simulated time. Of those that fit the memory of a device it
-takes the shortest step; of steps within a thousandth of that, the least memory.
+compiles it, and simulates its plan. Of the schedules that fit the memory of a device it takes the
+one with the shortest step; of steps within a thousandth of that, the one with the least memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import AUTO, ManualConfig, PropagateConfig
 
-#: Steps of times so near to each other, relative, are told apart by their memory.
+#: Steps that differ by less than this relative amount are compared by memory.
 _NEAR = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """One schedule that leads to a plan; `memory_bytes` of the fullest rank, None if not known."""
+    """A schedule with a plan; `memory_bytes` is of the fullest rank, None if unknown."""
 
     strategy: Strategy
     step_s: float
@@ -39,15 +39,15 @@ def with_schedule(
     config: ManualConfig | PropagateConfig,
     propagate: Callable[[Pipelined], Strategy],
 ) -> Strategy:
-    """Return the strategy of the schedule that the config says.
+    """Return the strategy for the schedule of the config.
 
     Args:
         request: See `Planner.plan`.
-        config: With `pipeline`, `chunks` and `stage_ranks`.
-        propagate: Returns the strategy of one schedule.
+        config: The settings `pipeline`, `chunks` and `stage_ranks`.
+        propagate: Returns the strategy for one schedule.
 
     Raises:
-        ConfigError: the schedule is none for the mesh and the micro-batches.
+        ConfigError: the schedule is undefined for the mesh and the micro-batches.
         PlanError: no schedule leads to a plan that fits; or see `propagate`.
     """
     if config.pipeline != AUTO:
@@ -64,7 +64,7 @@ def with_schedule(
                 request.graph, strategy, request.options or CompileOptions(cluster=request.cluster)
             )
         except PlanError:
-            continue  # such as too few blocks for its chunks
+            continue  # such as too few blocks for the chunks of the schedule
         tried[stages.name] = _Tried(
             strategy=strategy, step_s=simulate(plan).step_s, memory_bytes=_memory_bytes(plan)
         )
@@ -106,10 +106,10 @@ def _pipelined(
 
 
 def _defined(request: PlanRequest, config: ManualConfig | PropagateConfig) -> Iterator[Pipelined]:
-    """Yield each schedule that is defined for as many updates as a step has."""
+    """Yield each schedule that is defined for the number of updates in a step."""
     for name in SCHEDULES:
         if name == "2bw":
-            continue  # as fast as pipedream, of parameters that are as stale or more
+            continue  # no faster than pipedream, with parameters that are no less stale
         try:
             yield _pipelined(request, config, name)
         except ConfigError:
@@ -123,7 +123,7 @@ def _named(strategy: Strategy, stages: Pipelined) -> Strategy:
 
 
 def _memory_bytes(plan: PhysicalPlan) -> int | None:
-    """Return what the fullest rank holds; None if no tensor library says how results lie."""
+    """Return the memory of the fullest rank; None if no tensor library knows layouts of results."""
     try:
         return predict_memory(plan).peak
     except SbpLookupError:

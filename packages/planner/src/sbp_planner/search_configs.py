@@ -14,12 +14,12 @@ from sbp_core.pipeline import SCHEDULES
 from sbp_core.planning import Offload, Offloads, check_offload
 from sbp_planner.configs import check_stage_axes
 
-#: Pattern -> SBP, as of `ManualConfig`.
+#: Pattern -> SBP, as in `ManualConfig`.
 PinMap = Mapping[str, str | Mapping[str, str]]
 
 
 def _check_limits(memory_bytes: float | None, **positive: float) -> None:
-    """Refuse limits that are none.
+    """Refuse limits that are not positive.
 
     Raises:
         ConfigError: one is not above 0.
@@ -31,7 +31,7 @@ def _check_limits(memory_bytes: float | None, **positive: float) -> None:
 
 
 def _check_gap(gap: float) -> None:
-    """Refuse a share of what a plan takes that is none: with 1, any plan would be good enough.
+    """Refuse an invalid gap: with 1, any plan would be good enough.
 
     Raises:
         ConfigError: it is not in [0, 1).
@@ -45,15 +45,15 @@ def _check_gap(gap: float) -> None:
 
 
 class _CutsStages(Offloads):
-    """What settings of planners that make stages of their own have in common."""
+    """The common settings of planners that cut the model into stages."""
 
     __slots__ = ()
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh that says neither its stages nor that there is one axis to cut.
+        """Refuse a mesh with several axes without an axis of stages.
 
         Raises:
-            ConfigError: so it is; see `check_stage_axes`. Or see `Offloads`.
+            ConfigError: the mesh is such; see `check_stage_axes`. Or see `Offloads`.
         """
         super().check_combination(others)
         cluster = others.get("cluster")
@@ -65,14 +65,14 @@ class IlpConfig(Offloads):
     """Settings of `sbp_planner.ilp`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`.
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        time_limit_s: For each assignment that is searched, and for all variants of the step
-            together, in seconds.
+        pins: Pins to keep, as in `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        time_limit_s: Seconds for each search for an assignment, and for all variants of the step
+            together.
         gap: Relative distance to the bound at which a program counts as solved, in [0, 1); variants
-            that can be no better by more than that are not looked at.
-        tied: Whether equal layers are decided alike, which makes the program that much smaller.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+            that can gain no more than that are skipped.
+        tied: Whether equal layers are decided alike, which makes the program much smaller.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -93,10 +93,10 @@ class ExhaustiveConfig(Offloads):
     """Settings of `sbp_planner.exhaustive`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`.
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        max_assignments: Branches of the search that may be looked at.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        pins: Pins to keep, as in `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        max_assignments: How many branches of the search may be considered.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -114,8 +114,8 @@ class GreedyConfig(Offloads):
     """Settings of `sbp_planner.greedy`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        pins: Pins to keep, as in `ManualConfig`.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=lambda: {"batch": "S(0)"})
@@ -127,9 +127,9 @@ class TofuConfig(Offloads):
     """Settings of `sbp_planner.tofu`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`; of a mesh axis, it holds for all of its
-            factors.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        pins: Pins to keep, as in `ManualConfig`; a pin on a mesh axis holds for all factors of
+            the axis.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -141,9 +141,9 @@ class OptcnnConfig(Offloads):
     """Settings of `sbp_planner.optcnn`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`.
-        max_entries: Of the largest table that elimination may make.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        pins: Pins to keep, as in `ManualConfig`.
+        max_entries: Most entries of a table that elimination may make.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -160,14 +160,14 @@ class McmcConfig(Offloads):
     """Settings of `sbp_planner.mcmc`.
 
     Args:
-        pins: What is decided before, as of `ManualConfig`.
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        proposals: Steps of the walk, each with a plan compiled.
-        time_limit_s: After which the walk ends, in seconds.
-        temperature: Share of the best time of a step by which a step that is slower is accepted
-            with probability 1 / e.
-        seed: Of the walk.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        pins: Pins to keep, as in `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        proposals: Number of steps of the walk; each compiles a plan.
+        time_limit_s: Seconds after which the walk ends.
+        temperature: A step that is slower by this share of the best time is accepted with
+            probability 1 / e.
+        seed: Seed of the walk.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -193,11 +193,11 @@ class AutoConfig(Offloads):
     """Settings of `sbp_planner.auto`.
 
     Args:
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        time_limit_s: After which no further candidate is looked at, in seconds.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        time_limit_s: Seconds after which no new candidate is tried.
         pipeline: Schedule of candidates with several stages, see `ManualConfig`.
-        num_shown: How many of the candidates are listed.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        num_shown: How many candidates are listed.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
@@ -222,7 +222,7 @@ class GpipeConfig(_CutsStages):
     """Settings of `sbp_planner.pipelines.GpipePlanner`.
 
     Args:
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     offload: Offload = "auto"
@@ -233,7 +233,7 @@ class PipedreamConfig(_CutsStages):
     """Settings of `sbp_planner.pipelines.PipedreamPlanner`.
 
     Args:
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     offload: Offload = "auto"
@@ -244,12 +244,11 @@ class AlpaConfig(_CutsStages):
     """Settings of `sbp_planner.alpa`.
 
     Args:
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        max_blocks: Between how many parts of the model, of about equal work, it may be cut.
-        time_limit_s: After which no further stage is priced, in seconds.
-        gap: Relative distance to the bound over stages at which no further stage is priced, in
-            [0, 1).
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        max_blocks: Most blocks, of about equal work, between which the model may be cut.
+        time_limit_s: Seconds after which no new stage is priced.
+        gap: Relative distance to the bound over stages at which no new stage is priced, in [0, 1).
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
@@ -269,11 +268,11 @@ class DlplacerConfig(Offloads):
     """Settings of `sbp_planner.placers.DlplacerPlanner`.
 
     Args:
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        time_limit_s: For the integer program, in seconds.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        time_limit_s: Seconds for the integer program.
         gap: Relative distance to the bound at which it counts as solved, in [0, 1).
-        max_groups: Of operators; neighbours in a chain are placed as one while there are more.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        max_groups: Most groups of operators; neighbours in a chain are merged to reach it.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
@@ -311,11 +310,10 @@ class GalvatronConfig(_CutsStages):
     """Settings of `sbp_planner.galvatron`.
 
     Args:
-        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        max_layers: How many parts of the model, of about equal work, have a way of their own.
-        time_limit_s: After which no further number of stages or micro-batches is looked at, in
-            seconds.
-        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None for all of the device.
+        max_layers: Most layers, of about equal work, that the model is divided into.
+        time_limit_s: Seconds after which no new number of stages or micro-batches is tried.
+        offload: States in host memory, as in `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None

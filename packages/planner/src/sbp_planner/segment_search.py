@@ -1,12 +1,12 @@
-"""The joint search on a segment: how its tensors are split on one mesh, what that takes and holds.
+"""The joint search on a segment: the split of its tensors on one mesh, its time and its memory.
 
     minimise    serial time of the segment, all mesh axes at once                               [s]
-    such that   what it holds with n micro-batches in flight <= the limit                       [B]
+    such that   its memory with n micro-batches in flight <= the limit                          [B]
 
-Without the limit by elimination (`sbp_core.infer.minimise`); with it by an integer program, or by a
-price on memory where that is large, as `joint.search` does for whole steps. What is held is counted
-as `joint.lifetime` does: it is no promise, and whoever makes a plan of segments corrects the limit
-by what the compiled plan holds.
+Without the limit it uses elimination (`sbp_core.infer.minimise`). With the limit it uses an integer
+program, or for large segments a price on memory, as `joint.search` does for whole steps. Memory is
+estimated as in `joint.lifetime`: the planner that joins the segments corrects the limit by the
+memory of the compiled plan.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sbp_planner.submeshes import StageRanks
 
 Bytes = NDArray[np.int64]
 
-#: Conversions to be priced on one mesh, of which there are many, above which signatures are left
-#: out (`joint.near`).
+#: If there are more conversions to price on one mesh than this, signatures are left out
+#: (`joint.near`). There are many meshes.
 MAX_SEGMENT_PRICES = 100_000
 
-#: For each integer program with memory in it.
+#: Seconds for each integer program with memory in it.
 _PROGRAM_S = 5.0
 
 
@@ -59,12 +59,12 @@ class SegmentProgram:
     """How a segment is split on a mesh.
 
     Args:
-        mesh_shape: Of the mesh.
+        mesh_shape: Ranks along each axis of the mesh.
         nodes: Signature of each node on each axis, in the order of `Segment.nodes`.
         inputs: SBP of each input on each axis, in the order of `Segment.inputs`.
         cost_s: Serial time, in seconds of a step.
-        fixed_bytes, waiting_bytes: What the fullest rank holds at each place of the segment,
-            whatever is in flight, and for each micro-batch in flight.
+        fixed_bytes, waiting_bytes: Bytes that the fullest rank holds at each place of the segment:
+            independent of micro-batches in flight, and for each of them.
         is_exact: Whether nothing takes less time on this mesh.
     """
 
@@ -77,11 +77,11 @@ class SegmentProgram:
     is_exact: bool
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Return what the fullest rank holds at its peak, with so many micro-batches in flight."""
+        """Return the peak memory of the fullest rank, with so many micro-batches in flight."""
         return int((self.fixed_bytes + in_flight * self.waiting_bytes).max(initial=0))
 
     def kept(self, segment: Segment) -> FixedDecisions:
-        """Return the decisions by the names of a segment that has the key of the one solved."""
+        """Return the decisions by the names of a segment with the same key as the solved one."""
         return FixedDecisions(
             nodes=dict(zip(segment.nodes, map(combine, self.nodes), strict=True)),
             storage=dict(zip(segment.inputs, (NdSbp(*of) for of in self.inputs), strict=True)),
@@ -92,16 +92,16 @@ class SegmentSearch:
     """One segment on one mesh.
 
     Args:
-        segments: Of the step.
-        segment: Which.
-        ranks: Its ranks, and those of its neighbours.
-        pins: What is decided; by default the pins of the segments.
+        segments: The segments of the step.
+        segment: The segment.
+        ranks: Its ranks, and the ranks of its neighbours.
+        pins: Pins to keep; by default the pins of the segments.
 
     Raises:
-        PlanError: nothing fulfils the pins.
+        PlanError: the pins cannot be satisfied.
     """
 
-    #: Conversions to be priced above which signatures are left out.
+    #: If there are more conversions to price than this, signatures are left out.
     max_prices: ClassVar[float] = MAX_SEGMENT_PRICES
 
     def __init__(
@@ -124,19 +124,19 @@ class SegmentSearch:
             whole=segments.companions,
         )
         pins = segment.pins(pins or segments.pins)
-        # A segment of many equal layers is posed as one of few.
+        # A segment of many equal layers is posed as a segment of few.
         layers = equal_layers(work, pins)
         decision = Decision()
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)
         self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
-        #: Whether only what is near the choice axis by axis is looked at, because there is very
-        #: much.
+        #: Whether only signatures near the choice axis by axis are considered, because there are
+        #: too many conversions.
         self.is_limited = self.problem.num_prices > self.max_prices
         if self.is_limited:
             kept = near(self.problem, repeated(self.problem))
             for name in away:
-                # Of what crosses to other stages all ways to store it stay.
+                # Values that cross to other stages keep all their storages.
                 variable = self.problem.storage_variable[name]
                 kept[variable] = np.arange(self.problem.sizes[variable])
             self.problem.restrict(kept)
@@ -146,10 +146,10 @@ class SegmentSearch:
         self._held: dict[int, VariableMemory] = {}
 
     def _send_in_parts(self, name: str) -> None:
-        """Count of what crosses to another stage only what is beyond the cheapest way to send it.
+        """Count, for a value that crosses to another stage, only its cost beyond the transfer.
 
-        That is the transfer, which whoever cuts the model prices. It comes, and goes, in as many
-        parts as can be; who asks for it whole, or sends partial sums, sends more.
+        The transfer, the cheapest way to send it, is priced where the model is cut. The value is
+        sent in as many parts as possible. A user of the whole, or partial sums, cost more.
         """
         problem = self.problem
         entries, variable = problem.storage_entries[name], problem.storage_variable[name]
@@ -168,10 +168,10 @@ class SegmentSearch:
             problem.start[variable] = allowed[0]
 
     def free(self) -> tuple[SegmentProgram, tuple[int, ...]]:
-        """Return the fastest program whatever it holds, and its values.
+        """Return the fastest program whatever memory it takes, and its values.
 
         Raises:
-            PlanError: nothing fulfils the pins.
+            PlanError: the pins cannot be satisfied.
         """
         tables = CostTables(self.step, max_entries=MAX_DIRECT_ENTRIES)
         found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
@@ -194,9 +194,9 @@ class SegmentSearch:
         """Return a fast program that holds no more than a limit; None if none was found.
 
         Args:
-            limit_bytes: Of a rank, as `SegmentProgram.memory_bytes` counts.
-            in_flight: Micro-batches.
-            free: The values of the fastest.
+            limit_bytes: Memory of a rank, as `SegmentProgram.memory_bytes` counts it.
+            in_flight: Number of micro-batches in flight.
+            free: The values of the fastest program.
         """
         memory = replace(self.held(in_flight), limit_bytes=limit_bytes)
         if len(memory.usages) > MAX_PROGRAM_VARIABLES:
@@ -212,9 +212,9 @@ class SegmentSearch:
         return program if program.memory_bytes(in_flight) <= limit_bytes else None
 
     def program(self, values: tuple[int, ...], *, exact: bool) -> SegmentProgram:
-        """Return the program of a value of each variable."""
+        """Return the program for a value of each variable."""
         problem, decision = self.problem, self.problem.decided(values)
-        # Behind the last place nothing is held.
+        # After the last place nothing is held.
         one, two = (self.held(n).by_place(values)[:-1] for n in (1, 2))
         return SegmentProgram(
             mesh_shape=self.placement.mesh_shape,
@@ -227,7 +227,7 @@ class SegmentSearch:
         )
 
     def held(self, in_flight: int) -> VariableMemory:
-        """Return what values hold; what stands for other segments is no state of this one."""
+        """Return the memory of values; inputs for other segments do not count as states."""
         if in_flight in self._held:
             return self._held[in_flight]
         segment, problem = self.segment, self.problem

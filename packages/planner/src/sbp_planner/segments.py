@@ -1,15 +1,15 @@
-"""Segments: the part of a step that some blocks of the model are, as a step of its own.
+"""Segments: the part of a step that belongs to some blocks of the model, as a separate step.
 
     blocks       embed | layers.0 | layers.1 | head
     segment            [layers.0 | layers.1]
 
-        arrives  h, the output of embed          dh, the gradient of what leaves
+        arrives  h, the output of embed          dh, the gradient of the output
         nodes    forward, backward and update of both layers
         leaves   the output of layers.1          the gradient of h
 
-What arrives becomes an input, what leaves a state that it replaces, each in whatever SBP suits. Two
-segments with equal keys are the same program under other names, so that one of them is solved
-for both.
+A value that arrives becomes an input; a value that leaves becomes the new value of a state; each
+has whatever SBP suits. Two segments with equal keys are the same program under other names, so that
+one solution serves both.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 5 (stages, and layers of about equal work).
 """
@@ -41,7 +41,7 @@ from sbp_planner.stages import AtomicBlock, BlockGraph, Flow
 
 _ONE = Placement((0,), ("rank",))
 
-#: Behind the name of a value, the state that stands for its being asked for elsewhere.
+#: Suffix of a value's name: the state that represents its use elsewhere.
 _LEAVING = "@leaves"
 
 
@@ -50,9 +50,9 @@ class Segment:
     """Some blocks of a step.
 
     Args:
-        graph: Their nodes; what arrives are inputs of it, what leaves are states.
+        graph: The graph of its nodes; arriving values are its inputs, leaving values its states.
         nodes: Names of the nodes that compute tensors, in order.
-        inputs: Names of the tensor inputs of the step that live here, in order.
+        inputs: Names of the tensor inputs of the step in these blocks, in order.
         arriving: Names of the tensors that other blocks make or hold, and whether these blocks are
             before it.
         leaving: Names of the tensors that other blocks use, and whether all of these are before it.
@@ -68,15 +68,15 @@ class Segment:
 
     @property
     def elsewhere(self) -> Mapping[str, bool]:
-        """The inputs of `graph` that stand for other blocks, and whether these are before it."""
+        """The inputs of `graph` that represent other blocks, and whether these are before it."""
         return {**self.arriving, **{v + _LEAVING: before for v, before in self.leaving.items()}}
 
     def value_of(self, name: str) -> str:
-        """Return the value that one of `elsewhere` stands for."""
+        """Return the value that a name of `elsewhere` represents."""
         return name.removesuffix(_LEAVING)
 
     def pins(self, pins: Pins) -> Pins:
-        """Return the pins of what is in the segment."""
+        """Return the pins of values in the segment."""
         types = self.graph.types
         return Pins(
             storage={at: pin for at, pin in pins.storage.items() if at[0] in types},
@@ -90,11 +90,11 @@ class StepSegments:
 
     Args:
         graph: The step.
-        groups: Modules of each block, in the order of the forward pass; a pattern of stages each.
-        pins: Of the user and the planner, which tell segments apart.
-        cluster: Whose devices run it.
-        bucket_bytes: Of the plan, as `CompileOptions` has it.
-        offloaded: States that are in the memory of the host.
+        groups: Modules of each block, in the order of the forward pass, as patterns of a stage.
+        pins: The pins of the user and the planner; segments with other pins have other keys.
+        cluster: The machine that runs it.
+        bucket_bytes: The bucket size of the plan, as in `CompileOptions`.
+        offloaded: States in host memory.
     """
 
     graph: LogicalGraph
@@ -103,9 +103,9 @@ class StepSegments:
     cluster: Cluster
     bucket_bytes: int | None = None
     offloaded: frozenset[str] = frozenset()
-    #: Prices and options that are known, for all segments.
+    #: Prices and options, shared by all segments.
     tables: SharedTables = field(default_factory=SharedTables)
-    #: What each value could travel with, whatever the stages are.
+    #: The values that could share a bucket with each value, whatever the stages are.
     companions: StepCompanions = field(init=False)
     #: Block of each node that computes tensors, and of each tensor input.
     blocks: StageMap = field(init=False)
@@ -131,15 +131,15 @@ class StepSegments:
             self._times[self.blocks.nodes[node.name]].append(times * seconds)
 
     def least_s(self, block: int, num_ranks: int) -> float:
-        """Return what a block takes at least on so many ranks, in seconds of a step.
+        """Return the least time of a block on so many ranks, in seconds of a step.
 
-        Its operators in equal parts and nothing to send; a launch is no shorter on a part.
+        Its operators in equal parts, without communication; a launch is no shorter on a part.
         """
         launch_s = self.cluster.device.launch_s
         return sum(max(time / num_ranks, min(time, launch_s)) for time in self._times[block])
 
     def state_bytes(self, block: int) -> int:
-        """Return the bytes of what a block has of parameters, buffers and states on the device."""
+        """Return the bytes of a block's parameters, buffers and states on the device."""
         kinds = self.graph.input_kinds
         return sum(
             self.graph.tensor(name).size_bytes
@@ -200,7 +200,7 @@ class StepSegments:
         )
 
     def _kind(self, value: str) -> InputKind:
-        """Return the kind of an input that stands for a value from elsewhere, by its rate."""
+        """Return the kind of an input that represents a value from elsewhere, by its rate."""
         is_micro = self.graph.rate_of(value) is Rate.MICRO
         return InputKind.BATCH if is_micro else InputKind.BUFFER
 
@@ -212,9 +212,9 @@ class StepSegments:
     def _leaving(
         self, here: Sequence[Node], blocks: frozenset[int], known: set[str]
     ) -> Iterator[tuple[str, bool]]:
-        """Yield the tensors made here that are used, or kept as a state, elsewhere.
+        """Yield the tensors made here that other blocks use or keep as a state.
 
-        With each, whether that is before these blocks.
+        Each comes with a flag: whether all those blocks are before these blocks.
         """
         graph = self.graph
         kept: dict[str, list[str]] = {}
@@ -265,8 +265,8 @@ def grouped(blocks: ModelBlocks, most: int) -> tuple[tuple[str, ...], ...]:
     """Return the modules of at most so many blocks, of about equal work, in order.
 
     Args:
-        blocks: Of the model.
-        most: Groups, >= 1.
+        blocks: The blocks of the model.
+        most: Largest number of groups, >= 1.
     """
     names = blocks.modules
     if len(names) <= most:
@@ -275,7 +275,7 @@ def grouped(blocks: ModelBlocks, most: int) -> tuple[tuple[str, ...], ...]:
     total, done = sum(work.values()), 0.0
     groups: list[list[str]] = [[] for _ in range(most)]
     for name in names:
-        # Where the middle of its work lies, so that groups end as near as can be to equal parts.
+        # The middle of its work determines the group, so groups end close to equal parts.
         middle = done + work[name] / 2
         groups[min(int(most * middle / total), most - 1) if total else 0].append(name)
         done += work[name]
@@ -283,11 +283,11 @@ def grouped(blocks: ModelBlocks, most: int) -> tuple[tuple[str, ...], ...]:
 
 
 def merged(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> BlockGraph:
-    """Return a graph of blocks with groups of them as one block each, `0`, `1`, ... in order.
+    """Return a graph in which each group of blocks is one block, `0`, `1`, ... in order.
 
     Args:
-        graph: Of the blocks.
-        groups: Their names.
+        graph: The graph of blocks.
+        groups: Names of the blocks of each group.
     """
     number = {name: str(at) for at, group in enumerate(groups) for name in group}
     blocks = {block.name: block for block in graph.blocks}
@@ -311,11 +311,11 @@ def merged(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> BlockGraph:
 
 
 def is_saved(segment: Segment, value: str, step: LogicalGraph) -> bool:
-    """Return whether what arrives waits for the backward phase, once for each micro-batch.
+    """Return whether an arriving value waits for the backward phase, once for each micro-batch.
 
     Args:
-        segment: Where it arrives.
-        value: One of `arriving`.
+        segment: The segment where it arrives.
+        value: A name in `arriving`.
         step: The whole step.
     """
     maker = step.producers.get(value)

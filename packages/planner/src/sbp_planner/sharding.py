@@ -1,17 +1,17 @@
-"""Strategies that shard some parameters on one mesh axis: none of them, all, and what is between.
+"""Strategies that shard parameters on one mesh axis: none, all, or some of them.
 
-    axis        the one over which samples are split, N ranks; on the others, and over stages of a
-                pipeline, inference and the user's pins have decided
+    axis        the mesh axis over which samples are split, N ranks; inference and the user's pins
+                have decided the other axes, and the stages of a pipeline
     replicated  batch and activations S(0) on the axis; parameters, states, gradients, updates B
     sharded     the same, with parameters, states, gradients and updates S(d) on the axis
-    mixed       what is decided on each parameter from one of these
+    mixed       the decisions on each parameter from one of these two
 
-The dim d is 0, or the first that no later axis splits: gathering what is split on an inner axis,
-too, would move pieces between the groups of that axis.
+The dim d is 0, or the first that no later axis splits. Otherwise gathering a dim that an inner axis
+splits, too, would move pieces between the groups of that axis.
 
     weight (8, 4) on data 2 x tensor 2, stored (B, S(0))
         (S(0), S(0))   rank 0, 0 has rows 0-1 of 8, and is to have rows 0-3    from other groups
-        (S(1), S(0))   rank 0, 0 has columns 0-1 of rows 0-3, and lacks 2-3    of its own group
+        (S(1), S(0))   rank 0, 0 has columns 0-1 of rows 0-3, and lacks 2-3    of its group
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sbp_planner.guide import owners, shardable, states_of, update_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingExtremes:
-    """The strategies between which storages are chosen.
+    """The two extreme strategies between which storages are chosen.
 
     Args:
-        replicated: Shards no parameter on the axis.
-        sharded: Shards all of them.
-        names: The parameters that are stored otherwise in the two.
+        replicated: The strategy that shards no parameter on the axis.
+        sharded: The strategy that shards all of them.
+        names: The parameters that are stored differently in the two.
     """
 
     replicated: Strategy
@@ -50,18 +50,18 @@ def ends_of(
     stage_patterns: StagePatterns = (),
     pins: Mapping[str, PinValue] | None = None,
 ) -> ShardingExtremes:
-    """Return the two ends of a step.
+    """Return the two extreme strategies of a step.
 
     Args:
-        request: What is planned.
+        request: The request to plan.
         axis: Mesh axis over which data are split.
-        stages: Where they lie, and in which order they work.
-        stage_patterns: Of the modules of each stage; empty splits evenly.
-        pins: What is decided before.
+        stages: The placements of the stages, and the order of their work.
+        stage_patterns: Patterns of the modules of each stage; empty splits evenly.
+        pins: Pins of the planner.
 
     Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing fulfils the pins or the stages.
+        ConfigError: a pin is invalid.
+        PlanError: the pins or the stages cannot be satisfied.
     """
     asked = replace(request, progress=None, pins={**(pins or {}), **request.pins})
     replicated = infer_strategy(
@@ -92,7 +92,7 @@ def _pins(axis: str) -> dict[str, PinValue]:
 
 
 def _sharded(graph: LogicalGraph, replicated: Strategy, axis: str) -> dict[str, PinValue]:
-    """Return the pins that shard every parameter, with what belongs to it."""
+    """Return the pins that shard every parameter, with its states, gradient and update."""
     owned = update_values(graph)
     pins: dict[str, PinValue] = {}
     for name in shardable(graph):
@@ -111,28 +111,28 @@ def shard_dim(graph: LogicalGraph, replicated: Strategy, name: str, axis: str) -
     taken = {sbp.dim for sbp, size in later if isinstance(sbp, Split) and size > 1}
     shape = graph.tensor(name).shape
     free = (dim for dim in range(len(shape)) if dim not in taken)
-    # A dim of fewer elements than ranks would leave ranks without any.
+    # With fewer elements than ranks in the dim, some ranks would have none.
     wide = (dim for dim in free if dim == 0 or shape[dim] >= mesh.mesh_shape[at])
     return next(wide, 0)
 
 
 def mixed(graph: LogicalGraph, ends: ShardingExtremes, chosen: Set[str]) -> Strategy:
-    """Return the strategy that shards some parameters; boxing joins what is decided apart.
+    """Return the strategy that shards some parameters; boxing joins the different decisions.
 
     Args:
         graph: The step.
         ends: The strategies that shard none, and all.
-        chosen: Those that it is to shard.
+        chosen: The parameters to shard.
     """
     replicated, sharded = ends.replicated, ends.sharded
     owner = owners(graph, ends.names)
     nodes = dict(replicated.nodes)
-    # What a node is decided for: the parameters whose gradients or updates it makes, if need be
-    # through others that are decided one way or the other, too.
+    # For each node, the parameters that it serves: it makes their gradients or updates, directly or
+    # through other nodes on which the two strategies differ.
     decided_for: dict[str, set[str]] = {}
-    # Backwards, as what a node serves is what its users serve. A node is taken from the sharded
-    # strategy only if it serves nothing but sharded parameters: one that serves both kinds, such as
-    # the norm of all gradients, stays as the replicated strategy has it.
+    # The loop goes backwards, because a node serves what its users serve. A node is taken from the
+    # sharded strategy only if it serves sharded parameters alone. A node that serves both kinds,
+    # such as the norm of all gradients, stays as in the replicated strategy.
     for node in reversed(graph.nodes):
         if node.name not in nodes or nodes[node.name] == sharded.nodes[node.name]:
             continue

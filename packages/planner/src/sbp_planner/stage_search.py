@@ -1,11 +1,11 @@
-"""Stages with programs of their own: where to cut, and how each stage is split inside.
+"""Stages with separate programs: where to cut the model, and how to split each stage inside.
 
     minimise    (m - 1) max_s t_s + sum_s t_s    m micro-batches, t_s of stages and transfers   [s]
     such that   each stage holds its micro-batches in flight; the compiled plan fits a rank     [B]
 
-What a stage takes is asked of a `StageSolver`, for the few stages that may be in the best pipeline
-(`sbp_planner.stages.cut_lazily`): the planners `alpa` and `galvatron` differ in theirs. Its count
-of memory is corrected by what the compiled plan holds, and the model is cut again, until one fits.
+A `StageSolver` prices the few stages that may be in the best pipeline
+(`sbp_planner.stages.cut_lazily`); the planners `alpa` and `galvatron` have different ones. The
+memory that it counts is corrected by the compiled plan, and the model is cut again, until one fits.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from sbp_planner.submeshes import is_submesh, submesh
 
 Floats = NDArray[np.float64]
 
-#: Limits of counted memory that are tried, each with a plan compiled.
+#: How many limits of counted memory are tried, each with a plan compiled.
 _MAX_TRIES = 8
 
-#: From a limit within which nothing is counted to fit to the next one: more may be counted than is
-#: held.
+#: The factor from a limit under which nothing fits to the next one: more memory may be counted than
+#: is held.
 _GROWTH = 1.25
 
-#: Of the limit, how near limits are to each other that are not told apart.
+#: Limits that differ by less than this share of the limit are treated as equal.
 _RESOLUTION = 0.02
 
-#: Places to cut that are looked at.
+#: How many places to cut are considered.
 _MAX_PLACES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAsked:
-    """A stage that a price is asked of.
+    """A stage to be priced.
 
     Args:
         blocks: Numbers of its blocks.
-        start: Ranks before it.
-        devices: Its ranks.
-        in_flight: Micro-batches that it holds.
-        limit_bytes: Of a rank, as the solver counts.
+        start: Number of ranks before it.
+        devices: Number of its ranks.
+        in_flight: Number of micro-batches that it holds.
+        limit_bytes: Memory of a rank, as the solver counts it.
     """
 
     blocks: frozenset[int]
@@ -80,14 +80,14 @@ class StageAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageProgram:
-    """How a stage is split.
+    """The split of a stage, and its cost.
 
     Args:
-        cost_s: In seconds of a step; infinite if nothing fits.
-        memory_bytes: What the fullest rank holds, as the solver counts.
-        mesh_shape: Of its ranks.
+        cost_s: Seconds of a step; infinite if nothing fits.
+        memory_bytes: Bytes that the fullest rank holds, as the solver counts them.
+        mesh_shape: Shape of the mesh of its ranks.
         kept: Its signatures and storages, on the axes of the solver.
-        words: What is special about it, for people.
+        words: A remark for people.
     """
 
     cost_s: float
@@ -102,9 +102,9 @@ class StageMeshes:
     """The stages of a plan on their meshes.
 
     Args:
-        axes: Of every stage.
-        shapes: Of each stage.
-        parts: The decisions of each on these axes.
+        axes: Names of the mesh axes of every stage.
+        shapes: Mesh shape of each stage.
+        parts: The decisions of each stage on these axes.
     """
 
     axes: tuple[str, ...]
@@ -113,14 +113,14 @@ class StageMeshes:
 
 
 class StageSolver(Protocol):
-    """Finds programs of stages."""
+    """Finds the programs of stages."""
 
     def least_s(self, blocks: frozenset[int], devices: int) -> float:
-        """Return what a stage never takes less than, in seconds of a step."""
+        """Return a lower bound on the time of a stage, in seconds of a step."""
         ...
 
     def free_s(self, stage: StageAsked) -> float:
-        """Return what a stage takes whatever it holds, in seconds of a step."""
+        """Return the time of a stage whatever memory it takes, in seconds of a step."""
         ...
 
     def program(self, stage: StageAsked) -> StageProgram:
@@ -134,18 +134,18 @@ class StageSolver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """What is to be found.
+    """The settings of a search for stages.
 
     Args:
-        planner: Name for the strategy.
-        schedule: Of the pipeline: `1f1b`, or `pipedream` if a step has several updates.
+        planner: Name of the planner, for the strategy.
+        schedule: Schedule of the pipeline: `1f1b`, or `pipedream` if a step has several updates.
         limit_bytes: Memory of a rank.
         limit_key: The setting that is the limit.
-        ends: When to stop looking for better stages, of `time.monotonic`.
-        sizes: How many ranks a stage may have.
-        num_stages: How many stages there must be; None for any number.
-        first: Stages that are priced first: for each its modules and its ranks.
-        gap: Relative distance to the bound at which no better stages are looked for.
+        ends: Time of `time.monotonic` at which the search for better stages ends, in s.
+        sizes: Allowed numbers of ranks of a stage.
+        num_stages: Required number of stages; None for any number.
+        first: Stages that are priced first: for each its modules and its number of ranks.
+        gap: Relative distance to the bound at which the search ends.
     """
 
     planner: str
@@ -159,7 +159,7 @@ class StageSettings:
     gap: float = 0.0
 
 
-#: Stages, and the program of each.
+#: Stages, and the program of each stage.
 _Cut: TypeAlias = tuple[LazyPlan, list[StageProgram]]
 
 
@@ -167,11 +167,11 @@ class StageSearch:
     """The search for the stages of one request.
 
     Args:
-        request: What is planned.
-        segments: Of its step.
-        graph: Of the blocks of the segments.
-        solver: Finds programs of stages.
-        settings: What is to be found.
+        request: The request to plan.
+        segments: The segments of its step.
+        graph: The graph of the blocks of the segments.
+        solver: Finds the programs of stages.
+        settings: The settings of the search.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class StageSearch:
         """Return the best strategy that fits, compiled.
 
         Raises:
-            PlanError: nothing that was found fits; says what was.
+            PlanError: nothing that was found fits; names what was found.
         """
         limit_bytes, least = self.settings.limit_bytes, inf
         best: Compiled | None = None
@@ -240,7 +240,7 @@ class StageSearch:
         )
 
     def roomiest(self) -> LazyPlan | None:
-        """Return the best stages within the limit, or the first larger one that has any."""
+        """Return the best stages within the limit, or within the first larger limit with any."""
         wanted = self.settings.limit_bytes
         for _ in range(_MAX_TRIES):
             found = self.cut(wanted)
@@ -260,7 +260,7 @@ class StageSearch:
         )
 
     def problem(self, limit_bytes: float) -> TableProblem:
-        """Return the problem of `table`, at prices that are too low."""
+        """Return the problem of `table`, with lower bounds as prices."""
         ideals, settings = self.ideals, self.settings
         size, places = self.request.mesh.size, len(ideals.masks)
         num_blocks = len(self.segments.groups)
@@ -302,7 +302,7 @@ class StageSearch:
         )
 
     def _is_allowed(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether a stage may have some ranks: a submesh, all of them, or as `first` has."""
+        """Return whether a stage may have these ranks: a submesh, all, or a size of `first`."""
         size = self.request.mesh.size
         if len(ranks) not in self.settings.sizes or len(ranks) == size:
             return True
@@ -335,7 +335,7 @@ class StageSearch:
         return PricedStage(free_s=free_s / self.count, held_s=program.cost_s / self.count)
 
     def _as_stages(self, wanted: Sequence[tuple[tuple[str, ...], int]]) -> tuple[TableStage, ...]:
-        """Return stages of modules between places to cut; empty if one is not between such."""
+        """Return wanted modules as stages between places to cut; empty if there are no such."""
         number = {name: at for at, group in enumerate(self.segments.groups) for name in group}
         place = {mask: at for at, mask in enumerate(self.ideals.masks)}
         done, found = 0, []
@@ -397,7 +397,7 @@ class StageSearch:
     def report(
         self, found: LazyPlan, programs: Sequence[StageProgram], stages: Pipelined
     ) -> dict[str, Any]:
-        """Return what was found, for people and for programs."""
+        """Return the result, for people and for programs."""
         plan, planner = found.plan, self.settings.planner
         gap = 1 - found.bound_s / plan.objective_s if plan.objective_s > 0 else 0.0
         none = "no stages of these blocks take" if gap < 1e-6 else "the bound is"
@@ -441,7 +441,7 @@ class StageSearch:
 
 
 def on_axes(kept: FixedDecisions, axes: Sequence[int]) -> FixedDecisions:
-    """Return decisions on other mesh axes: for each of them, the axis that it is decided as."""
+    """Return decisions on other mesh axes: for each of them, the axis whose entries it copies."""
 
     def on(sbp: NdSbp) -> NdSbp:
         return NdSbp(*(sbp[axis] for axis in axes))

@@ -4,13 +4,13 @@
     data parallel     S(0) on data    free                      -
     ZeRO-1            S(0) on data    updates sharded           -
     ZeRO-3            S(0) on data    all sharded               -
-    tensor parallel   B               columns and rows          what is between
+    tensor parallel   B               columns and rows          values between these
     free              free            free                      everything
 
-On a mesh of several axes, the first is that of the data, and everything is free on the others:
-there inference finds the operators to split by columns or rows, and the classes, tables or experts
-to split. Columns and rows that the graph shows are tried as well, because the result of inference
-is the best for a sum of times, without overlap.
+On a mesh of several axes, the first is the data axis, and all tensors are free on the other axes.
+There inference finds the operators to split by columns or rows, and the classes, tables or experts
+to split. Columns and rows from the graph are tried as well, because inference minimises a sum of
+times, without overlap.
 
 Source: Rajbhandari et al., "ZeRO", SC 2020, section 5 (stages 1 and 3); Shoeybi et al.,
 "Megatron-LM", 2019, section 3.
@@ -35,19 +35,19 @@ class StartingPins:
     """One set of pins.
 
     Args:
-        pins: By the words of pins, such as `batch`.
-        patterns: Patterns to find in the graph: mesh axis -> names.
+        pins: Pins of words, such as `batch`.
+        patterns: Patterns to find in the graph: mesh axis -> names of patterns.
     """
 
     pins: Mapping[str, PinValue]
     patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def of(self, graph: LogicalGraph, mesh: Placement) -> Mapping[str, PinValue]:
-        """Return its pins of a step.
+        """Return its pins for a step.
 
         Args:
             graph: The step.
-            mesh: Of one stage.
+            mesh: The mesh of one stage.
 
         Raises:
             ConfigError: the graph does not have the patterns.
@@ -59,7 +59,7 @@ def starting_pins(mesh: Placement) -> Mapping[str, StartingPins]:
     """Return the sets by name.
 
     Args:
-        mesh: Of one stage.
+        mesh: The mesh of one stage.
     """
     found = {name: StartingPins(pins=pins) for name, pins in _without_patterns(mesh).items()}
     first, last = mesh.axes[0], mesh.axes[-1]

@@ -3,10 +3,9 @@
     cell        the stages of a pipeline that are on the same ranks; without a pipeline, all
     choice      for each parameter, whether it is sharded
 
-Each rank has a memory of its own, so the guide is a knapsack for each cell, and each has a limit of
-its own, which is corrected by what the ranks of the cell hold in the compiled plan
-(`sbp_core.planning.LimitSearch`). Single changes and exchanges of what that leads to are in
-`improve`.
+Each rank has a separate memory, so the guide is a knapsack for each cell. Each cell has a separate
+limit, which is corrected by the memory of its ranks in the compiled plan
+(`sbp_core.planning.LimitSearch`). `improve` tries single changes and exchanges of the result.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
 from sbp_planner.sharding import ShardingExtremes, mixed
 
-#: Choices of the guide that are looked at; each lies between one that fits and one that does not.
+#: How many choices of the guide are tried; each is between one that fits and one that does not.
 MAX_TRIES = 12
 
-#: Of the limit, how near limits of the guide are to each other that are not told apart.
+#: Limits of the guide that differ by less than this share of the limit are treated as equal.
 RESOLUTION = 1e-3
 
-#: Exchanges of parameters that are compiled before the search ends.
+#: How many exchanges of parameters are compiled, at most.
 MAX_EXCHANGES = 16
 
-#: Sums of equal times in another order differ by less than this share.
+#: Sums of equal times in another order differ by less than this relative amount.
 _TIE = 1e-9
 
 #: For each parameter, whether it is sharded.
@@ -60,10 +59,10 @@ class Cell:
 
 @dataclass(kw_only=True)
 class StorageSearch:
-    """What is known of the choices that were looked at.
+    """The search on one graph, with the results for all choices that were tried.
 
     Args:
-        request: What to plan.
+        request: The request to plan.
         ends: The strategies that shard none, and all.
         limit_bytes: Memory of one rank.
     """
@@ -71,7 +70,7 @@ class StorageSearch:
     request: PlanRequest
     ends: ShardingExtremes
     limit_bytes: float
-    #: The fastest choice so far that fits; among equals the one with the least memory.
+    #: The fastest choice so far that fits; of equally fast ones the one with the least memory.
     best: Choice | None = None
     is_exact: bool = True
     _step_s: dict[Choice, float] = field(default_factory=dict)
@@ -80,7 +79,7 @@ class StorageSearch:
 
     @cached_property
     def compilation(self) -> Compilation:
-        """What compiles the choices."""
+        """The compilation of choices."""
         return Compilation(request=self.request, limit_bytes=self.limit_bytes)
 
     @property
@@ -100,7 +99,7 @@ class StorageSearch:
 
     @cached_property
     def items(self) -> Items:
-        """What each parameter costs either way, by the guide."""
+        """The cost of each parameter replicated and sharded, by the guide."""
         ends = self.ends
         return parameter_options(
             self.request.graph,
@@ -126,8 +125,8 @@ class StorageSearch:
         """Return the strategy of a choice."""
         if choice == self.all_replicated:
             return self.ends.replicated
-        # Mixed of the two ends, without inference, so that a choice costs little more than its
-        # compilation.
+        # The strategy is mixed from the two extremes, without inference, so that a choice costs
+        # little more than its compilation.
         chosen = {name for name, yes in zip(self.names, choice, strict=True) if yes}
         return mixed(self.request.graph, self.ends, chosen)
 
@@ -142,36 +141,36 @@ class StorageSearch:
         return self._step_s[choice]
 
     def memory(self, choice: Choice) -> int:
-        """Return what the fullest rank holds at its peak, of the compiled plan, in bytes."""
+        """Return the peak memory of the fullest rank, of the compiled plan, in bytes."""
         return max(self.memory_by_rank(choice).values())
 
     def host_bytes(self, choice: Choice) -> int:
-        """Return what no rank exceeds in the memory of its host, in bytes."""
+        """Return the most host memory that the plan needs for a rank, in bytes."""
         self.memory_by_rank(choice)
         return self._host_bytes[choice]
 
     def cell_memory(self, choice: Choice, cell: Cell) -> int:
-        """Return what the fullest rank of a cell holds at its peak, in bytes."""
+        """Return the peak memory of the fullest rank of a cell, in bytes."""
         return max(self.memory_by_rank(choice)[rank] for rank in cell.ranks)
 
     def memory_by_rank(self, choice: Choice) -> dict[int, int]:
-        """Return what each rank holds at its peak, of the compiled plan, in bytes."""
+        """Return the peak memory of each rank, of the compiled plan, in bytes."""
         if choice not in self._memory:
             plan = self.plan(choice)
             self._memory[choice] = self.compilation.by_rank(plan)
             self.is_exact = self.is_exact and self.compilation.report(plan) is not None
-            # While its plan is there:
+            # Predicted now, while the plan is cached:
             self.step_s(choice)
             self._host_bytes[choice] = offloaded_bytes(plan)
         return self._memory[choice]
 
     def peaks(self, choice: Choice) -> Mapping[int, RankMemory] | None:
-        """Return what is at the peak of each rank; None if it is not known how results lie."""
+        """Return the memory at the peak of each rank; None if layouts of results are unknown."""
         found = self.compilation.report(self.plan(choice))
         return None if found is None else found.ranks
 
     def fits(self, choice: Choice) -> bool:
-        """Whether a choice keeps to the limit; the best one that does is remembered."""
+        """Return whether a choice keeps to the limit; remember the best choice that does."""
         host_limit_bytes = self.compilation.host_limit_bytes
         does = (
             self.memory(choice) <= self.limit_bytes and self.host_bytes(choice) <= host_limit_bytes
@@ -186,13 +185,13 @@ class StorageSearch:
         return len({*self._step_s, *self._memory})
 
     def unlimited(self) -> Choice:
-        """Return the fastest choice of the guide, whatever it needs."""
+        """Return the fastest choice of the guide, whatever memory it needs."""
         found = choose(self.items, inf)
         assert found is not None, "without a limit everything fits"
         return tuple(index == SHARDED for index in found.chosen)
 
     def follow(self) -> None:
-        """Look at choices of the guide, from the fastest one to the last that fits in each cell."""
+        """Try choices of the guide, from the fastest one to the last that fits in each cell."""
         limits = [self._limit_search(cell) for cell in self.cells]
 
         def held_bytes() -> list[int]:
@@ -201,9 +200,9 @@ class StorageSearch:
             return [self.cell_memory(choice, cell) for cell in self.cells]
 
         search_limits(limits, held_bytes)
-        # Each cell as it last fitted: what was compiled last may have had one that did not.
+        # Each cell as it last fitted: in the last compiled choice some cell may not fit.
         self.fits(self._joined(limits))
-        # Both ends are looked at in any case: so the result is no worse than either that fits.
+        # Both extremes are tried in any case, so the result is no worse than either that fits.
         self.fits(self.all_replicated)
         self.fits(self.all_sharded)
 
@@ -238,11 +237,11 @@ def improve(search: StorageSearch, best: Choice) -> Choice:
     """Change single parameters of a choice while that is faster and fits.
 
     Args:
-        search: What judges choices.
-        best: One that fits.
+        search: The search, which judges choices.
+        best: A choice that fits.
 
     Returns:
-        One of which no change of a single parameter both fits and is faster.
+        A choice of which no change of a single parameter both fits and is faster.
     """
     before = None
     while best != before:
@@ -258,12 +257,12 @@ def improve(search: StorageSearch, best: Choice) -> Choice:
 def _improved_alike(
     search: StorageSearch, best: Choice, alike: Sequence[int], *, is_sharded: bool
 ) -> Choice:
-    """Change those of equal parameters that are sharded, or are not."""
+    """Change equal parameters one by one, either the sharded or the replicated ones."""
     for index in alike:
         if best[index] is is_sharded:
             changed = (*best[:index], not is_sharded, *best[index + 1 :])
-            # Alike parameters change the time of one thread alike. With a thread for boxing they
-            # nearly do; asking for each would compile a plan for each.
+            # Equal parameters change the time of one thread equally. With a thread for boxing they
+            # nearly do; simulating each would compile a plan for each.
             if search.step_s(changed) >= search.step_s(best) * (1 - _TIE):
                 break
             if search.fits(changed):
@@ -273,8 +272,8 @@ def _improved_alike(
 
 def _exchanged(search: StorageSearch, best: Choice) -> Choice:
     """Shard one or two parameters for one or two others, where that is faster and fits."""
-    # What a parameter frees depends on which others are sharded, so that near the limit a single
-    # change is often too large, where two or three that make up for each other are not.
+    # The memory that a parameter frees depends on the other choices. So near the limit a single
+    # change is often too large, while two or three changes that offset each other fit.
     for changes in _exchanges(search, best)[:MAX_EXCHANGES]:
         changed = tuple(not one if at in changes else one for at, one in enumerate(best))
         if search.step_s(changed) < search.step_s(best) * (1 - _TIE) and search.fits(changed):
@@ -283,10 +282,10 @@ def _exchanged(search: StorageSearch, best: Choice) -> Choice:
 
 
 def _exchanges(search: StorageSearch, best: Choice) -> list[tuple[int, ...]]:
-    """Return exchanges that are faster by the guide, by their parameters.
+    """Return exchanges that are faster by the guide, as indices of parameters.
 
-    Those that fit by the guide come first, then those that gain more. Parameters make up for each
-    other only on the same ranks.
+    Exchanges that fit by the guide come first, then those that gain more. Changes offset each other
+    only on the same ranks.
     """
     alike = _alike(search)
     found = []
@@ -315,7 +314,7 @@ def _exchange(items: Items, out: Sequence[int], into: Sequence[int]) -> tuple[fl
 def _first_of_each(
     alike: Sequence[Sequence[int]], choice: Choice, *, is_sharded: bool
 ) -> Iterator[int]:
-    """Yield of each class of equal parameters the first that is sharded, or is not."""
+    """Yield, for each class of equal parameters, the first that is sharded, or is not."""
     for indices in alike:
         found = next((index for index in indices if choice[index] is is_sharded), None)
         if found is not None:
@@ -323,7 +322,7 @@ def _first_of_each(
 
 
 def _alike(search: StorageSearch) -> list[list[int]]:
-    """Return the parameters that the guide cannot tell apart, those that matter most first."""
+    """Return groups of parameters that are equal to the guide, the most important ones first."""
     cells = {index: at for at, cell in enumerate(search.cells) for index in cell.parameters}
     classes: dict[tuple[object, int], list[int]] = {}
     for index, options in enumerate(search.items):

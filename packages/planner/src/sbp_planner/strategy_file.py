@@ -1,4 +1,4 @@
-"""A strategy file, as far as it can be read and checked without knowing its planner's settings."""
+"""A strategy file, as far as it can be read and checked without the settings of its planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sbp_core.strategy import Strategy
 
 
 def check_form(path: Path, mesh: Placement) -> None:
-    """Check what can be checked of a file without the graph: its form, and for which mesh it is.
+    """Check what needs no graph: the form of a file, and its mesh.
 
     Raises:
         ConfigError: it cannot be read, or is for another mesh; names the file and the line.
@@ -34,11 +34,11 @@ def check_form(path: Path, mesh: Placement) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the key and the file in what is refused in the `with` block; all is a wrong setting."""
+    """Add the key and the file to errors of the `with` block, and make them wrong settings."""
     try:
         yield
     except SbpError as error:
-        # The first place is the file, with the line; the key that names it goes before.
+        # The first place is the file, with the line; the key is put before it.
         line, *others = error.where if _is_in(path, error) else (str(path), *error.where)
         raise error.replaced(
             ConfigError,
@@ -52,7 +52,7 @@ def _is_in(path: Path, error: SbpError) -> bool:
 
 
 def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
-    """Read a file; return also in which lines its decisions stand.
+    """Read a file; return also the lines of its decisions.
 
     Raises:
         SbpError: it cannot be read.
@@ -63,13 +63,13 @@ def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
 
 
 def read_variant(path: Path, family: GraphFamily | None) -> GraphVariant | None:
-    """Return the variant of the step that a file is for; None for the one that is asked for.
+    """Return the variant of the step that a file is for; None for the requested variant.
 
-    So also for a file that cannot be read, of which `read` says why.
+    Also None for a file that cannot be read, for which `read` raises the error.
 
     Args:
         path: The file.
-        family: The variants that there are.
+        family: The variants of the step.
     """
     try:
         form = Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load_form(path)[0]

@@ -1,11 +1,11 @@
-"""Submeshes: the parts of a machine that stages may have, and the logical shapes of each.
+"""Submeshes: the parts of a machine that stages may use, and the logical shapes of each.
 
     machine          nodes of 4: 0 1 2 3 | 4 5 6 7
     sizes            1, 2, 4 inside a node; 8: whole nodes
     shapes of 4      4 x 1, 2 x 2        the ranks in order, the last axis of neighbours
 
-Ranges of ranks that lie alike in the tree of links cost the same (`link_class`): of two neighbours,
-those of one socket differ from those of two.
+Ranges of ranks at equivalent places in the tree of links cost the same (`link_class`): two
+neighbours of one socket differ from two neighbours of different sockets.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 5.1 (submeshes (1, 2^k) and (n, whole node)) and
 section 4.1 (logical shapes).
@@ -28,7 +28,7 @@ def submesh_sizes(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
 
     Args:
         cluster: The machine.
-        num_ranks: That are used, from the first one on.
+        num_ranks: Number of ranks that are used, from the first one on.
     """
     node = min(cluster.devices_per_node, num_ranks)
     powers = {1 << k for k in range(node.bit_length()) if 1 << k <= node}
@@ -36,7 +36,7 @@ def submesh_sizes(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
 
 
 def is_submesh(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
-    """Return whether successive ranks are of one node, or whole nodes."""
+    """Return whether successive ranks are in one node, or fill whole nodes."""
     size = cluster.devices_per_node
     if ranks[0] // size == ranks[-1] // size:
         return True
@@ -44,23 +44,23 @@ def is_submesh(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 
 
 def link_class(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return a value that is equal for ranks that lie alike in the tree of links.
+    """Return a value that is equal for ranks at equivalent places in the tree of links.
 
     Args:
         cluster: The machine.
-        ranks: Of a submesh, in order.
+        ranks: Ranks of a submesh, in order.
     """
     found = []
     for size in cluster.group_sizes:
         number: dict[int, int] = {}
         groups = [number.setdefault(rank // size, len(number)) for rank in ranks]
-        # How many successive ranks are of each group says it all, as groups are of such.
+        # The number of successive ranks in each group is enough, because groups are ranges.
         found.append(tuple(groups.count(group) for group in number.values()))
     return tuple(found)
 
 
 def logical_shapes(num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the meshes of two axes that some ranks are, the one of a single axis first.
+    """Yield the meshes of two axes for some ranks, the one with a single long axis first.
 
     >>> list(logical_shapes(8))
     [(8, 1), (4, 2), (2, 4)]
@@ -77,10 +77,10 @@ def submesh(
     """Return successive ranks of a mesh as a mesh.
 
     Args:
-        mesh: Of all ranks.
-        start: How many of them come before.
-        shape: Of the part.
-        axes: Of the part.
+        mesh: The mesh of all ranks.
+        start: Number of ranks before the part.
+        shape: Mesh shape of the part.
+        axes: Axis names of the part.
     """
     ranks = list(mesh.rank_list[start : start + prod(shape)])
     return reshaped(Placement([ranks], ("part", "rank"), mesh.device), shape, axes)
@@ -88,12 +88,12 @@ def submesh(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRanks:
-    """The ranks of a stage, and those that stand for the stages before and after it.
+    """The ranks of a stage, and ranks that represent the stages before and after it.
 
     Args:
-        own: Of the stage.
-        before, after: Of as many ranks as the stage has, if there are so many next to it; None if
-            there are none.
+        own: The mesh of the stage.
+        before, after: Meshes of as many ranks as the stage has, if there are so many next to it;
+            else None.
     """
 
     own: Placement
@@ -101,7 +101,7 @@ class StageRanks:
     after: Placement | None
 
     def link_class(self, cluster: Cluster) -> Hashable:
-        """Return a value that is equal where all of them lie alike in the tree of links."""
+        """Return a value that is equal if all three are at equivalent places in the tree."""
         before = self.before.rank_list if self.before else ()
         after = self.after.rank_list if self.after else ()
         ranks = (*before, *self.own.rank_list, *after)
@@ -114,10 +114,10 @@ def stage_ranks(
     """Return the ranks of a stage and of its neighbours.
 
     Args:
-        mesh: Of all ranks.
-        start: How many of them come before the stage.
-        shape: Of the stage.
-        axes: Of every stage.
+        mesh: The mesh of all ranks.
+        start: Number of ranks before the stage.
+        shape: Mesh shape of the stage.
+        axes: Axis names of every stage.
     """
     devices = prod(shape)
     before, after = start, mesh.size - start - devices
@@ -146,7 +146,7 @@ def pipe_first(mesh: Placement) -> Placement:
 
 
 def stage_axes(mesh: Placement) -> tuple[str, ...]:
-    """Return the mesh axes of every stage: those besides `pipe`, or two of the ranks of a stage."""
+    """Return the mesh axes of every stage: all but `pipe`, or two axes over its ranks."""
     if PIPE_AXIS in mesh.axes:
         return tuple(axis for axis in mesh.axes if axis != PIPE_AXIS) or ("rank",)
     first = mesh.axes[0]

@@ -1,4 +1,4 @@
-"""The planner `tofu`: ranks are halved again and again, and each half is decided like the whole.
+"""The planner `tofu`: ranks are divided again and again, and each part is planned like the whole.
 
     mesh 8 x 2    factors 2 x 2 x 2 x 2
 
@@ -6,13 +6,13 @@
         split every tensor along one dim over f groups of ranks, or not at all, so that the step
         costs least, given what the factors before have split                                   [s]
 
-Each factor is a mesh axis of its own, and each is solved exactly where the graph's tables are small
-enough (`sbp_core.infer`). A tensor may so be split along several dims, each by a product of
-factors, which a mesh of the ranks' own axes cannot have. Recursion makes it fast and takes the
-optimum: an early factor does not foresee a later one. The paper counts bytes; here it is the time
-of boxing and operators, by the cluster's links.
+Each factor is a separate mesh axis, and each is solved exactly if the tables of the graph are small
+enough (`sbp_core.infer`). So a tensor may be split along several dims, each by a product of
+factors, which is impossible on the axes of the given mesh. The recursion is fast, but gives up the
+optimum: an early factor does not foresee a later one. The paper counts bytes; this planner counts
+the time of boxing and operators, by the cluster's links.
 
-Complexity: prime factors x that of one mesh axis.
+Complexity: prime factors x the complexity of one mesh axis.
 
 Source: Wang, Huang, Li, "Supporting very large models using automatic dataflow graph partitioning",
 EuroSys 2019, section 5 (recursive search).
@@ -39,11 +39,11 @@ class TofuPlanner(SearchedPlanner):
     config: TofuConfig
 
     def propose(self, context: PlanContext) -> Strategy:
-        """Return what the recursion of the module's docstring comes to.
+        """Return the strategy that the recursion of the module's docstring gives.
 
         Raises:
-            ConfigError: the mesh has pipeline stages, or a pin cannot be meant.
-            PlanError: nothing fulfils the pins.
+            ConfigError: the mesh has pipeline stages, or a pin is invalid.
+            PlanError: the pins cannot be satisfied.
         """
         request = context.request
         mesh = request.mesh
@@ -68,7 +68,7 @@ class TofuPlanner(SearchedPlanner):
 
 
 def by_factors(mesh: Placement) -> Placement:
-    """Return a mesh whose axes are the prime factors of another's, in the same order of ranks.
+    """Return a mesh whose axes are the prime factors of the axes of another, ranks in order.
 
     >>> by_factors(Placement.grid((12,), ("data",))).axes
     ('data.0', 'data.1', 'data.2')

@@ -1,11 +1,11 @@
 """The solver of choice problems: a strategy for each node, least cost, within a memory limit.
 
-In the order in which they are used: `problem` (what is to be chosen, and what a choice costs),
-`reduced_graph` and `reduce` (exact reductions), `compact` (what they leave), `program` (the integer
-program), `record` (the best so far), `solver` (these together, elimination of narrow graphs, and
-the search of `large` for what is left). Besides, `chain` solves chains and knapsacks exactly, and
-for tables over any number of nodes, without memory, `prove` proves an assignment by `moved_costs`
-and elimination. `iopddl` has the files of a contest, and random problems.
+In the order of their use: `problem` (the choices and their cost), `reduced_graph` and `reduce`
+(exact reductions), `compact` (the reduced problem), `program` (the integer program), `record` (the
+best result so far), `solver` (all of these together, elimination of narrow graphs, and the search
+of `large`). `chain` solves chains and knapsacks exactly. For tables over any number of nodes,
+without memory, `prove` proves an assignment by `moved_costs` and elimination. `iopddl` has the
+files of a contest, and random problems.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain

@@ -2,11 +2,11 @@
 
     python -m sbp_planner.choice instance.json[.gz] --time-limit 60 --out assignment.json
 
-Prints cost, bound, gap, seconds, and whether the cost is proved; each better cost or bound is a
-line on stderr. The file is written at each better assignment, so that it is there whenever the
-command is killed; after SIGTERM or SIGINT the best so far is printed, and all ends at once. Exits
-with 0 if an assignment was found, 1 if there is none or none was found, 2 if the input cannot be
-meant.
+Prints cost, bound, gap, seconds, and whether the cost is proved. Each better cost or bound is a
+line on stderr. The file is written at each better assignment, so it exists even if the command is
+killed. After SIGTERM or SIGINT the best assignment so far is printed, and the command ends at once.
+Exit codes: 0 if an assignment was found, 1 if there is none or none was found, 2 if the input is
+invalid.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sbp_planner.choice.problem import ChoiceProblem, whole_cost
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
 
-#: Seconds of the limit that are kept for writing the answer and ending, and for each second that
-#: reading took; the part of the time left that this is at most.
+#: Seconds of the limit that are reserved for writing the answer and ending, in all and for each
+#: second of reading; and the largest part of the remaining time for both.
 _RESERVE_S = 1.0
 _RESERVE_A_SECOND = 0.25
 _RESERVE_PART = 0.25
 
-#: Part of the time that writing assignments may take.
+#: The part of the time that writing assignments may take.
 _WRITE_PART = 0.05
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Best:
-    """The best so far: its file, and the lines about it."""
+    """The best assignment so far, its file, and the lines about it."""
 
     def __init__(self, out: Path | None, began: float) -> None:
         self.out = out
@@ -55,7 +55,7 @@ class _Best:
         self._lock = threading.Lock()
 
     def keep(self, assignment: Sequence[int]) -> None:
-        """Keep an assignment; write it unless one was written just before."""
+        """Keep an assignment; write it unless another was written just before."""
         self.assignment = tuple(assignment)
         now = time.monotonic()
         if now >= self._next:
@@ -78,7 +78,7 @@ class _Best:
         sys.stderr.flush()
 
     def say(self, solution: ChoiceSolution | None = None) -> None:
-        """Print what was found; of a search that does not end what is known."""
+        """Print the result; for a search that does not end, the best so far."""
         seconds = time.monotonic() - self.began
         found = solution or ChoiceSolution(
             assignment=self.assignment,
@@ -92,7 +92,7 @@ class _Best:
         if found.assignment is not None:
             cost = _number(found.cost)
             if self.problem is not None:
-                # With all digits that the file has; None if costs have fractions.
+                # All digits of the costs in the file; None if costs have fractions.
                 whole = whole_cost(self.problem, found.assignment)
                 if whole is not None:
                     cost = str(whole + self.rounding.of(self.problem, found.assignment))
@@ -106,15 +106,15 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     """Run the command.
 
     Args:
-        arguments: In place of those of the command line.
-        began: When the time of the limit began, of `time.monotonic`, in s; None: now.
+        arguments: Arguments of the command line; None for the command line.
+        began: Time of `time.monotonic` at which the limit began, in s; None: now.
     """
     began = time.monotonic() if began is None else began
     options = _options(arguments)
     best = _Best(options.out, began)
 
     def stop() -> None:
-        """Write and say what there is, and end; the second process sees that, and ends, too."""
+        """Write and print the best result, and end; the second process then ends, too."""
         best.write()
         best.say()
         sys.stdout.flush()
@@ -152,7 +152,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.time_limit > 0 or not options.gap >= 0:
         parser.error("--time-limit must be above 0, and --gap not below")
-    # Here, so that nobody solves for minutes what then cannot be written.
+    # Checked here, so that nobody solves for minutes and then cannot write the result.
     out = options.out
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         what = f"{out} is a folder" if out.is_dir() else f"{out.parent} is no folder"
@@ -162,7 +162,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Have a thread of its own wait for signals: HiGHS may run for long without looking at any."""
+    """Wait for signals in a thread: HiGHS may run for long without looking at any."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     done = threading.Event()
 
@@ -182,15 +182,15 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _number(value: float) -> str:
-    """Return whole numbers with all their digits."""
+    """Return a number as text, whole numbers with all their digits."""
     return str(int(value)) if value % 1 == 0 else repr(value)
 
 
 def _process_began() -> float:
-    """Return when this process began, of `time.monotonic`, in s; now, where that is not told."""
+    """Return the start of this process, of `time.monotonic`, in s; now, where it is unknown."""
     now = time.monotonic()
     try:
-        # The 20th number after the name, which is in brackets, in ticks since the machine began.
+        # The 20th number after the bracketed name: ticks since the machine began.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

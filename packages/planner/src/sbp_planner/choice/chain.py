@@ -3,23 +3,23 @@
     minimise    sum_i cost_i(s_i) + sum_i edge_i(s_i, s_i+1)
     such that   sum_i bytes_i(s_i) <= limit                       all nodes live at the same time
 
-A layer of a network is a node, a strategy the way it is parallelised; the memory of all layers adds
-up, as parameters and activations of all of them are there at the end of the forward pass. For
-each strategy of the last node so far, the pairs (bytes, cost) of which none is as small in both
-are kept; a step adds one node to all of them at once:
+A layer of a network is a node, a strategy the way it is parallelised. The memory of all layers adds
+up, because parameters and activations of all of them exist at the end of the forward pass. For each
+strategy of the last node so far, the Pareto-best pairs (bytes, cost) are kept; a step adds one node
+to all of them at once:
 
     cost |  o                          o  kept
          |     o  x                    x  another has no more bytes and costs no more
          |        o     x              |  more than the limit leaves for the nodes to come
          +----------------|-- bytes
 
-Without edges it is a knapsack, of which one set of pairs is kept for all strategies. A pair is
-dropped, too, when even the best ratio of cost to bytes among the nodes to come could not bring it
-to fit at less cost than a greedy choice has.
+Without edges it is a knapsack, with one set of pairs for all strategies. A pair is also dropped if
+the best ratio of cost to bytes among the later nodes could not make it fit at less cost than a
+greedy choice has.
 
 Bytes are exact integers: nothing is rounded. Takes O(n · k² · p log p) for n nodes, k strategies
-and p kept pairs; p is at most the number of different sums of bytes, so that it stays small if
-nodes are alike.
+and p kept pairs; p is at most the number of different sums of bytes, so it stays small if nodes are
+alike.
 
 Source: Miao et al., "Galvatron", VLDB 2022 (the program over layers, there over rounded
 megabytes); Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management
@@ -46,7 +46,7 @@ class ChainSolution:
     Args:
         assignment: The strategy index of each node.
         cost: Their total cost.
-        usage: Bytes that they hold together.
+        usage: Their total bytes.
     """
 
     assignment: tuple[int, ...]
@@ -55,7 +55,7 @@ class ChainSolution:
 
 
 class _Front(NamedTuple):
-    """The kept pairs of one node: bytes, cost, its strategy, and the pair before it came from."""
+    """The kept pairs of one node: bytes, cost, its strategy, and the index of the previous pair."""
 
     usage: Ints
     cost: Floats
@@ -64,7 +64,7 @@ class _Front(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """What nodes without edges add: the cheapest of them, and the least cost of a byte saved."""
+    """The later nodes without edges: their least cost, its bytes, and the least cost of a byte."""
 
     cost: float
     usage: int
@@ -77,27 +77,27 @@ def solve_chain(
     edge_costs: Sequence[Floats] | None,
     usage_limit: float | None = None,
 ) -> ChainSolution | None:
-    """Return the cheapest strategies that fit; among equals those with the fewest bytes.
+    """Return the cheapest strategies that fit; of equally cheap ones those with the fewest bytes.
 
     Args:
         costs: For each node the cost of each strategy, float64; `inf` forbids.
         usages: For each node the bytes of each strategy, >= 0, int64.
         edge_costs: For each node but the last its costs with the next, float64 of shape
             (strategies, strategies of the next); `inf` forbids. None for a knapsack.
-        usage_limit: Bytes; None for no limit.
+        usage_limit: Largest sum of bytes; None for no limit.
 
     Returns:
         The strategies; None if none are allowed and fit.
 
     Raises:
-        SbpValueError: If the tables do not belong together, a cost is NaN or -inf, or bytes are
+        SbpValueError: If the shapes of the tables do not match, a cost is NaN or -inf, or bytes are
             below 0.
     """
     costs = [np.asarray(cost, dtype=np.float64) for cost in costs]
     usages = [np.asarray(usage) for usage in usages]
     tables = None if edge_costs is None else [np.asarray(t, dtype=np.float64) for t in edge_costs]
     _check(costs, usages, tables)
-    # More than all nodes can hold is no limit; with that, bytes of any size are exact.
+    # A limit above the sum of all nodes is no limit; so bytes of any size stay exact.
     most = sum(int(usage.max()) for usage in usages)
     limited = usage_limit is not None and isfinite(usage_limit)
     limit = min(floor(usage_limit), most) if limited and usage_limit is not None else most
@@ -105,7 +105,7 @@ def solve_chain(
         limit = -1
     if limit < 0 or any(cost.min() == inf for cost in costs):
         return None
-    # What the nodes to come hold at least.
+    # The least bytes of the later nodes.
     later = [0]
     for usage in reversed(usages):
         later.append(later[-1] + int(usage.min()))
@@ -175,7 +175,7 @@ def _check(
 
 
 def _undominated(usage: Ints, cost: Floats) -> Ints:
-    """Return the places of the pairs that none other is as small as in both; of equals one."""
+    """Return the indices of the Pareto-best pairs; one of several equal pairs."""
     order = np.lexsort((cost, usage))
     sorted_cost = cost[order]
     # By rising bytes, a pair is kept if it costs less than all before it.
@@ -187,10 +187,10 @@ def _undominated(usage: Ints, cost: Floats) -> Ints:
 def _rests(
     costs: Sequence[Floats], usages: Sequence[Ints], limit: int
 ) -> tuple[list[_Rest], float]:
-    """Return what the nodes after each node add, and the cost of a greedy choice that fits.
+    """Return the sums over the nodes after each node, and the cost of a greedy choice that fits.
 
-    It takes the cheapest strategies, then changes by rising ratio of cost to bytes; of one node, a
-    later change takes the place of an earlier one.
+    The greedy choice takes the cheapest strategies, then changes by rising ratio of cost to bytes.
+    A later change of a node replaces an earlier one.
     """
     changes: list[tuple[float, int, int, float]] = []
     rests, rest = [], _Rest(0.0, 0, inf)

@@ -1,4 +1,4 @@
-"""What reductions leave of a problem: numbered from 0, in flat arrays, as solvers want it.
+"""The reduced problem in the form that solvers need: numbered from 0, in flat arrays.
 
 The tables of all edges are one array, so that a whole assignment is read at once:
 
@@ -32,8 +32,8 @@ class FlatTables:
     Args:
         ends: Nodes of each edge, int64 of shape (edges, 2).
         entries: Costs of all pairs, float64.
-        first: Of each edge its first entry, and at the end their number, int64.
-        widths: Of each edge the strategies of its second node, int64.
+        first: For each edge its first entry, and at the end their number, int64.
+        widths: For each edge the number of strategies of its second node, int64.
     """
 
     ends: Ints
@@ -53,34 +53,34 @@ class FlatTables:
         )
 
     def chosen(self, values: Ints) -> Ints:
-        """Return the entry of each edge that an assignment takes, int64 of shape (edges,)."""
+        """Return the entry of each edge for an assignment, int64 of shape (edges,)."""
         chosen: Ints = self.first[:-1] + values[self.ends[:, 0]] * self.widths
         return chosen + values[self.ends[:, 1]]
 
     @property
     def rows(self) -> Ints:
-        """Of each edge the strategies of its first node."""
+        """For each edge, the number of strategies of its first node."""
         rows: Ints = np.diff(self.first) // np.maximum(self.widths, 1)
         return rows
 
     def places(self, end: int) -> Ints:
-        """Return of each entry the strategy of one end (0 or 1) of its edge."""
+        """Return, for each entry, the strategy at one end (0 or 1) of its edge."""
         sizes = np.diff(self.first)
         place, widths = ragged(np.zeros_like(sizes), sizes), np.repeat(self.widths, sizes)
         found: Ints = place % widths if end else place // widths
         return found
 
     def columns(self, first: Ints, end: int) -> Ints:
-        """Return of each entry the column of its strategy of one end (0 or 1) of the edge.
+        """Return, for each entry, the column of its strategy at one end (0 or 1) of the edge.
 
         Args:
-            first: Of each node its first column.
-            end: Which end.
+            first: For each node, its first column.
+            end: The end, 0 or 1.
         """
         return self.places(end) + np.repeat(first[self.ends[:, end]], np.diff(self.first))
 
     def transposed(self) -> Ints:
-        """Return the entries in the order of transposed tables, as places in `entries`."""
+        """Return the order of the entries in transposed tables, as indices into `entries`."""
         lengths = np.repeat(self.rows, self.widths)
         base = ragged(self.first[:-1], self.widths)
         inner = ragged(np.zeros_like(lengths), lengths)
@@ -97,13 +97,13 @@ class Arcs(NamedTuple):
     of a receiver that no strategy of the sender allows has one arc, which costs `forbidden`.
 
     Args:
-        strategy: Of each arc the sender's, int32; sorted by direction, strategy of the receiver,
-            strategy of the sender.
-        cost: Its cost.
-        first: Of each direction its first arc, and at the end their number.
-        counts: Arcs of each strategy of the receiver, direction by direction.
-        counts_first: Of each direction its first count, and at the end their number.
-        forbidden: More than any assignment costs against another.
+        strategy: For each arc the sender's strategy, int32; sorted by direction, strategy of the
+            receiver, strategy of the sender.
+        cost: For each arc its cost.
+        first: For each direction its first arc, and at the end their number.
+        counts: Number of arcs for each strategy of the receiver, direction by direction.
+        counts_first: For each direction its first count, and at the end their number.
+        forbidden: More than the costs of any two assignments differ.
     """
 
     strategy: NDArray[np.int32]
@@ -138,9 +138,9 @@ class Messages(NamedTuple):
 
     Args:
         from_column: Columns of the senders, edge by edge.
-        arc_from, arc_cost: Of each allowed pair the place of its sender's strategy in
-            `from_column`, sorted as `Arcs` are, and its cost.
-        arc_first: Where the pairs of each strategy of a receiver begin.
+        arc_from, arc_cost: For each allowed pair the index of its sender's strategy in
+            `from_column`, in the order of `Arcs`, and its cost.
+        arc_first: The first pair of each strategy of a receiver.
         to_column: Columns of the receivers, edge by edge.
     """
 
@@ -151,23 +151,23 @@ class Messages(NamedTuple):
     to_column: Ints
 
     def least(self, sent: Floats) -> Floats:
-        """Return the message to each of `to_column`.
+        """Return the message to each column of `to_column`.
 
         Args:
-            sent: Costs of `from_column`.
+            sent: Costs of the columns `from_column`.
         """
         least: Floats = np.minimum.reduceat(sent[self.arc_from] + self.arc_cost, self.arc_first)
         return least
 
 
 class EdgeColumns(NamedTuple):
-    """Columns of one end of some edges, and their costs besides what the other end takes.
+    """Columns at one end of some edges, and their costs given the strategy at the other end.
 
     Args:
-        other: The node of the other end of each column.
+        other: For each column, the node at the other end.
         column: The columns, edge by edge.
-        entry, stride: The entry of the flat tables for strategy 0 of the other end, and the way to
-            the entry of its next strategy.
+        entry, stride: The entry of the flat tables for strategy 0 of the other end, and the
+            distance to the entry of its next strategy.
     """
 
     other: Ints
@@ -179,26 +179,26 @@ class EdgeColumns(NamedTuple):
         """Return the cost of each column.
 
         Args:
-            entries: Of the flat tables.
+            entries: The entries of the flat tables.
             values: The strategy of each node.
         """
         return entries[self.entry + values[self.other] * self.stride]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is cached
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: derived values are cached
 class Compact:
     """A choice problem in flat arrays; *columns* are all strategies of all nodes, node by node.
 
     Args:
-        cost: Of each column, float64, finite.
-        first: Of each node its first column, and at the end their number, int64.
+        cost: For each column its cost, float64, finite.
+        first: For each node its first column, and at the end their number, int64.
         edges: Pairs of different nodes, each pair once, first < second.
-        tables: Of each edge its costs, float64 of shape (strategies of both); `inf` forbids.
-        capacity: Of each memory row the bytes that choices may hold, int64.
-        held_column: Of each held span its column, int64; spans of no bytes are left out.
+        tables: For each edge its costs, float64 of shape (strategies of both); `inf` forbids.
+        capacity: For each memory row the bytes that choices may hold, int64.
+        held_column: For each held span its column, int64; spans of no bytes are left out.
         held_first, held_end: Its half-open range of memory rows, int64.
         held_bytes: Its bytes, int64.
-        constant: Cost besides that of nodes and edges.
+        constant: Cost in addition to the costs of nodes and edges.
     """
 
     cost: Floats
@@ -249,7 +249,7 @@ class Compact:
         return found
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what is derived."""
+        """Leave out cached values."""
         names = {field.name for field in fields(self)}
         return {name: value for name, value in self.__dict__.items() if name in names}
 
@@ -257,8 +257,8 @@ class Compact:
         """Return the messages over some edges.
 
         Args:
-            edges: Which.
-            from_second: Of each whether it is from the second end.
+            edges: Numbers of the edges.
+            from_second: For each edge, whether the message goes from its second end.
         """
         arcs, directions = self.arcs, edges + from_second * len(self.edges)
         ends = np.where(from_second, self.flat.ends[edges].T[::-1], self.flat.ends[edges].T)
@@ -277,17 +277,17 @@ class Compact:
         )
 
     def edge_columns(self, edges: Ints, second: Mask) -> EdgeColumns:
-        """Return the costs of the columns of one end of some edges.
+        """Return the columns at one end of some edges, with their costs.
 
         Args:
-            edges: Which.
-            second: Of each whether these are of the second end.
+            edges: Numbers of the edges.
+            second: For each edge, whether the columns are at its second end.
         """
         flat, ends = self.flat, self.flat.ends[edges]
         node = np.where(second, ends[:, 1], ends[:, 0])
         sizes, widths = self.sizes[node], flat.widths[edges]
         place = ragged(np.zeros_like(sizes), sizes)
-        # Along strategies of the second end an entry is the next one, along the first a row on.
+        # The next strategy of the second end is the next entry, that of the first end the next row.
         step = np.repeat(np.where(second, 1, widths), sizes)
         return EdgeColumns(
             other=np.repeat(np.where(second, ends[:, 0], ends[:, 1]), sizes),
@@ -297,7 +297,7 @@ class Compact:
         )
 
     def priced(self, prices: Floats) -> Floats:
-        """Return the costs of all columns with their bytes at a price of each memory row."""
+        """Return the costs of all columns, with a price for bytes at each memory row."""
         if not len(prices):
             return self.cost
         before = np.concatenate([[0.0], np.cumsum(prices)])
@@ -305,14 +305,14 @@ class Compact:
         return self.cost + np.bincount(self.held_column, paid, len(self.cost)).astype(np.float64)
 
     def least(self, of_column: Floats) -> Floats:
-        """Return the least of each node's columns, for each of these."""
+        """Return, for each column, the least value among the columns of its node."""
         return np.repeat(np.minimum.reduceat(of_column, self.first[:-1]), self.sizes)
 
     def profile(self, weight: Array) -> Array:
         """Return the bytes held at each memory row, of the dtype of the weights.
 
         Args:
-            weight: How much of each column is chosen, float64 or int64 of shape (columns,).
+            weight: The share of each column that is chosen, float64 or int64 of shape (columns,).
         """
         some = np.flatnonzero(weight[self.held_column])
         held = self.held_bytes[some] * weight[self.held_column[some]]
@@ -323,7 +323,7 @@ class Compact:
         return profile
 
     def excess(self, values: Ints) -> Ints:
-        """Return by how many bytes each memory row is above its capacity; <= 0 if it is not.
+        """Return the bytes of each memory row above its capacity; <= 0 where it fits.
 
         Args:
             values: The strategy of each node, int64 of shape (nodes,).
@@ -334,7 +334,7 @@ class Compact:
         return excess
 
     def total(self, values: Ints) -> float:
-        """Return the cost of strategies, `inf` if a pair of them is forbidden; memory apart."""
+        """Return the cost of an assignment, `inf` if a pair is forbidden; memory is ignored."""
         pairs = self.flat.entries[self.flat.chosen(values)]
         return float(self.cost[self.first[:-1] + values].sum() + pairs.sum()) + self.constant
 
@@ -343,7 +343,7 @@ class Compact:
         return not len(self.capacity) or bool(self.excess(values).max() <= 0)
 
     def split(self, of_column: Mask, of_entry: Mask) -> tuple[list[Mask], list[Mask]]:
-        """Return what is said of all columns and all pairs, node by node and edge by edge."""
+        """Return flags of all columns and all pairs, split by node and by edge."""
         pairs = np.split(of_entry, self.flat.first[1:-1])
         return (
             np.split(of_column, self.first[1:-1]),
@@ -356,9 +356,9 @@ class Compact:
         """Return the problem with some columns only, and the nodes that have any.
 
         Args:
-            kept: Of each column whether it is left.
-            edges: Those between nodes that are left, by their new numbers.
-            tables: Their costs.
+            kept: For each column, whether it is kept.
+            edges: Edges between kept nodes, by their new numbers.
+            tables: For each of these edges, its costs.
         """
         counts = np.add.reduceat(kept, self.first[:-1], dtype=np.int64)
         some = kept[self.held_column]
@@ -376,7 +376,7 @@ class Compact:
 
 
 def compacted(graph: Graph) -> tuple[Compact, list[int]]:
-    """Return what is left of a graph, and which of its nodes these are."""
+    """Return the problem of a reduced graph, and the original numbers of its nodes."""
     nodes = [node for node, alive in enumerate(graph.alive) if alive]
     place = {node: at for at, node in enumerate(nodes)}
     first = np.concatenate([[0], np.cumsum([len(graph.cost[n]) for n in nodes], dtype=np.int64)])
@@ -408,9 +408,9 @@ def compacted(graph: Graph) -> tuple[Compact, list[int]]:
 
 
 def _without_equal_rows(compact: Compact) -> Compact:
-    """Drop memory rows at which the same columns hold the same bytes as at another, tighter one.
+    """Drop memory rows with the same columns and bytes as another row of no more capacity.
 
-    Rows are told apart by the sum of bytes times a random odd number for each column, modulo 2^64.
+    Rows are compared by the sum of bytes times a random odd number for each column, modulo 2^64.
     """
     rows = len(compact.capacity)
     if not rows:
@@ -435,7 +435,7 @@ def _without_equal_rows(compact: Compact) -> Compact:
 
 
 def ragged(starts: Ints, lengths: Ints) -> Ints:
-    """Return the ranges that start there and are so long, one after the other, int64."""
+    """Return the ranges with given starts and lengths, one after the other, int64."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     result: Ints = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
@@ -443,7 +443,7 @@ def ragged(starts: Ints, lengths: Ints) -> Ints:
 
 
 def first_least(values: Floats, starts: Ints, lengths: Ints) -> Ints:
-    """Return the place of the first least entry of each stretch of `values`, none empty."""
+    """Return the index of the first least entry of each stretch of `values`, none empty."""
     least = np.repeat(np.minimum.reduceat(values, starts), lengths)
     place = np.where(values == least, np.arange(len(values)), len(values))
     found: Ints = np.minimum.reduceat(place, starts) - starts

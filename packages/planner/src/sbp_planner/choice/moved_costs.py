@@ -2,20 +2,20 @@
 
     cost(x) = sum_f term_f(x_f)  >=  sum_f min term_f
 
-That is poor as it stands. Costs may be moved between terms that share a variable, which changes no
-cost(x): from each term of variable v its minima over all other variables are taken, m_f(v), and
-their sum is given to terms of v again. It never lowers the bound, and repeated over all variables,
-forwards and backwards, it climbs towards the dual of the linear relaxation (block-coordinate
-ascent). Forwards it is given to terms that reach further on, so that costs travel through the
-graph in one sweep.
+This bound alone is poor. Costs may be moved between terms that share a variable, which changes no
+cost(x): take, from each term of variable v, its minima over all other variables, m_f(v), and give
+their sum to terms of v again. This never lowers the bound. Repeated over all variables, forwards
+and backwards, the bound rises towards the dual of the linear relaxation (block-coordinate ascent).
+Forwards the sum is given to terms that reach further on, so costs travel through the graph in one
+sweep.
 
-It may stop short of the relaxation's optimum, and the relaxation may be below the cheapest
-assignment: a gap is an upper limit of what could be gained, not what can be. A value x of v is in
-no assignment that costs less than
+The bound may stay below the relaxation's optimum, and that may be below the cheapest assignment. So
+a gap is an upper limit of the possible gain. A value x of v is in no assignment that costs less
+than
 
     sum_f min term_f  +  sum over the terms f of v of (min term_f with v = x  -  min term_f)
 
-A term is a table, or anything else whose minima are known, such as `joint.group_bound.Paid`.
+A term is a table, or any other function with known minima, such as `joint.group_bound.BoundTerm`.
 
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28
 (2006); Werner, "A linear programming approach to max-sum problem: a review", PAMI 29 (2007),
@@ -36,20 +36,20 @@ from sbp_planner.choice.problem import Floats, Ints
 
 
 class CostTerm(Protocol):
-    """A part of the cost, over some variables."""
+    """A part of the cost that depends on some variables."""
 
     @property
     def variables(self) -> tuple[int, ...]:
-        """The variables, in the order of their places."""
+        """The variables, in the order of their indices."""
         ...
 
     @property
     def least(self) -> float:
-        """The least that it costs."""
+        """The minimum of the term."""
         ...
 
     def minima(self, place: int) -> Floats:
-        """Return the least for each value of one variable."""
+        """Return the minimum for each value of one variable."""
         ...
 
     def add(self, place: int, shift: Floats) -> None:
@@ -57,12 +57,12 @@ class CostTerm(Protocol):
         ...
 
     def restrict(self, kept: Mapping[int, Ints]) -> None:
-        """Strike out all other values of some variables, by their places."""
+        """Strike out all but the given values of some variables, by their indices."""
         ...
 
 
 class TableTerm:
-    """A table as a term; it is copied."""
+    """A table as a term; the table is copied."""
 
     def __init__(self, factor: Factor) -> None:
         self.variables = factor.variables
@@ -74,7 +74,7 @@ class TableTerm:
         return float(self.table.min())
 
     def minima(self, place: int) -> Floats:
-        """Return the least for each value of one variable."""
+        """Return the minimum for each value of one variable."""
         return minima_along(self.table, place)
 
     def add(self, place: int, shift: Floats) -> None:
@@ -82,13 +82,13 @@ class TableTerm:
         self.table += shift.reshape([-1 if at == place else 1 for at in range(len(self.variables))])
 
     def restrict(self, kept: Mapping[int, Ints]) -> None:
-        """Strike out all other values of some variables, by their places."""
+        """Strike out all but the given values of some variables, by their indices."""
         for place, values in kept.items():
             self.table = self.table.take(values, axis=place)
 
 
 class _Part(NamedTuple):
-    """A term of a variable, its place there, and its shares of what moves, ahead and back."""
+    """A term of a variable, the variable's index in it, and its shares ahead and back."""
 
     term: CostTerm
     place: int
@@ -96,15 +96,15 @@ class _Part(NamedTuple):
 
 
 class MovedCosts:
-    """Moves costs between terms, to raise what all minima together come to.
+    """Moves costs between terms, to raise the sum of their minima.
 
     Args:
         sizes: Number of values of each variable.
         terms: The parts of the cost; they are changed.
-        order: Of the variables, in which costs travel; that of the terms if None.
+        order: Order of the variables in which costs travel; None for the order of the terms.
 
     Attributes:
-        kept: Of each variable the values that are not struck out.
+        kept: For each variable, the values that are not struck out.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MovedCosts:
         position = {variable: at for at, variable in enumerate(self._order)}
         self._parts: dict[int, list[_Part]] = {}
         for v in self._order:
-            # What moves is shared by the terms that reach further on; by all, if none does.
+            # Terms that reach further on share the moved cost; all terms, if none does.
             shares = []
             for way in (1, -1):
                 further = [
@@ -137,14 +137,14 @@ class MovedCosts:
 
     @property
     def bound(self) -> float:
-        """What no assignment costs less than."""
+        """The lower bound: no assignment costs less."""
         return float(sum(term.least for term in self.terms))
 
     def sweep(self, deadline: float = inf) -> None:
         """Move the costs of each variable once forwards and once backwards.
 
         Args:
-            deadline: Of `time.monotonic`, at which it ends before it is through.
+            deadline: Time of `time.monotonic` at which it ends early, in s.
         """
         for backwards in (0, 1):
             for variable in reversed(self._order) if backwards else self._order:
@@ -154,7 +154,7 @@ class MovedCosts:
                 return
 
     def _move(self, parts: Sequence[_Part], backwards: int) -> None:
-        """Collect the minima of a variable from its terms, and give them to those further on."""
+        """Collect the minima of a variable from its terms, and give them to terms further on."""
         minima = [part.term.minima(part.place) for part in parts]
         total = minima[0].copy()
         for least in minima[1:]:
@@ -168,19 +168,19 @@ class MovedCosts:
                     continue
                 shift = share * total - least
             else:
-                # What some term forbids, all forbid.
+                # A value that some term forbids is forbidden by all.
                 given = np.where(possible, total, 0.0) * share
                 shift = np.where(possible, given - np.where(possible, least, 0.0), inf)
             part.term.add(part.place, shift)
 
     def strike(self, above: float) -> bool:
-        """Strike out values that are in no assignment which costs at most that.
+        """Strike out values that are in no assignment which costs at most `above`.
 
         Args:
-            above: What costs more is of no interest.
+            above: Assignments that cost more do not matter.
 
         Returns:
-            Whether there may be such an assignment; if not, nothing is struck out.
+            Whether there may be an assignment of at most that cost; if not, nothing is struck out.
         """
         bound = self.bound
         if bound > above:
@@ -207,10 +207,10 @@ class MovedCosts:
 
 
 def graph_order(num_variables: int, scopes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the variables in the order in which terms over several come, which is the graph's.
+    """Return the variables in the order of the first term over several variables that has them.
 
     Args:
-        num_variables: How many there are.
+        num_variables: Number of variables.
         scopes: The variables of each term.
     """
     first = [0] * num_variables
@@ -222,7 +222,7 @@ def graph_order(num_variables: int, scopes: Sequence[tuple[int, ...]]) -> list[i
 
 
 def minima_along(table: Floats, place: int) -> Floats:
-    """Return the least of a table for each value along one of its dims."""
+    """Return the minimum of a table for each value along one of its dims."""
     axes = tuple(at for at in range(table.ndim) if at != place)
     least: Floats = np.minimum.reduce(table, axis=axes) if axes else table
     return least

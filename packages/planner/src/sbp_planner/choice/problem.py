@@ -4,13 +4,13 @@
     such that   sum of usage_i(s_i) over the nodes live at t  <=  usage_limit      for every time t
                 s_i = s_j                                            for i and j of one tie
 
-What intra-operator parallelism is after: a node is an operator (or a tensor), a strategy one way to
-split it, an edge the boxing between two of them. Holds the problem, and what an assignment costs;
-solves nothing.
+This is the problem of intra-operator parallelism: a node is an operator (or a tensor), a strategy
+one way to split it, an edge the boxing between two of them. This module defines the problem and the
+cost of an assignment; it solves nothing.
 
 Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
 Learning", OSDI 2022, section 4.2; the contest of ASPLOS 2025, "Intra-Operator Parallelism for
-Distributed Deep Learning", from which the words node, strategy, usage and interval are.
+Distributed Deep Learning", the origin of the words node, strategy, usage and interval.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sbp_core.errors import SbpValueError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Sums of usages must stay below this to be exact in int64.
+#: Sums of usages below this are exact in int64.
 _MAX_TOTAL_USAGE = 1 << 62
 
-#: The end of time: what int64 can hold.
+#: The last possible time: the largest int64.
 _LATEST = (1 << 63) - 1
 
 
@@ -46,12 +46,12 @@ class ChoiceProblem:
             no memory is counted. May be Python ints of any size.
         intervals: For each node its half-open lifetime (start, end), >= 0; empty if start >= end.
             None: every node lives in (0, 1), so that all count at once.
-        edges: Pairs of nodes; the same pair may come several times, and a node with itself.
+        edges: Pairs of nodes; a pair may occur several times, and a node may be paired with itself.
         edge_costs: For each edge its costs, float64 of shape (strategies of u, strategies of v);
             `inf` forbids.
         usage_limit: Bytes that all live nodes together may hold at any time; None: no limit.
-        ties: Groups of nodes that take the same strategy index, hence have equally many.
-        name: Of the problem, for messages.
+        ties: Groups of nodes that take the same strategy index; all have equally many strategies.
+        name: Name of the problem, for messages.
     """
 
     costs: Sequence[Floats]
@@ -131,13 +131,13 @@ class ChoiceProblem:
             raise self._error(f"{key} is {values!r:.80}", "numbers") from error
         if table.ndim != ndim:
             raise self._error(f"{key} has shape {table.shape}", f"{ndim} dims")
-        # A minimum is NaN if some entry is.
+        # The minimum is NaN if some entry is.
         if table.size and not table.min() > -inf:
             raise self._error(f"{key} has the cost NaN or -inf", "finite numbers, or inf to forbid")
         return table
 
     def _put_usages(self, put: Callable[[str, object], None]) -> None:
-        """Check the usages, and make all sums of them, and the limit to go with them, fit int64."""
+        """Check the usages, and make all their sums, and the limit, fit int64."""
         limit = self.usage_limit
         if limit is not None and isnan(limit):
             raise self._error("usage_limit is NaN", "bytes, or None for no limit")
@@ -152,13 +152,13 @@ class ChoiceProblem:
         whole = -1 if limit == -inf else floor(limit)
         total = sum(int(own.max()) for own in usages)
         if total > _MAX_TOTAL_USAGE:
-            # More than the limit is as bad as any more.
+            # All usages above the limit are equally bad.
             most = min(max(whole, 0) + 1, _MAX_TOTAL_USAGE)
             usages = [np.minimum(own, most) for own in usages]
             total = sum(int(own.max()) for own in usages)
         whole = min(whole, total)
         if total > _MAX_TOTAL_USAGE:
-            # Exabytes: low bits are dropped, usages up and the limit down.
+            # For exabytes, low bits are dropped: usages are rounded up and the limit down.
             bits = total.bit_length() - _MAX_TOTAL_USAGE.bit_length() + 1
             usages = [-(-own >> bits) for own in usages]
             whole >>= bits
@@ -174,7 +174,7 @@ class ChoiceProblem:
         array = np.asarray(own)
         if array.dtype.kind not in "iu" or int(array.max()) > _MAX_TOTAL_USAGE:
             try:
-                # What is beyond is all the same: no limit that can bind is so large.
+                # Larger values are equivalent: no limit that can bind is so large.
                 whole = [int(min(value, _MAX_TOTAL_USAGE)) for value in own]
                 odd = [v for v in own if v < _MAX_TOTAL_USAGE and v != int(v)]
             except (TypeError, ValueError) as error:
@@ -190,14 +190,14 @@ class ChoiceProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentCost:
-    """What an assignment costs.
+    """The cost of an assignment.
 
     Args:
         cost: Total of nodes and edges; `inf` if something forbidden is chosen, a tie broken, or the
             limit of memory exceeded.
         peak_usage: Most bytes held at any time.
-        peak_time: The first time at which that is so; 0 if nothing is held.
-        reason: Why the cost is `inf`; empty if it is not.
+        peak_time: The first time at which so many are held; 0 if nothing is held.
+        reason: Why the cost is `inf`; empty if it is finite.
     """
 
     cost: float
@@ -249,11 +249,11 @@ def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> AssignmentCos
 def whole_cost(problem: ChoiceProblem, assignment: Sequence[int]) -> int | None:
     """Return the cost of an allowed assignment with all of its digits, if costs are whole.
 
-    Sums beyond 2^53 are not rounded, as those of `evaluate` are; None if some cost has a fraction.
+    Sums beyond 2^53 are exact, while `evaluate` rounds them; None if some cost has a fraction.
 
     Args:
         problem: The problem.
-        assignment: A strategy index for each node; nothing forbidden among them.
+        assignment: A strategy index for each node, without forbidden choices.
     """
     chosen = [cost[strategy] for cost, strategy in zip(problem.costs, assignment, strict=True)]
     for (u, v), table in zip(problem.edges, problem.edge_costs, strict=True):
@@ -262,7 +262,7 @@ def whole_cost(problem: ChoiceProblem, assignment: Sequence[int]) -> int | None:
 
 
 def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
-    """Return the first time of the most usage, and that usage."""
+    """Return the first time of the peak usage, and that usage."""
     if problem.usages is None or not problem.costs:
         return 0, 0
     assert problem.intervals is not None
@@ -283,14 +283,14 @@ def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
 
 
 def memory_rows(intervals: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return the few times at which the limit can bind, and the place of each interval among them.
+    """Return the few times at which the limit can bind, and each interval as a range of these.
 
-    Memory is held in intervals, so only what lives together counts:
+    Memory is held in intervals, so only nodes that live together count:
 
         node a   =======            times  0 1 2 3 4 5 6
         node b     =======          a time matters if a node was born there, and one dies before the
-        node c             ===      next is born: of the nodes live at other times, all live at such
-        rows         ^     ^        a time together
+        node c             ===      next is born: the nodes that live at any other time all live at
+        rows         ^     ^        such a time together
 
     Args:
         intervals: Half-open lifetimes; empty where start >= end.

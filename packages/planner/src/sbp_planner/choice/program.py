@@ -9,17 +9,17 @@
                 sum_k e[uv, k, l] = s[v, l]          for each edge uv and strategy l of v
                 sum bytes_t[i, k] s[i, k] <= capacity_t       for each memory row t
 
-The sums over e (the *arc form*, or local polytope) bound far better than e >= s[u] + s[v] - 1, and
-make e integral where s is. Forbidden pairs have no e. Memory rows are many and few of them bind:
-the program begins with none, and has the rows added that its solution exceeds, until it exceeds
-none. The linear relaxation is solved so first, then the program with the rows found. Without some
-rows a bound is still a bound.
+The sums over e (the *arc form*, or local polytope) give much better bounds than e >= s[u] + s[v] -
+1, and make e integral where s is. Forbidden pairs have no e. There are many memory rows, and few of
+them bind. So the program begins with none, and rows that its solution exceeds are added until it
+exceeds none. The linear relaxation is solved first in this way, then the program with these rows. A
+bound without some rows is still a bound.
 
-Where no assignment that fits is known, the program may be *elastic*: capacity_t (1 + z) in place of
+If no assignment that fits is known, the program may be *elastic*: capacity_t (1 + z) replaces
 capacity_t, for one z >= 0 that costs far more than all else.
 
 Costs are scaled to 10^6 at most. A row of bytes is divided by the greatest common divisor of its
-bytes, its capacity rounded down.
+bytes; its capacity is rounded down.
 
 Source: Wainwright and Jordan, "Graphical models, exponential families, and variational inference",
 2008, section 4.1 (local polytope); Zheng et al., OSDI 2022, section 4.2 (the program with e
@@ -42,22 +42,22 @@ import numpy as np
 from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Floats, Ints
 
-#: The largest cost that HiGHS sees: its tolerances are absolute, 1e-7 to 1e-6.
+#: The largest cost in HiGHS, whose tolerances are absolute, 1e-7 to 1e-6.
 _LARGEST_COST = 1e6
 
-#: Memory rows added at a time, at most.
+#: How many memory rows are added at a time, at most.
 _ROWS_A_ROUND = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What HiGHS found.
+    """The result of HiGHS.
 
     Args:
         values: Strategy of each node, int64; None if none was found.
         bound: No allowed assignment costs less; `inf` if there is none.
-        optimal: Whether the values are proved to be the best (or, without values, that there are
-            none) but for the gap.
+        optimal: Whether the values are proved to be the best up to the gap (or, without values,
+            that there are none).
     """
 
     values: Ints | None
@@ -79,13 +79,13 @@ def solve_program(
 
     Args:
         compact: The problem.
-        deadline: Of `time.monotonic`, in s.
+        deadline: Time of `time.monotonic`, in s.
         gap: Relative gap at which to stop.
         start: An allowed assignment that fits, to begin with.
-        on_better: Told of assignments that fit, as they are found.
-        on_bound: Told of lower bounds, as they are found.
-        elastic: Whether an assignment may exceed capacities, the least possible. The values are
-            then the last ones found, and the bound means nothing.
+        on_better: Called with assignments that fit, as they are found.
+        on_bound: Called with lower bounds, as they are found.
+        elastic: Whether an assignment may exceed capacities, by the least possible amount. The
+            values are then the last ones found, and the bound means nothing.
         rows: Memory rows that will probably bind, to begin with.
     """
     program = _Program(compact, deadline, gap, on_better, on_bound, elastic)
@@ -121,13 +121,13 @@ class _Program:
         self.model = self._model(cost * self.scale)
         self.num_columns = len(cost)
         if elastic:
-            # z comes last; the rows that it is in are added later.
+            # z is the last column; its rows are added later.
             self.model.addCol(_LARGEST_COST, 0.0, highspy.kHighsInf, 0, [], [])
 
     def solve(self, start: Ints | None) -> ProgramResult:
         if start is not None:
             self._offer(start)
-        # The linear relaxation first, with the memory rows that it exceeds.
+        # First the linear relaxation, with the memory rows that it exceeds.
         while True:
             status = self._run()
             if status == highspy.HighsModelStatus.kInfeasible:
@@ -164,7 +164,7 @@ class _Program:
             if self.elastic:
                 self.best = found
             if not self._add_rows(self.compact.excess(found)):
-                # Within the tolerance of HiGHS, but not exactly: all rows are there already.
+                # Within the tolerance of HiGHS, but not exactly: all rows are present already.
                 return self._result(self.bound)
 
     def _result(self, bound: float, optimal: bool = False) -> ProgramResult:
@@ -183,7 +183,7 @@ class _Program:
                 self.on_better(values)
 
     def _note_bound(self, objective: float) -> None:
-        # HiGHS is right but for its tolerance; 1e-7 of the scale is left to it.
+        # HiGHS is exact up to its tolerance, so 1e-7 of the scale is subtracted.
         bound = (objective - 1e-7 * max(1.0, abs(objective))) / self.scale + self.compact.constant
         if bound > self.bound and abs(objective) < highspy.kHighsInf:
             self.bound = bound
@@ -210,7 +210,7 @@ class _Program:
         self.model.setSolution(solution)
 
     def _run(self) -> Any:
-        """Run HiGHS until it is done or the time is up, and return the status of the model."""
+        """Run HiGHS until it ends or the time is up, and return the status of the model."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             return highspy.HighsModelStatus.kTimeLimit
@@ -219,10 +219,10 @@ class _Program:
         return self.model.getModelStatus()
 
     def _add_rows(self, excess: Floats | Ints) -> bool:
-        """Add the memory rows most above capacity that are not there yet; return whether any."""
+        """Add the missing memory rows that are most above capacity; return whether any."""
         over = np.flatnonzero(excess > 0)
         over = over[np.argsort(-excess[over], kind="stable")]
-        # Neighbours in time are much alike: of each stretch above capacity, the worst first.
+        # Neighbours in time are similar: of each stretch above capacity, the worst row first.
         around = np.concatenate([[-inf], excess, [-inf]])
         is_peak = (around[:-2] <= excess) & (excess > around[2:])
         worst = [*over[is_peak[over]].tolist(), *over.tolist()]
@@ -232,7 +232,7 @@ class _Program:
         return bool(chosen)
 
     def add_row(self, row: int) -> None:
-        """Add a memory row that is not there yet."""
+        """Add a memory row that is missing."""
         compact = self.compact
         live = (compact.held_first <= row) & (row < compact.held_end)
         held = np.zeros(len(compact.cost), dtype=np.int64)
@@ -287,11 +287,11 @@ class _Program:
 def silent_model() -> Any:
     """Return an empty model that prints nothing.
 
-    Its constructor prints a banner to file descriptor 1, which may be somebody's output.
+    The constructor prints a banner to file descriptor 1, which may carry other output.
     """
     try:
         stdout = os.dup(1)
-    except OSError:  # there is none
+    except OSError:  # there is no such file descriptor
         stdout = -1
     try:
         if stdout >= 0:

@@ -3,21 +3,21 @@
     bound by moved costs (`moved_costs`)          595.0 of 597.0 ms
     a value that is in no assignment below 597    595.0 + what it adds > 597.0: struck out
     fewer values, smaller tables                  variables are eliminated, exactly
-    ... until none is left                        597.0 ms: the cheapest, as all is known
+    ... until none is left                        597.0 ms: the cheapest, because all is known
 
-The three feed each other. What is struck out makes tables small enough for variables to be
-eliminated; what is eliminated leaves fewer and larger tables, between which costs travel further;
-and the nearer the bound, the more is struck out. Nothing of this loses an assignment that costs
-less than the one to be proved (less the gap), so the end is a proof whichever way it comes: a
-bound that is near enough, a variable without values, or no variable left.
+The three steps support each other. Struck-out values make tables small enough to eliminate
+variables. Elimination leaves fewer and larger tables, between which costs travel further. And the
+nearer the bound, the more values are struck out. No step loses an assignment that costs less than
+the one to be proved (less the gap). So any of three ends is a proof: a bound that is near enough, a
+variable without values, or no variable left.
 
-Where it comes to a halt before, what is left is eliminated in *mini-buckets*: where a table would
-be too large, several are made in its place, each minimised by itself, so that what comes out is a
-bound. The caller may go on with what it knows.
+If it comes to a halt before, the rest is eliminated in *mini-buckets*: where a table would be too
+large, several tables replace it, each minimised by itself, so the result is a bound. The caller may
+continue with that.
 
 Source: Savchynskyy, "Discrete graphical models: an optimization perspective", Foundations and
 Trends in Computer Graphics and Vision 11 (2019), chapters 6 and 8 (dual block-coordinate ascent,
-partial optimality); in integer programming what is struck out is known as reduced-cost fixing,
+partial optimality); in integer programming, striking out values is known as reduced-cost fixing,
 Dantzig, Fulkerson and Johnson, "Solution of a large-scale traveling-salesman problem", 1954;
 Dechter and Rish, "Mini-buckets", Journal of the ACM 50 (2003).
 """
@@ -36,13 +36,13 @@ from sbp_core.infer import FORBIDDEN_S, Buckets, Factor, minimise, total_cost
 from sbp_planner.choice.moved_costs import MovedCosts, TableTerm, graph_order, minima_along
 from sbp_planner.choice.problem import Ints
 
-#: Sizes of the table of an elimination: at first, and where no more is gained otherwise.
+#: Sizes of tables of an elimination: at first, and each time that nothing else helps.
 _MAX_ENTRIES = (1 << 16, 1 << 18, 1 << 20)
 
-#: Sweeps between two looks at what can be eliminated.
+#: Sweeps between two attempts to eliminate variables.
 _NUM_SWEEPS = 5
 
-#: These sweeps gained too little if it is less than this share of the gap that is left.
+#: These sweeps gained too little if the gain is less than this share of the remaining gap.
 _LEAST_GAIN = 0.02
 
 #: Sums in another order differ by less than this share.
@@ -51,11 +51,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimalityProof:
-    """What is known of the cheapest assignment.
+    """The cheapest known assignment, and a bound.
 
     Args:
-        values: The best assignment that is known.
-        cost: What it costs.
+        values: The best known assignment.
+        cost: Its cost.
         bound: No assignment costs less.
     """
 
@@ -65,15 +65,15 @@ class OptimalityProof:
 
     @property
     def gap(self) -> float:
-        """How much less an assignment might cost at most, as a share of the cost."""
+        """How much less an assignment might cost, at most, as a share of the cost."""
         return max(self.cost - self.bound, 0.0) / self.cost if self.cost > 0 else 0.0
 
 
 class StruckBuckets(Buckets):
-    """Buckets of which values are struck out, too.
+    """Buckets whose values may be struck out.
 
     Attributes:
-        allowed: The values of each variable that are not struck out; tables are over these.
+        allowed: For each variable the values that are not struck out; tables are over these.
     """
 
     def __init__(self, sizes: Sequence[int], factors: Iterable[Factor]) -> None:
@@ -81,19 +81,19 @@ class StruckBuckets(Buckets):
         self.allowed: list[Ints] = [np.arange(size) for size in sizes]
 
     def eliminate_small(self, max_entries: int) -> None:
-        """Take variables away while the table over all that one stands with is small enough.
+        """Eliminate variables while the table over all neighbours of one is small enough.
 
         Args:
-            max_entries: Of that table, with the variable itself.
+            max_entries: Most entries of that table, with the variable itself.
         """
         self.smallest_first(lambda v, count: self.eliminate(v) if count <= max_entries else None)
 
     def strike(self, kept: Sequence[Ints], factors: Iterable[Factor]) -> None:
-        """Strike out values of the variables that are left.
+        """Strike out values of the remaining variables.
 
         Args:
-            kept: For each variable the places of the values that are kept.
-            factors: Tables over these, of the same cost for every assignment that is left.
+            kept: For each variable the indices of the kept values.
+            factors: Tables over these, of the same cost for every remaining assignment.
         """
         fewer = {v for v in self.left if len(kept[v]) < self.sizes[v]}
         for v in fewer:
@@ -109,7 +109,7 @@ class StruckBuckets(Buckets):
             self.add(factor)
 
     def merged(self) -> list[Factor]:
-        """Return the tables, each added to one over all its variables and more if there is one."""
+        """Return the tables, each added to a table over more variables that include its own."""
         found = dict(enumerate(self.factors))
         of: list[set[int]] = [set() for _ in self.sizes]
         for key, factor in found.items():
@@ -125,9 +125,9 @@ class StruckBuckets(Buckets):
         return list(found.values())
 
     def places(self, values: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the place of each variable's value among those allowed; None if one is not.
+        """Return the index of each variable's value among the allowed ones; None if one is not.
 
-        Of variables that were taken away it is 0.
+        For eliminated variables it is 0.
         """
         found = [0] * len(self.allowed)
         for v in self.left:
@@ -138,20 +138,20 @@ class StruckBuckets(Buckets):
         return tuple(found)
 
     def expanded(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Return the values of all variables, those that were taken away at their best.
+        """Return the values of all variables, eliminated ones at their best.
 
         Args:
-            places: Of the values of the variables that are left; any for others.
+            places: Indices of the values of the remaining variables; any for eliminated ones.
         """
         places = self.read_back(places)
         return tuple(int(of[at]) for of, at in zip(self.allowed, places, strict=True))
 
 
 class MiniBuckets(Buckets):
-    """Buckets of which all variables are taken away, with tables up to a size: a bound."""
+    """Buckets that eliminate all variables, with tables up to a size: a bound."""
 
     def bounded(self, max_entries: int) -> float:
-        """Return the bound; no variable is left then."""
+        """Return the bound; all variables are eliminated."""
         self.smallest_first(lambda variable, _: self._eliminate(variable, max_entries))
         return self.constant
 
@@ -173,7 +173,7 @@ class MiniBuckets(Buckets):
             for scope, (_, part) in zip(scopes, parts, strict=True)
         ]
         if len(sums) > 1:
-            # They are made to agree as far as they can.
+            # The mini-buckets are made to agree as far as possible.
             least = [minima_along(table, table.ndim - 1) for table in sums]
             mean = reduce(np.add, least) / len(least)
             possible = np.isfinite(mean)
@@ -200,11 +200,11 @@ def prove(
     Args:
         sizes: Number of values of each variable.
         factors: The cost tables.
-        values: A good assignment, such as of `minimise`: the better, the faster.
+        values: A good assignment, such as the result of `minimise`: the better, the faster.
         gap: Share of its cost that is not worth a proof, >= 0.
-        deadline: Of `time.monotonic`, at which the bound so far is returned.
-        cutoff: What is known elsewhere: assignments that cost no less do not matter, and a bound
-            that reaches it is a proof.
+        deadline: Time of `time.monotonic` at which the bound so far is returned, in s.
+        cutoff: A cost known from elsewhere: assignments that cost no less do not matter, and a
+            bound that reaches it is a proof.
     """
     return _Prover(sizes, factors, values, gap, cutoff).run(deadline)
 
@@ -228,7 +228,7 @@ class _Prover:
 
     @property
     def wanted(self) -> float:
-        """The bound that is enough, and what costs more than is struck out."""
+        """The bound that is enough; values of larger cost are struck out."""
         return min(self.cost, self.cutoff) * (1 - self.gap)
 
     def run(self, deadline: float) -> OptimalityProof:
@@ -236,7 +236,7 @@ class _Prover:
         while monotonic() < deadline and level < len(_MAX_ENTRIES):
             buckets.eliminate_small(_MAX_ENTRIES[level])
             if not buckets.left:
-                # Nothing is left: it is the cheapest of what was not struck out.
+                # The result is the cheapest assignment that was not struck out.
                 wanted = self.wanted
                 if np.isfinite(buckets.constant):
                     self._take(buckets.expanded([0] * len(buckets.sizes)))
@@ -260,7 +260,7 @@ class _Prover:
         return self._proved(max(bound, buckets.constant + rest))
 
     def _improve(self) -> None:
-        """Look for a cheaper assignment among what is left."""
+        """Look for a cheaper assignment among the remaining values."""
         buckets = self.buckets
         start = buckets.places(self.best) or (0,) * len(buckets.sizes)
         factors = [

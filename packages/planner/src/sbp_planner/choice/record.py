@@ -1,4 +1,4 @@
-"""The best assignment and bound so far, and parts of a problem that assignments come from."""
+"""The best assignment and bound so far, and reduced problems that contribute assignments."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
 from sbp_planner.choice.reduced_graph import Graph
 
-#: Part of the time, and most seconds, that are kept to finish.
+#: Part of the time, and most seconds, that are reserved for finishing.
 _RESERVE_PART = 0.06
 _RESERVE_S = 4.0
 
-#: Told (cost of the best assignment so far, lower bound so far, seconds since the start).
+#: Called with (cost of the best assignment so far, lower bound so far, seconds since the start).
 Progress = Callable[[float, float, float], None]
 
-#: Told each better assignment, the strategy index of each node.
+#: Called with each better assignment, the strategy index of each node.
 Keep = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSolution:
-    """What was found.
+    """The result of the solver.
 
     Args:
         assignment: The strategy index of each node; None if none that is allowed and fits was
-            found (`proved` then says whether there is none at all).
-        cost: Of the assignment, exactly as `evaluate` has it; `inf` without one.
+            found (`proved` then means that there is none).
+        cost: Cost of the assignment, exactly as in `evaluate`; `inf` without one.
         bound: No allowed assignment costs less; `inf` if there is none, `-inf` if nothing is known.
-        proved: Whether the assignment is proved to be the best one, within the gap asked for; or,
+        proved: Whether the assignment is proved to be the best one, within the requested gap; or,
             without one, that there is none.
-        seconds: Taken, in s.
+        seconds: Seconds that it took.
     """
 
     assignment: tuple[int, ...] | None
@@ -47,7 +47,7 @@ class ChoiceSolution:
 
     @property
     def gap(self) -> float:
-        """By which part of its cost the assignment may be above the best one; `inf` if unknown."""
+        """How far the assignment may be above the best one, as a part of its cost, or `inf`."""
         if self.cost <= self.bound:
             return 0.0
         if not isfinite(self.cost) or not isfinite(self.bound):
@@ -61,7 +61,7 @@ class ChoiceSolution:
 
 
 class Record:
-    """The best assignment and bound so far, of the problem as it was given."""
+    """The best assignment and bound so far, in terms of the original problem."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Record:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do, or no time to do it."""
+        """Whether nothing is left to do, or no time for it."""
         return self.proved or time.monotonic() >= self.deadline
 
     def after(self, part: float) -> float:
-        """Return the moment at which a part of the time that is left now is gone."""
+        """Return the time at which a part of the remaining time will have passed."""
         now = time.monotonic()
         return now + part * max(self.deadline - now, 0.0)
 
@@ -107,7 +107,7 @@ class Record:
             self._compare()
 
     def prove(self) -> None:
-        """Keep that no assignment is better than the best so far, or that there is none."""
+        """Record that no assignment is better than the best so far, or that there is none."""
         self.proved = True
         if self.cost > self.bound:
             self.bound = self.cost
@@ -116,7 +116,7 @@ class Record:
     def raise_bound(self, bound: float) -> None:
         """Keep a bound if it is higher than the one so far."""
         if self.whole and isfinite(bound):
-            # The cost is a whole number, hence at least the next one.
+            # The cost is a whole number, so the bound is at least the next one.
             bound = float(ceil(bound - 1e-9 * max(1.0, abs(bound))))
         if bound > self.bound:
             self.bound = bound
@@ -132,7 +132,7 @@ class Record:
             self.progress(self.cost, min(self.bound, self.cost), time.monotonic() - self.began)
 
     def solution(self) -> ChoiceSolution:
-        """Return what was found."""
+        """Return the result so far."""
         return ChoiceSolution(
             assignment=None if self.best is None else tuple(self.best),
             cost=self.cost,
@@ -143,7 +143,7 @@ class Record:
 
 
 class RemainingProblem:
-    """What is left of the problem after some reductions, and how to get back from it."""
+    """The problem after some reductions, and the way back to the original problem."""
 
     def __init__(self, graph: Graph, record: Record) -> None:
         self.graph = graph
@@ -152,14 +152,14 @@ class RemainingProblem:
         self.num_pairs = self.compact.num_arcs
 
     def offer(self, values: Ints) -> None:
-        """Offer an assignment of this part to the record, if it may be better."""
+        """Offer an assignment of this problem to the record, if it may be better."""
         compact = self.compact
         if compact.total(values) < self.record.cost and compact.fits(values):
             chosen = dict(zip(self.nodes, values.tolist(), strict=True))
             self.record.offer(self.graph.extend(chosen))
 
     def projected(self, assignment: Sequence[int] | None) -> Ints | None:
-        """Return an assignment on what is left, if all its strategies are left and fit."""
+        """Return an assignment of the reduced problem, if it has all the strategies and fits."""
         values = {} if assignment is None else self.graph.project(assignment)
         if any(node not in values for node in self.nodes):
             return None
@@ -170,10 +170,10 @@ class RemainingProblem:
     def pruned(
         self, strategies: list[Mask], pairs: list[Mask], deadline: float
     ) -> RemainingProblem:
-        """Return the part with some strategies and pairs only.
+        """Return the problem with some strategies and pairs only.
 
         Raises:
-            NothingAllowedError: If nothing is allowed any more.
+            NothingAllowedError: If no assignment remains.
         """
         by_node = dict(zip(self.nodes, strategies, strict=True))
         edges = ((self.nodes[u], self.nodes[v]) for u, v in self.compact.edges)

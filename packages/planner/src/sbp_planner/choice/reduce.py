@@ -1,20 +1,20 @@
 """Exact reductions: a smaller problem of the same least cost.
 
-Applied until none applies any more (or time is up, which leaves a larger problem, no wrong one):
+Applied until none applies any more (or the time is up, which leaves a larger, but valid problem):
 
     forbidden    a strategy that some neighbour cannot answer is dropped
-    shift        the least cost of each row and column of an edge moves to its nodes; an edge of
-                 which nothing is left is dropped (it was a sum of two node costs)
-    single       a node with one strategy is put into its neighbours
-    follow       a node of which each strategy of a neighbour allows one only is put into that
-                 neighbour, memory and edges and all (tied nodes, "follow chains" of operators)
-    eliminate    a node without memory, of degree 0, 1 or 2: the minimum over it takes its place
+    shift        the least cost of each row and column of an edge moves to its nodes; an edge with
+                 nothing left is dropped (it was a sum of two node costs)
+    single       a node with one strategy is merged into its neighbours
+    follow       if each strategy of a neighbour allows only one of a node, the node is merged into
+                 that neighbour, with memory and edges (tied nodes, "follow chains" of operators)
+    eliminate    a node without memory, of degree 0, 1 or 2, is replaced by the minimum over it
     dominated    a strategy is dropped if another costs no more whatever the neighbours take, and
                  holds no more bytes at any time
-    pair         for one strategy of one neighbour, a strategy dominated so is forbidden; often only
-                 one is left for each, and the node follows
+    pair         a strategy that is dominated only given one strategy of one neighbour is forbidden
+                 with it; often only one is left for each, and the node follows
     rows         times at which all choices together fit are dropped
-    misfit       a strategy is dropped that does not fit even if all other nodes hold the least
+    misfit       a strategy is dropped if it does not fit even with the least bytes of all others
 
     before  a --- b --- c        after  a === c     b eliminated
                   |                                 d has for each strategy of b a best one: follows
@@ -36,24 +36,24 @@ from numpy.typing import NDArray
 from sbp_planner.choice.problem import ChoiceProblem, Floats
 from sbp_planner.choice.reduced_graph import Graph, Indices
 
-#: The s and t of pairs of strategies of one node.
+#: The indices s and t of pairs of strategies of one node.
 Places = tuple[Indices, ...]
 
-#: Beyond these, dominance is not looked for: the comparison would cost more than it brings.
+#: Above these, dominance is not looked for: the comparison would cost more than it gains.
 _MAX_DEGREE = 24
 _MAX_PAIR_DEGREE = 4
 _MAX_COMPARED = 1 << 20
 
-#: Nodes of larger degree wait until all others are done, as each of these may change them.
+#: Nodes of larger degree wait until all others are done, because each of these may change them.
 _HUB = 16
 
 
 def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
-    """Return what is left of a problem.
+    """Return the reduced graph of a problem.
 
     Args:
         problem: The problem.
-        deadline: Of `time.monotonic`, in s; when it has passed, what is left is returned.
+        deadline: Time of `time.monotonic` at which the reduction ends early, in s.
 
     Raises:
         NothingAllowedError: If no assignment is allowed.
@@ -62,7 +62,7 @@ def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
     leaders = list(range(problem.num_nodes))
 
     def root(node: int) -> int:
-        """Return the node that stands for a tied one."""
+        """Return the node that represents a tied node."""
         while leaders[node] != node:
             node = leaders[node]
         return node
@@ -83,13 +83,13 @@ def reduce_further(
     pairs: dict[tuple[int, int], NDArray[np.bool_]],
     deadline: float,
 ) -> Graph:
-    """Return what is left of a graph, of which a copy is made, when more is forbidden.
+    """Return a reduced copy of a graph, with more choices forbidden.
 
     Args:
-        graph: What is left of a problem.
-        strategies: By node, which are allowed.
-        pairs: By edge, which pairs are allowed, of shape (strategies of both).
-        deadline: Of `time.monotonic`, in s.
+        graph: The graph, already reduced.
+        strategies: For each node, which strategies are allowed.
+        pairs: For each edge, which pairs are allowed, of shape (strategies of both).
+        deadline: Time of `time.monotonic` at which the reduction ends early, in s.
 
     Raises:
         NothingAllowedError: If no assignment is allowed any more.
@@ -112,7 +112,7 @@ class _Reduction:
         self.queued = [True] * len(graph.cost)
 
     def push(self, *nodes: int) -> None:
-        """Have nodes looked at again."""
+        """Queue nodes to be looked at again."""
         for node in nodes:
             if not self.queued[node] and self.graph.alive[node]:
                 self.queued[node] = True
@@ -121,7 +121,7 @@ class _Reduction:
 
     def run(self) -> None:
         """Apply the reductions until none applies or time is up."""
-        # What does not fit need not be compared.
+        # Strategies that do not fit need not be compared.
         while time.monotonic() < self.deadline and self._look_at_memory():
             pass
         while True:
@@ -132,7 +132,7 @@ class _Reduction:
                     self._visit(node)
             if time.monotonic() >= self.deadline or not self._look_at_memory():
                 break
-        # Solvers rely on that what is left costs a finite amount, even if the time was up.
+        # Solvers rely on finite remaining costs, even if the time was up.
         for node, alive in enumerate(self.graph.alive):
             if alive and self.graph.cost[node].max() == np.inf:
                 self.graph.keep(node, np.flatnonzero(self.graph.cost[node] < np.inf))
@@ -140,7 +140,7 @@ class _Reduction:
             self.graph.drop_slack_rows()
 
     def _look_at_memory(self) -> bool:
-        """Drop rows that fit, and strategies that do not; return whether there was any."""
+        """Drop rows that always fit, and strategies that never do; return whether there was any."""
         graph = self.graph
         if graph.limit is None:
             return False
@@ -165,7 +165,7 @@ class _Reduction:
             return
         neighbours, size = tuple(tables), len(graph.cost[node])
         widths = [table.shape[1] for table in tables.values()]
-        # Of a node of degree 2 the table that takes its place is not to be much larger.
+        # For a node of degree 2, the table that replaces it must not be much larger.
         if not graph.spans[node] and (
             len(widths) <= 1
             or (len(widths) == 2 and widths[0] * widths[1] <= 2 * size * (widths[0] + widths[1]))
@@ -173,7 +173,7 @@ class _Reduction:
             graph.eliminate(node)
             self.push(*neighbours)
         elif size == 1:
-            # It is put into its neighbours; its memory is in the base already.
+            # Its cost goes to its neighbours; its memory is in the base already.
             for other in neighbours:
                 graph.cost[other] = graph.cost[other] + graph.tables[node][other][0]
                 graph.drop_edge(node, other)
@@ -187,7 +187,7 @@ class _Reduction:
         self.push(node, *self.graph.tables[node])
 
     def _shift(self, node: int) -> bool:
-        """Move costs of changed edges to their nodes; let a node follow if its edge says so."""
+        """Move costs of changed edges to their nodes; merge the node if its edge allows it."""
         graph = self.graph
         changed, graph.changed[node] = graph.changed[node], set()
         leader: tuple[int, Indices] | None = None
@@ -197,7 +197,7 @@ class _Reduction:
             table = graph.tables[node][other]
             columns = table.min(axis=0)
             if columns.max() == np.inf:
-                # The other end drops strategies first, and this edge comes again.
+                # The other end drops strategies first; then this edge is looked at again.
                 self.push(other)
                 continue
             if columns.any():
@@ -216,12 +216,12 @@ class _Reduction:
             graph.changed[other].discard(node)
             strategies = _decided(table)
             is_back = _decided(table.T) is not None
-            # If either may follow, the one with fewer edges to move does.
+            # If either node may follow, the one with fewer edges to move does.
             is_fewer = len(graph.tables[node]) <= len(graph.tables[other])
             if strategies is not None and (is_fewer or not is_back):
                 leader = other, strategies
             elif is_back:
-                # The other end follows, when its turn comes.
+                # The other end follows in its turn.
                 graph.changed[other].add(node)
                 self.push(other)
         if leader is None:
@@ -244,7 +244,7 @@ class _Reduction:
             fits &= usage[None, :] <= usage[:, None]
         if not fits.any():
             return
-        # least[s, t]: what t in place of s adds at least, by what it adds where s is cheapest.
+        # least[s, t]: what t in place of s adds where s is cheapest; the most it adds is no less.
         own = cost[None, :] - cost[:, None]
         least = {other: _least_differences(table) for other, table in tables.items()}
         places = np.nonzero(fits & (own + sum(least.values()) <= 0))
@@ -260,7 +260,7 @@ class _Reduction:
             return
         near = np.zeros_like(fits)
         for other, table in tables.items():
-            # Beside one strategy of the neighbour, t may save as much as s costs there at most.
+            # Given one strategy of the neighbour, t saves at most the cost of s there.
             saved = np.where(table < np.inf, table, -np.inf).max(axis=1) - table.min()
             rest = own + sum(low for beside, low in least.items() if beside != other)
             near |= rest <= saved[:, None]
@@ -272,7 +272,7 @@ class _Reduction:
         for other, table in list(tables.items()):
             rest = own[places] + sum(high for beside, high in highest.items() if beside != other)
             allowed = table < np.inf
-            with np.errstate(invalid="ignore"):  # NaN, as of inf - inf, is not below 0
+            with np.errstate(invalid="ignore"):  # NaN from inf - inf is not below 0
                 better = (rest[:, None] + differences[other] <= 0) & allowed[places[0]]
             if not better.any():
                 continue
@@ -282,26 +282,26 @@ class _Reduction:
             return
 
     def _is_small(self, places: Places, tables: dict[int, Floats]) -> bool:
-        """Return whether there is something to compare, and not too much."""
+        """Return whether there are pairs to compare, and not too many."""
         widest = max((table.shape[1] for table in tables.values()), default=1)
         return 0 < len(places[0]) * widest <= _MAX_COMPARED
 
 
 def _decided(table: Floats) -> Indices | None:
-    """Return the one strategy that each strategy of the neighbour allows, if it is one for each."""
+    """Return the one strategy that each strategy of the neighbour allows; None if not unique."""
     allowed = table < np.inf
     return allowed.argmax(axis=0) if (allowed.sum(axis=0) == 1).all() else None
 
 
 def _least_differences(table: Floats) -> Floats:
-    """Return at [s, t] what t in place of s adds, given the strategy that is cheapest with s."""
+    """Return at [s, t] the cost of t minus that of s, for the neighbour's cheapest with s."""
     cheapest = table.argmin(axis=1)
     least: Floats = table[:, cheapest].T - table[np.arange(len(table)), cheapest][:, None]
     return least
 
 
 def _differences(table: Floats, places: Places) -> Floats:
-    """Return at [n, r] what t in place of s adds, given r, for the n-th (s, t) of `places`.
+    """Return at [n, r] the cost of t minus that of s, given r, for the n-th (s, t) of `places`.
 
     It is -inf where s is forbidden.
     """
@@ -313,11 +313,11 @@ def _differences(table: Floats, places: Places) -> Floats:
 
 
 def _beaten(places: Places, better: NDArray[np.bool_], size: int) -> NDArray[np.bool_]:
-    """Return at [s, r] whether some t beats s, given r; of equals the first stays.
+    """Return at [s, r] whether some t dominates s, given r; of equal strategies the first stays.
 
     Args:
-        places: The s, rising, and t that are compared.
-        better: Whether t does as well, of shape (places, r).
+        places: The compared pairs of s, rising, and t.
+        better: Whether t is at least as good, of shape (places, r).
         size: Number of strategies.
     """
     beaten = np.zeros((size, better.shape[1]), dtype=bool)

@@ -1,8 +1,8 @@
-"""The graph that reductions shrink: nodes, edges and memory that change, and the way back.
+"""The graph that reductions shrink: its nodes, edges and memory, and the way back.
 
-A node may hold memory over several spans, because it takes in the memory of nodes that follow it.
-Each step that takes a strategy or a node away is recorded, so that an assignment of what is left
-can be extended to all nodes.
+A node may hold memory over several spans, because it includes the memory of nodes that follow it.
+Each step that removes a strategy or a node is recorded, so that an assignment of the rest can be
+extended to all nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints, memory_rows
 
 Indices = NDArray[np.intp]
 
-#: Bytes by strategy, by the span of memory rows (first, end) over which they are held.
+#: Bytes of each strategy, by the span of memory rows (first, end) over which they are held.
 Spans = dict[tuple[int, int], Ints]
 
 
@@ -27,7 +27,7 @@ class NothingAllowedError(Exception):
 
 
 class _Step(NamedTuple):
-    """A node takes `table[strategies of others]`; of itself, if its strategies were cut down."""
+    """A node takes `table[strategies of others]`; if it is the other, its old strategies."""
 
     node: int
     others: tuple[int, ...]
@@ -38,15 +38,15 @@ class Graph:
     """A choice problem that shrinks.
 
     Attributes:
-        cost: Of each node, float64 of shape (strategies,).
-        tables: Of each node its neighbours with their edge, float64 of shape (own strategies,
-            theirs); both ends see one table, one of them transposed.
-        spans: Of each node its memory, least usage 0: what any strategy holds is in `base`.
-        changed: Of each node the neighbours whose edge changed since it was last looked at.
+        cost: For each node, float64 of shape (strategies,).
+        tables: For each node, its neighbours with the table of their edge, float64 of shape (own
+            strategies, theirs); both ends share one table, one of them transposed.
+        spans: For each node its memory, with least usage 0: what any strategy holds is in `base`.
+        changed: For each node, the neighbours whose edge changed since it was last looked at.
         alive: Whether the node is still there.
-        constant: Cost of all that is gone.
-        times: The memory rows that are left, as times of the problem.
-        base: Changes, at each row, of the bytes that are held whatever is chosen; one longer.
+        constant: Cost of all removed nodes and edges.
+        times: The remaining memory rows, as times of the problem.
+        base: At each row, the change in the bytes that are held by any choice; one entry longer.
         limit: Bytes, or None if memory cannot bind.
     """
 
@@ -78,7 +78,7 @@ class Graph:
             self.drop_slack_rows()
 
     def copy(self) -> Graph:
-        """Return a graph that shrinks on its own; they share arrays, which are not written to."""
+        """Return a separate graph; both share arrays, which are never changed in place."""
         other = copy(self)
         other.cost = list(self.cost)
         other.tables = [dict(tables) for tables in self.tables]
@@ -106,7 +106,7 @@ class Graph:
         del self.tables[u][v], self.tables[v][u]
 
     def keep(self, node: int, kept: Indices) -> None:
-        """Cut the strategies of a node down to some."""
+        """Restrict the strategies of a node to some."""
         if not len(kept):
             raise NothingAllowedError
         self._steps.append(_Step(node, (node,), kept))
@@ -118,7 +118,7 @@ class Graph:
             self._add_span(node, span, usage[kept])
 
     def follow(self, node: int, leader: int, strategies: Indices) -> None:
-        """Let a node take `strategies[strategy of leader]`, and put it into the leader."""
+        """Let a node take `strategies[strategy of leader]`, and merge it into the leader."""
         self._steps.append(_Step(node, (leader,), strategies))
         cost = self.cost[leader] + self.cost[node][strategies]
         tables, spans = self.tables[node], self.spans[node]
@@ -133,7 +133,7 @@ class Graph:
             self._add_span(leader, span, usage[strategies])
 
     def eliminate(self, node: int) -> None:
-        """Put in place of a node without memory the minimum over its strategies.
+        """Replace a node without memory by the minimum over its strategies.
 
         The node has at most two neighbours.
         """
@@ -174,13 +174,13 @@ class Graph:
             self.spans[node][span] = usage
 
     def drop_slack_rows(self) -> set[int]:
-        """Take away the memory rows that no choice can exceed.
+        """Remove the memory rows that no choice can exceed.
 
         Returns:
             Nodes whose memory changed.
 
         Raises:
-            NothingAllowedError: If every choice exceeds one.
+            NothingAllowedError: If every choice exceeds some row.
         """
         assert self.limit is not None
         held = np.cumsum(self.base)[:-1]
@@ -210,7 +210,7 @@ class Graph:
         return touched
 
     def misfits(self) -> list[tuple[int, Indices]]:
-        """Return the nodes with a strategy that does not fit even if all others hold the least.
+        """Return the nodes with a strategy that does not fit even with the least bytes elsewhere.
 
         Returns:
             Node, and the strategies that may fit: none, if not even one does.
@@ -231,16 +231,16 @@ class Graph:
         return found
 
     def extend(self, strategies: dict[int, int]) -> list[int]:
-        """Return the strategy of every node from those of the nodes that are left."""
+        """Return the strategy of every node, given the strategies of the remaining nodes."""
         values = [strategies.get(node, 0) for node in range(len(self.cost))]
         for node, others, table in reversed(self._steps):
             values[node] = int(table[tuple(values[v] for v in others)])
         return values
 
     def project(self, assignment: Sequence[int]) -> dict[int, int]:
-        """Return the strategies of the nodes that are left, where a full assignment has them.
+        """Return the strategies of the remaining nodes in a full assignment.
 
-        A node of which the strategy was taken away is left out.
+        A node whose strategy was removed is left out.
         """
         values = dict(enumerate(assignment))
         for node, others, kept in self._steps:
@@ -253,7 +253,7 @@ class Graph:
 
 
 class _Least:
-    """Least entries of stretches of an array, each in two steps, from those of powers of two."""
+    """Minima of ranges of an array, each in two look-ups among ranges of powers of two."""
 
     def __init__(self, values: Ints) -> None:
         self._levels = [values]
@@ -264,7 +264,7 @@ class _Least:
             width *= 2
 
     def between(self, first: int, end: int) -> int:
-        """Return the least entry from `first` on, before `end`."""
+        """Return the minimum of the entries from `first` to before `end`."""
         level = (end - first).bit_length() - 1
         values = self._levels[level]
         return int(min(values[first], values[end - (1 << level)]))

@@ -1,4 +1,4 @@
-"""The solver of choice problems: reductions, then what fits the size of what is left.
+"""The solver of choice problems: reductions, then a method for the size of the rest.
 
     reduce ──> no memory left, narrow graph? ──yes──> elimination ──> proved
                      │ no
@@ -7,7 +7,7 @@
                      v
                   search: messages, neighbourhoods, pruning, the program next to them (`large`)
 
-All find assignments for one record of the best, in terms of the problem as it was given.
+All methods share one record of the best assignment, in terms of the original problem.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from sbp_planner.choice.reduced_graph import NothingAllowedError
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
 
-#: Part of the time that reductions, and the first integer program, may take; seconds that it may at
-#: most: what is not proved by then is better searched next to it.
+#: Parts of the time for the reductions, and for the first integer program; its most seconds:
+#: problems that are not proved by then are better searched next to it.
 _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 _FIRST_S = 20.0
 
-#: Entries of one table of an elimination, and of all, at most: some seconds.
+#: Most entries of one table of an elimination, and of all: some seconds of work.
 _MAX_ENTRIES = 1 << 20
 _MAX_TOTAL_ENTRIES = 1 << 25
 
-#: Seconds for each pair, and the part of the time at most, in which an assignment is looked for
-#: before that program.
+#: Seconds for each pair, and the largest part of the time, for finding an assignment before that
+#: program.
 _BEGIN_S = 1e-5
 _BEGIN_PART = 0.1
 
@@ -59,12 +59,12 @@ def solve(
     """Return the best assignment that is found in time, and a bound.
 
     Args:
-        problem: What to choose.
-        time_limit_s: Seconds after which the best so far is returned, > 0.
+        problem: The problem.
+        time_limit_s: Seconds after which the best assignment so far is returned, > 0.
         gap: Stop when the assignment is proved to be within this part of the best one, >= 0.
         start: An assignment to begin with, feasible or not; the result is never worse.
-        progress: Told of each better cost and bound.
-        keep: Told each better assignment, for who may be stopped at any moment.
+        progress: Called with each better cost and bound.
+        keep: Called with each better assignment, for callers that may be stopped at any moment.
 
     Raises:
         SbpValueError: If a setting is out of range, or `start` is no assignment.
@@ -90,7 +90,7 @@ def solve(
         return record.solution()
     search = LargeSearch(record, part, part.projected(start))
     if part.num_pairs <= _FEW_PAIRS:
-        # An assignment first: the program may find its own late.
+        # An assignment first, because the program may find its first one late.
         now = time.monotonic()
         search.begin(min(now + _BEGIN_S * part.num_pairs, record.after(_BEGIN_PART)))
         if record.done:
@@ -105,7 +105,7 @@ def solve(
         )
         record.raise_bound(result.bound)
         if result.optimal and record.gap == 0:
-            # HiGHS proves up to its tolerance; what it left open is no cost between the two.
+            # HiGHS proves up to its tolerance; the remaining difference is no cost.
             record.prove()
         record.proved = record.proved or result.optimal
     if not record.done:
@@ -116,8 +116,8 @@ def solve(
 def eliminated(compact: Compact) -> Ints | None:
     """Return the best strategies, int64; None if there is memory or the graph is too wide.
 
-    Whether it can be done in time is told before: nodes are taken away on paper, the one with the
-    smallest table first, and the entries of all tables counted.
+    The width is found before: nodes are eliminated symbolically, the one with the smallest table
+    first, and the entries of all tables are counted.
 
         o--o--o--o        a ladder: each table is over three nodes, whatever the length
         |  |  |  |
@@ -147,7 +147,7 @@ def eliminated(compact: Compact) -> Ints | None:
 
 
 class _OnPaper(Buckets):
-    """An elimination whose tables take no memory, and have no entries that are worth a look."""
+    """An elimination without table contents, only to count entries."""
 
     def least(
         self, factors: Sequence[Factor], order: tuple[int, ...]

@@ -1,28 +1,28 @@
 """The joint search among the variants of a step: micro-batches, recomputation, slices, softmaxes.
 
     for each number of micro-batches, for each variant with it, the least floor first
-        floor    its operators alone, each at its fastest       no less than the best plan:  struck
-        proof    from anywhere, that nothing takes less         no less than the best plan:  struck
+        floor    each operator alone, at its fastest            no less than the best plan:  struck
+        proof    a bound, found without a good assignment       no less than the best plan:  struck
         bound    no assignment takes less, whatever it holds    no less than the best plan:  struck
         plan     the fastest that was found and fits the exact memory of a rank
 
-The proof goes as far as the best plan, and so comes before what is only worth it for a variant that
-may be better: a search axis by axis, plans that are compiled. Of very large steps, of which a plan
-takes a while to find and its memory is kept to by a price, not exactly, a variant that could gain
-very little is not planned either (`_NEAR_SHARE`); the bound that is reported says how little.
+The proof goes only as far as the best plan. So it comes before the steps that are only worthwhile
+for a variant that may be better: a search axis by axis, and compiling plans. For very large steps,
+finding a plan takes long, and its memory is limited by a price rather than exactly. Of these, a
+variant that could gain very little is not planned either (`_NEAR_SHARE`); the reported bound says
+how little.
 
-What makes activations again, or works in slices, has the same operators, some twice or in parts. It
-needs less memory and no less time, so it is only looked at where the fastest plan of the same form
-does not fit.
+A variant with recomputation or slices has the same operators, some of them twice or in parts. It
+needs less memory and no less time. So it is only tried if the fastest plan of the same form does
+not fit.
 
-All of these are serial times of one step of the same samples, so that variants can be compared. The
-better the best plan, the earlier the proof of a bound ends, as only assignments that cost less
-matter to it (`choice.prove`); what fits is searched for as in `joint.search`. Prices and options of
-operators are shared by all variants.
+All these times are serial times of one step of the same samples, so variants can be compared. The
+better the best plan, the earlier the proof of a bound ends, because only assignments that cost less
+matter to it (`choice.prove`). Plans that fit are searched for as in `joint.search`. All variants
+share prices and options of operators.
 
-The bound of the answer is the least of the bounds of all variants that were looked at, solved or
-not. Once the time is up, no further variant is begun; only where nothing fits so far, the one that
-needs least is still tried.
+The bound of the answer is the least bound of all variants that were tried, solved or not. Once the
+time is up, no new variant is begun, except that the leanest one is tried if nothing fits so far.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from sbp_core.units import format_seconds
 from sbp_planner.joint.near import bound_from_below
 from sbp_planner.joint.search import BoundedAssignment, JointSearch, JointSettings, Values
 
-#: Of the time that is left, what one variant may take.
+#: The share of the remaining time that one variant may take.
 _SHARE = 0.5
 
-#: Of the time limit, what the last variant may take once it is up; and so many seconds at least.
+#: The share of the time limit, and the least seconds, that the last variant may take after it.
 _LATE_SHARE, _LEAST_S = 0.1, 1.0
 
 #: Times that differ by less than this share are equal.
 _TIE = 1e-9
 
-#: Steps of more nodes than this are very large; of these, what gains less than this share of the
-#: time of the best plan is not planned.
+#: Steps of more nodes than this are very large. Their variants that gain less than this share of
+#: the time of the best plan are not planned.
 _MAX_NODES, _NEAR_SHARE = 10_000, 0.01
 
-#: Variants that are named in a line of the report.
+#: How many variants a line of the report names.
 _NUM_NAMED = 3
 
 
 class VariantOutcome(StrEnum):
-    """What became of a variant."""
+    """The result for one variant."""
 
     BEST = "best"
     SLOWER = "slower"
@@ -73,15 +73,15 @@ class VariantOutcome(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class BoundedVariant:
-    """A variant, and what is known of it.
+    """A variant, and its result so far.
 
     Args:
-        variant: Which.
-        request: To plan it.
+        variant: The variant.
+        request: The request to plan it.
         bound_s: No assignment takes less, in seconds of a step.
-        problem: All of its operators and mesh axes, until it is settled.
-        outcome: What became of it.
-        is_fastest: Whether its fastest plan of all fits.
+        problem: All of its operators and mesh axes; None once it is settled.
+        outcome: The result for it.
+        is_fastest: Whether its fastest plan, whatever memory it takes, fits.
     """
 
     variant: GraphVariant
@@ -93,14 +93,14 @@ class BoundedVariant:
 
     @property
     def may_gain_by_less(self) -> bool:
-        """Whether a form of it that needs less memory could take less time than its plan."""
+        """Whether a variant of this form that needs less memory could be faster than its plan."""
         return (
             self.outcome not in (VariantOutcome.STRUCK, VariantOutcome.NEAR) and not self.is_fastest
         )
 
     @property
     def words(self) -> str:
-        """What is special about it."""
+        """How it differs from other variants, in words."""
         form = "" if self.variant.splits_classes else ", softmaxes whole"
         return variant_words(self.variant) + form
 
@@ -124,14 +124,14 @@ def plan_family(
     """Return the cheapest strategy that fits, of all variants of a step.
 
     Args:
-        request: What to plan; without a family its graph is the only variant.
-        settings: How; the time limit is for all variants together.
+        request: The request to plan; without a family its graph is the only variant.
+        settings: How to search; the time limit is for all variants together.
         limit_bytes: Memory of one rank.
-        pins: The planner's own.
+        pins: The pins of the planner itself.
 
     Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing that was found fits; says what was.
+        ConfigError: a pin is invalid.
+        PlanError: nothing that was found fits; names what was found.
     """
     if request.family is None:
         return JointSearch(request, settings, limit_bytes, pins or {}).run()
@@ -147,7 +147,7 @@ def plan_family(
 
 @dataclass(slots=True, kw_only=True)
 class FamilySearch:
-    """Searches the variants of one request; arguments as of `plan_family`."""
+    """Searches the variants of one request; the arguments are those of `plan_family`."""
 
     request: PlanRequest
     family: GraphFamily
@@ -168,7 +168,7 @@ class FamilySearch:
         """Return the cheapest strategy that fits.
 
         Raises:
-            ConfigError: a pin cannot be meant.
+            ConfigError: a pin is invalid.
             PlanError: nothing fits.
         """
         self.ends_at = monotonic() + self.settings.time_limit_s
@@ -179,7 +179,7 @@ class FamilySearch:
                 continue
             forms = self._settled(self._forms(count))
             if not self.seen and isinstance(self.problems[0], ConfigError):
-                raise self.problems[0]  # a wrong setting is one of all variants
+                raise self.problems[0]  # a wrong setting is wrong for all variants
             short = [form for form in forms if form.may_gain_by_less]
             self.spared += [form for form in forms if not form.may_gain_by_less]
             if self.is_out_of_time and self.has_leaner:
@@ -194,7 +194,7 @@ class FamilySearch:
 
     @property
     def has_leaner(self) -> bool:
-        """Whether forms of the step may have leaner ones."""
+        """Whether forms of the step may have variants that need less memory."""
         return self.family.may_recompute or self.family.may_slice
 
     @property
@@ -204,15 +204,15 @@ class FamilySearch:
 
     @property
     def best_s(self) -> float:
-        """What the best plan takes; infinite if there is none."""
+        """Time of the best plan, in seconds of a step; infinite if there is none."""
         return inf if self.best is None else self.best.cost_s
 
     @property
     def wanted_s(self) -> float:
-        """Variants that take no less than this at least are not looked at further."""
+        """A variant whose bound is no less than this is not tried further."""
         return self.best_s * (1 - self.settings.gap) * (1 - _TIE)
 
-    # Generators, as `_settled` takes note of the errors of variants that there are not.
+    # Generators, because `_settled` records the errors of variants that do not exist.
 
     def _forms(self, count: int) -> Iterator[GraphVariant]:
         yield from forms_of(self.family, count)
@@ -222,7 +222,7 @@ class FamilySearch:
             yield from leaner_forms(self.family, form.variant)
 
     def _settled(self, variants: Iterable[GraphVariant]) -> list[BoundedVariant]:
-        """Return variants, each struck or solved, the least floor first."""
+        """Return variants, each struck out or solved, the least floor first."""
         found = []
         try:
             for variant in variants:
@@ -246,7 +246,7 @@ class FamilySearch:
         except SbpError as error:
             self.problems.append(error)
             return None
-        # What operators take at least, whatever is boxed.
+        # The least time of the operators, whatever is boxed.
         floor_s = float(sum(table.min() for table in problem.unary))
         return BoundedVariant(variant=variant, request=request, bound_s=floor_s, problem=problem)
 
@@ -262,7 +262,7 @@ class FamilySearch:
         seconds = max(_SHARE * left, _LATE_SHARE * limit_s, _LEAST_S)
         settings = replace(self.settings, time_limit_s=min(seconds, limit_s))
         if problem is not None and self.best is not None:
-            # What the bound of the best plan proves of all is enough to prove of this one.
+            # The bound of the answer is no higher than that of the best plan: no more to prove.
             enough_s = max(self.wanted_of(entry), min(self.best.entry.bound_s, self.wanted_s))
             proved_s = bound_from_below(
                 problem, tied=settings.tied, time_limit_s=settings.proof_s, enough_s=enough_s
@@ -289,12 +289,12 @@ class FamilySearch:
             if self._is_struck(entry):
                 return
             if free.bound_s >= self.wanted_s:
-                # Of all signatures less may be known than of those that were looked at.
+                # The bound over all signatures may be lower than that over the tried ones.
                 entry.outcome, entry.is_fastest = VariantOutcome.SLOWER, True
                 return
             values = search.fitting(free, self.best_s)
         except SbpError as error:
-            # What was not found may be there: the bound stays.
+            # A plan may exist that was not found: the bound stays.
             entry.outcome = VariantOutcome.NO_FIT
             self.problems.append(error)
             return
@@ -312,12 +312,12 @@ class FamilySearch:
             self.best = _Best(entry=entry, search=search, values=values, free=free, cost_s=cost_s)
 
     def wanted_of(self, entry: BoundedVariant) -> float:
-        """Return what a variant has to take less than at least, to be looked at further."""
+        """Return the time that a variant's bound has to be below, to be tried further."""
         is_large = len(entry.request.graph.nodes) > _MAX_NODES
         return min(self.wanted_s, self.best_s * (1 - _NEAR_SHARE) if is_large else inf)
 
     def _is_struck(self, entry: BoundedVariant) -> bool:
-        """Say, and note, whether the bound of a variant is reason enough to look no further."""
+        """Record and return whether the bound of a variant is reason enough to skip it."""
         if entry.bound_s >= self.wanted_s:
             entry.outcome = VariantOutcome.STRUCK
         elif entry.bound_s >= self.wanted_of(entry):
@@ -325,7 +325,7 @@ class FamilySearch:
         return entry.outcome is not VariantOutcome.UNSOLVED
 
     def _try_the_leanest(self) -> None:
-        """Try the variant that needs least memory, if it has not been."""
+        """Try the variant that needs least memory, if it was not tried yet."""
         try:
             leanest = list(smaller_variants(self.family))[-1:]
         except SbpError as error:
@@ -342,17 +342,17 @@ class FamilySearch:
             self._settle(entry, is_last=True)
 
     def _progress(self, entry: BoundedVariant) -> Any:
-        """Return what is told of the progress of one variant, as a part of that of all."""
+        """Return the callback for the progress of one variant, as a part of that of all."""
         say = self.request.progress
         if say is None or len(self.seen) == 1:
             return say
         done = sum(one.outcome is not VariantOutcome.UNSOLVED for one in self.seen) / len(self.seen)
         return lambda what, part: say(f"{entry.words}: {what}", done + part / len(self.seen))
 
-    # What is said
+    # Messages and reports
 
     def _refusal(self) -> SbpError:
-        """Return the error of a step of which no variant fits."""
+        """Return the error for a step of which no variant fits."""
         if not self.refused:
             return self.problems[0]
         least = min(self.refused, key=lambda one: one.least_bytes)
@@ -370,7 +370,7 @@ class FamilySearch:
         )
 
     def _told(self, best: _Best) -> Strategy:
-        """Return the strategy, whose report says what became of the variants."""
+        """Return the strategy, with the results of all variants in its report."""
         strategy = best.search.reported(best.values, best.free)
         strategy = replace(strategy, variant=best.entry.variant)
         if len(self.seen) == 1 and not self.unseen:
@@ -420,7 +420,7 @@ class FamilySearch:
             yield f"  micro-batches that were not looked at in time: {counts}"
 
     def _spared_lines(self) -> Iterator[str]:
-        """Yield of what no leaner forms were looked at, if there may be some."""
+        """Yield the lines about forms whose variants of less memory were not tried."""
         if self.spared and self.has_leaner:
             yield (
                 "  recomputation and slices were not looked at, as the fastest plan fits or is "

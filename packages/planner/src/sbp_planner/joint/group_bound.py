@@ -2,22 +2,22 @@
 
     cost(x) = sum_v unary_v(x_v) + sum over values of (what is paid for distinct targets, each once)
 
-It is the bound by moved costs (`choice.moved_costs`); only the terms differ. What is paid for one
-value depends on its source by what it is made as, *a*, and on each user by the target that it asks
+It is the bound by moved costs (`choice.moved_costs`); only the terms differ. The cost for one value
+depends on *a*, the layout in which its source makes it, and on the target t_i that each user i asks
 for:
 
     pay(a, t_1 .. t_k) = sum over the distinct t of C[a, t]
 
 A table over all of these would be far too large for three mesh axes (hundreds of a and t), and none
-is needed: with potentials g_i(t) of what the users pay otherwise, users that share a target form a
+is needed. Let g_i(t) be the potential of user i: its other costs. Users that share a target form a
 block B, and any partition of the users into blocks is an assignment, so
 
     F_B(a)  = min over t of  C[a, t] + sum over i in B of g_i(t)
     min_a   = min over the partitions of the users of  sum over their blocks of F_B(a)
 
-which is exact, as blocks that happen to have one target only cost more than their union does. The
-partitions are gone through as subsets, so a value with k users takes 2^k passes over C. Users
-beyond `MAX_USERS` are put in terms of their own, each of which pays its share of C.
+This is exact: two blocks that happen to have the same target only cost more than their union does.
+The partitions are enumerated as subsets, so a value with k users takes 2^k passes over C. Users
+beyond `MAX_USERS` are put in separate terms, each of which pays its share of C.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from sbp_planner.choice.moved_costs import CostTerm, MovedCosts, TableTerm
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
-#: Users of one value that are looked at together.
+#: How many users of one value share a term.
 MAX_USERS = 6
 
-#: Sweeps between two looks at what can be struck out, and the share of what is left to be proved
+#: Sweeps between two attempts to strike values out, and the share of what remains to be proved
 #: that they must gain.
 NUM_SWEEPS, LEAST_GAIN = 2, 0.05
 
-#: Sums in another order differ by less than this share.
+#: Sums in another order differ by less than this relative amount.
 _ROUNDING = 1e-9
 
 
 class BoundTerm:
-    """What is paid for one value, and what its variables pay besides that: one term of the bound.
+    """The cost of the conversions of one value, plus other costs of its variables: one bound term.
 
     Args:
         costs: C, (classes of the source, targets); `inf` forbids.
-        classes: The class of each value of the source.
-        users: Of each user its targets, for each of its values.
+        classes: The class of each value of the source variable.
+        users: For each user, the target of each of its values.
         variables: The source, then the users.
     """
 
@@ -68,7 +68,7 @@ class BoundTerm:
         self._compact()
 
     def _compact(self) -> None:
-        """Leave out targets that nobody asks for and classes that no value of the source has."""
+        """Leave out targets that no user asks for and classes that no source value has."""
         rows, self.maps[0] = np.unique(self.maps[0], return_inverse=True)
         asked = np.unique(np.concatenate(self.maps[1:]))
         number = np.zeros(self.costs.shape[1], dtype=np.int64)
@@ -77,8 +77,8 @@ class BoundTerm:
         self.costs = self.costs[np.ix_(rows, asked)]
         #: The least of the potentials, by class of the source, then by target of each user.
         self._least = [self._reduced(place) for place in range(len(self.maps))]
-        #: By set of users: what they pay by target if they all ask for it, by class of the source
-        #: then, and by class if they ask for what is best.
+        #: By set of users, what they pay: by target if all ask for it; by class of the source if
+        #: all ask for one best target; by class if they ask for any targets.
         self._sums: dict[int, Table] = {0: np.zeros(len(asked))}
         self._blocks: dict[int, Table] = {}
         self._bests: dict[int, Table] = {0: np.zeros(len(rows))}
@@ -89,7 +89,7 @@ class BoundTerm:
         return least
 
     def add(self, place: int, shift: Table) -> None:
-        """Add to what a variable pays."""
+        """Add to the potential of a variable."""
         self.potentials[place] = self.potentials[place] + shift
         self._least[place] = self._reduced(place)
         if place:
@@ -110,14 +110,14 @@ class BoundTerm:
         return float((self._best(self.users) + self._least[0]).min())
 
     def restrict(self, kept: Mapping[int, Numbers]) -> None:
-        """Strike out all other values of some variables, by their places."""
+        """Strike out all but the given values of some variables, by their places."""
         for place, values in kept.items():
             self.maps[place] = self.maps[place][values]
             self.potentials[place] = self.potentials[place][values]
         self._compact()
 
     def _sum(self, users: int) -> Table:
-        """Return what some users pay by target, if they all ask for it."""
+        """Return what some users pay, by target, if they all ask for that target."""
         if users not in self._sums:
             first = users & -users
             least = self._least[first.bit_length()]
@@ -125,7 +125,7 @@ class BoundTerm:
         return self._sums[users]
 
     def _block(self, users: int) -> Table:
-        """Return what some users pay that ask for one target, by class of the source."""
+        """Return what some users pay if all ask for one best target, by class of the source."""
         if users not in self._blocks:
             self._blocks[users] = (self.costs + self._sum(users)).min(axis=1)
         return self._blocks[users]
@@ -145,7 +145,7 @@ class BoundTerm:
         return self._bests[users]
 
     def _of_user(self, user: int) -> Table:
-        """Return, for each target of a user, the least that the others make of it."""
+        """Return, for each target of a user, the least cost of all other users with it."""
         others = self.users ^ (1 << user)
         found: Table = np.full(self.costs.shape[1], inf)
         part = others
@@ -162,14 +162,14 @@ class GroupBound(MovedCosts):
     """The terms of a step, between which costs move.
 
     Args:
-        step: The step; conversions may be priced too low, which makes the bound lower.
+        step: The step; conversions may be priced too low, which only lowers the bound.
     """
 
     def __init__(self, step: CostedVariables) -> None:
         unary = [np.where(table >= FORBIDDEN_S, inf, table) for table in step.unary]
         terms: list[CostTerm] = []
         for group in step.groups:
-            # What the source asks for itself, it pays alone.
+            # The source pays alone for what it asks for itself.
             own = group.own_targets()
             paid = np.where(own, group.costs, 0.0).sum(axis=1)
             unary[group.source] = unary[group.source] + np.where(paid >= FORBIDDEN_S, inf, paid)
@@ -183,12 +183,12 @@ class GroupBound(MovedCosts):
         super().__init__(list(map(len, unary)), terms)
 
     def raised(self, above: float, *, deadline: float = inf) -> float:
-        """Raise the bound as far as that is worth the time, and return it.
+        """Raise the bound as far as is worth the time, and return it.
 
         Args:
-            above: What some assignment costs, by the prices that this knows or higher ones; there
-                is no more to prove.
-            deadline: Of `time.monotonic`, at which the bound so far is returned.
+            above: The cost of some assignment, at these or higher prices; nothing above it needs
+                a proof.
+            deadline: Time of `time.monotonic` at which the bound so far is returned, in s.
         """
         bound = self.bound
         while bound < above and monotonic() < deadline:
@@ -204,11 +204,11 @@ class GroupBound(MovedCosts):
 
 
 def _terms(group: ConversionGroup, costs: Table) -> Iterator[BoundTerm]:
-    """Yield the terms of what is paid for a value by others than its source.
+    """Yield the terms of the costs that the users of a value pay, without its source.
 
     Args:
-        group: The value.
-        costs: Its costs; forbidden ones are told `inf` here.
+        group: The value and its users.
+        costs: Its costs; forbidden entries are set to `inf` here.
     """
     others = group.requests_by_variable()
     if not others:
@@ -217,7 +217,7 @@ def _terms(group: ConversionGroup, costs: Table) -> Iterator[BoundTerm]:
     number: dict[bytes, int] = {}
     classes = np.array([number.setdefault(row.tobytes(), len(number)) for row in costs])
     _, first = np.unique(classes, return_index=True)
-    # Of a variable that asks for several targets at once, one is counted: no less is paid for all.
+    # A variable that asks for several targets at once counts for one: all of them cost no less.
     users = [(variable, requests[0].targets) for variable, requests in others.items()]
     num_terms = -(-len(users) // MAX_USERS)
     for at in range(num_terms):

@@ -2,9 +2,9 @@
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 
-`sbp_core.infer.colour_refinement` says which nodes are alike. Where a step was posed with its equal
-layers as one (`joint_problem(tied=True)`), there is little left to be tied; what is posed layer by
-layer is tied here, and means and costs the same then.
+`sbp_core.infer.colour_refinement` finds equal nodes. A step that was posed with its equal layers as
+one (`joint_problem(tied=True)`) has little left to tie. A step that was posed layer by layer is
+tied here, with the same meaning and cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         problem: The step.
     """
     found: dict[Hashable, list[int]] = {}
-    # Equal options are one object, which lives as long as the problem.
+    # Equal options are one object, alive as long as the problem.
     options = {name: id(parts) for name, parts in problem.parts.items()}
     for name, colour in node_colours(problem.work, options).items():
         found.setdefault(("node", colour), []).append(problem.node_variable[name])
@@ -43,7 +43,7 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         group = found.setdefault(key, [])
         if variable not in group:
             group.append(variable)
-    # Groups that share a variable are one, such as those of a parameter and of its states.
+    # Groups that share a variable are merged, such as those of a parameter and of its states.
     of: dict[int, list[int]] = {}
     for group in found.values():
         joined = list(dict.fromkeys(m for variable in group for m in of.get(variable, [variable])))
@@ -58,9 +58,9 @@ class TiedStep:
 
     Args:
         unary: Seconds of each value of each variable.
-        start: A value of each.
-        groups: The conversions; those of equal layers are one, that many times as costly.
-        tied: For each variable of the step, that of this one.
+        start: The starting value of each variable.
+        groups: The conversions; equal layers share one, which costs as many times as much.
+        tied: For each variable of the step, the tied variable.
     """
 
     unary: Sequence[Table]
@@ -76,14 +76,14 @@ class TiedStep:
 def tie(
     problem: StepProblem, groups: Sequence[ConversionGroup] | None = None, *, tied: bool = True
 ) -> TiedStep:
-    """Return a step with its equal layers decided alike.
+    """Return a step in which equal layers are decided alike.
 
-    What it starts from is that of the first layer, unless layers that start apart are alike then.
+    It starts from the values of the first layer, unless layers that start differently coincide.
 
     Args:
         problem: The step.
-        groups: Its conversions, if they are to have other costs.
-        tied: If not, every variable is by itself.
+        groups: Its conversions, to give them other costs; None for the problem's own.
+        tied: Whether to tie; if false, every variable stays by itself.
     """
     groups = problem.groups if groups is None else groups
     if not tied:
@@ -103,20 +103,20 @@ def tie(
 
 
 def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[ConversionGroup]:
-    """Return the conversions between tied variables, those of equal layers in one group.
+    """Return the conversions between tied variables, with equal layers in one group.
 
         cost = sum over groups g, and the distinct targets t that are asked for, of costs_g[s, t]
 
-    If the same is asked for of all of them, the costs may be added up before. They may differ, as
-    those of the stages of a pipeline do.
+    If all groups have equal requests, their costs are added up beforehand. They may differ, as they
+    do between the stages of a pipeline.
 
     Args:
-        groups: Between the variables of the step.
-        tied: For each variable of the step, the tied one.
+        groups: The conversions between the variables of the step.
+        tied: For each variable of the step, the tied variable.
     """
     # Equal layers share tables and arrays, so that most of them need not be compared.
     arrays: dict[int, tuple[object, ...]] = {}
-    # Of groups that ask for the same: the requests of the first, and how often each table comes.
+    # For groups with equal requests: the requests of the first, and how often each table occurs.
     alike: dict[object, tuple[ConversionGroup, dict[int, tuple[Table, int]]]] = {}
     for group in groups:
         requests = tuple(

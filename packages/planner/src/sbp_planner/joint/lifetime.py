@@ -1,13 +1,13 @@
-"""How long values are held, and how much each option of a variable makes of that.
+"""How long values are held, and how many bytes each option of a variable holds.
 
-    states        stored all the time; replaced in place; nothing of those in host memory, whose
-                  copies are on the device for their update alone
-    a value       from the node that makes it to the last that uses it, at the places that these
-                  have in the graph; through views, which hold nothing themselves
+    states        stored all the time, replaced in place; a state in host memory holds nothing, but
+                  its copies are on the device during its update
+    a value       from the node that makes it to its last user, at their places in the graph;
+                  also through views, which hold nothing themselves
 
-It is the shape of memory over the step and no promise: boxed copies, gathers, micro-batches in
-flight and the buffers of runtimes are not in it. What a plan holds, its compiled form says
-(`sbp_core.memory`); `joint.search` corrects the limit by that.
+This estimates the shape of memory over the step. It leaves out boxed copies, gathers, micro-batches
+in flight and the buffers of runtimes. The exact memory follows from the compiled plan
+(`sbp_core.memory`), by which `joint.search` corrects the limit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
 from sbp_core.signatures import Signature1d
 
-#: What is stored from step to step.
+#: Inputs that are stored from step to step.
 _STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VariableMemory:
-    """What the values of each variable hold.
+    """The memory that the values of each variable hold.
+
+    A *holding* is one block of memory with a lifetime.
 
     Args:
-        variables: The variable of each holding: those of the step in order, then, again, variables
-            of several equal layers, once for each other layer.
-        usages: For each holding the bytes of each value of its variable on the fullest rank.
-        intervals: For each holding from which place of the graph to which it lasts.
-        limit_bytes: What all of them may hold at any place.
+        variables: The variable of each holding: first those of the step in order; then variables of
+            several equal layers again, once for each further layer.
+        usages: For each holding, its bytes on the fullest rank for each value of its variable.
+        intervals: For each holding, its first place in the graph, and the end.
+        limit_bytes: The limit for the sum of all holdings at any place.
         inputs: The holding of each tensor input.
     """
 
@@ -48,15 +50,15 @@ class VariableMemory:
     inputs: Mapping[str, int]
 
     def within(self, limit_bytes: float) -> VariableMemory:
-        """Return the same under another limit."""
+        """Return this memory under another limit."""
         return replace(self, limit_bytes=limit_bytes)
 
     def peak_bytes(self, values: Sequence[int]) -> int:
-        """Return what an assignment holds at most at any place."""
+        """Return the most bytes that an assignment holds at any place."""
         return int(self.by_place(values).max(initial=0))
 
     def by_place(self, values: Sequence[int]) -> NDArray[np.int64]:
-        """Return what an assignment holds at each place, in bytes."""
+        """Return the bytes that an assignment holds at each place, int64 of shape (places,)."""
         places = max((end for _, end in self.intervals), default=0)
         change = np.zeros(places + 1, dtype=np.int64)
         for variable, usage, (start, end) in zip(
@@ -70,15 +72,15 @@ class VariableMemory:
 
 
 def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()) -> VariableMemory:
-    """Return what the variables of a step hold, on the fullest rank of each stage.
+    """Return the memory that the variables of a step hold, on the fullest rank of each stage.
 
-    A stage has its own stretch of places, so that the limit is that of each.
+    Each stage has a separate range of places, so the limit applies to each stage.
 
     Args:
         problem: The step.
-        limit_bytes: Of one rank.
-        in_flight: For each stage, of how many micro-batches it holds what waits for the backward
-            phase; of one if omitted.
+        limit_bytes: Memory of one rank.
+        in_flight: For each stage, the number of micro-batches whose saved activations it holds; one
+            if omitted.
     """
     work = problem.work
     graph, num_stages = work.graph, len(work.placements)
@@ -91,7 +93,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     taken: set[int] = set()
 
     def holding(variable: int) -> int:
-        """Return the holding of one more node, or input, that a variable decides."""
+        """Return the holding of one more node or input that a variable decides."""
         if variable not in taken:
             taken.add(variable)
             return variable
@@ -100,7 +102,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         intervals.append((0, 0))
         return len(variables) - 1
 
-    # Equal layers share their options, so ids tell what is alike.
+    # Equal layers share their options, so equal ids mean equal options.
     known: dict[object, NDArray[np.int64]] = {}
 
     def sizes(
@@ -153,7 +155,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
 
 
 def _stored_by_stage(problem: StepProblem, values: Sequence[int] | None = None) -> list[int]:
-    """Return what the states of an assignment take; of any one at least, if none is given."""
+    """Return the bytes of the states of an assignment; of any assignment at least, without one."""
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
@@ -167,15 +169,15 @@ def _stored_by_stage(problem: StepProblem, values: Sequence[int] | None = None) 
 
 
 def waiting_bytes(problem: StepProblem, values: Sequence[int], in_flight: Sequence[int]) -> int:
-    """Return what states and values that wait for the backward phase take at least, in bytes.
+    """Return the least bytes of states and values that wait for the backward phase.
 
     On the fullest rank, once each stage has as many micro-batches in flight as it may have. A value
-    may be kept as what its users take, if that is less; what is recomputed or made once a step does
-    not wait, and views are what they look at.
+    may be kept in the layout of its users, if that is smaller. Recomputed values and values that
+    are made once a step do not wait; a view counts as its base.
 
     Args:
         problem: The step.
-        values: Of its variables.
+        values: The values of its variables.
         in_flight: For each stage, of how many micro-batches values wait.
     """
     work = problem.work
@@ -195,14 +197,14 @@ def waiting_bytes(problem: StepProblem, values: Sequence[int], in_flight: Sequen
     by_stage = _stored_by_stage(problem, values)
 
     def kept_for(user: Node) -> float:
-        """Return the most that a user may need to be kept; below 0 if it needs nothing."""
+        """Return the most bytes that a user may need to be kept; below 0 if it needs none."""
         if user.phase is Phase.BACKWARD:
             return inf
         if not work.is_free(user):
             return -1
         return min((waits[made] for made in user.outputs if made in waits), default=-1)
 
-    # Of each value, the least that is kept of it for the backward phase; none if it is not.
+    # For each value, the least bytes that are kept for the backward phase; none if it is not kept.
     waits: dict[str, int] = {}
     for node in reversed(work.nodes):
         if node.phase is not Phase.FORWARD or node.rate is not Rate.MICRO:
@@ -228,7 +230,7 @@ def waiting_bytes(problem: StepProblem, values: Sequence[int], in_flight: Sequen
 
 
 def least_stored_bytes(problem: StepProblem) -> int:
-    """Return what the states of any assignment take at least on the fullest rank, in bytes.
+    """Return the least bytes of the states of any assignment, on the fullest rank.
 
     Args:
         problem: The step.
@@ -237,7 +239,7 @@ def least_stored_bytes(problem: StepProblem) -> int:
 
 
 def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:
-    """Return the place of the last use of each value, also of what views look at."""
+    """Return the place of the last use of each value; uses of a view count for its base, too."""
     work, graph = problem.work, problem.work.graph
     last: dict[str, int] = {}
     for node in reversed(work.nodes):

@@ -1,17 +1,17 @@
-r"""From a step to a choice problem: one node a variable, one edge for each pair that box between.
+r"""From a step to a choice problem: one node a variable, one edge for each pair with boxing.
 
-A conversion that several users share is no matter of pairs. It becomes a node of its own, which is
-*made* or not (`sbp_core.infer.CostTables`):
+A conversion that several users share cannot be a cost of pairs. It becomes a separate node, which
+is *made* or not (`sbp_core.infer.CostTables`):
 
     s -- D[s, t] if made -- t -- forbidden if u asks for t, and it is not made -- u
                               \- the same -------------------------------------- v
 
-D[s, t] is what target t costs from the source's value s, unless the source itself asks for t (a new
-state that is stored as it is asked for elsewhere), which is then paid by s alone. A target that one
-variable alone asks for needs no such node: it is paid on the edge (s, u).
+D[s, t] is the cost of target t from the source's value s. If the source itself asks for t (a new
+state that is stored in the layout in which it is used elsewhere), s alone pays for it. A target
+that only one variable asks for needs no such node: its cost is on the edge (s, u).
 
-With that, the cost of an assignment of the choice problem, with each conversion made iff somebody
-asks for it, is what `StepProblem.cost` says.
+If each conversion is made exactly when some variable asks for it, an assignment of the choice
+problem costs `StepProblem.cost`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sbp_planner.joint.lifetime import VariableMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredStep:
-    """The choice problem of a step, and how its nodes are those of the step.
+    """The choice problem of a step, and the relation of its nodes to those of the step.
 
     Args:
-        choice: Its first nodes are the variables of the step, in order; after them come those of
+        choice: Its first nodes are the variables of the step, in order; then come the nodes of
             shared conversions, and copies.
-        num_variables: Of the step.
-        conversions: For each of the conversions: the variables that ask for it, and for each of
-            them which of its values do.
-        copies: The variables of the last nodes, which hold what other equal layers do.
+        num_variables: Number of variables of the step.
+        conversions: For each conversion node, the variables that may ask for it, and for each of
+            these which of its values do.
+        copies: The variables of the last nodes, which hold the memory of further equal layers.
     """
 
     choice: ChoiceProblem
@@ -52,7 +52,7 @@ class LoweredStep:
         return tuple(int(value) for value in assignment[: self.num_variables])
 
     def assignment(self, values: Sequence[int]) -> tuple[int, ...]:
-        """Return the assignment of all nodes: what somebody asks for is made, nothing else."""
+        """Return the assignment of all nodes, which makes exactly the needed conversions."""
         made = (
             int(any(asks[values[variable]] for variable, asks in users))
             for users in self.conversions
@@ -71,15 +71,15 @@ def lower_step(
 
     Args:
         problem: The step.
-        ties: Variables that are to have the same value.
-        held: What values hold while they live, and the limit; None if memory does not matter.
+        ties: Groups of variables that are to have the same value.
+        held: The memory of the values, and the limit; None if memory does not matter.
     """
     tables = CostTables(problem, max_entries=inf, in_pairs=True)
     num_variables, num_conversions = len(problem.unary), len(tables.made)
     costs = [np.zeros(size) for size in tables.sizes]
     edges: list[tuple[int, ...]] = []
     edge_costs: list[Floats] = []
-    # Equal layers have equal tables, of which one is kept.
+    # Equal layers have equal tables; one of them is kept.
     shared: dict[object, Floats] = {}
     for factor in tables.factors:
         table = np.where(factor.table >= FORBIDDEN_S, inf, factor.table)
@@ -99,7 +99,7 @@ def lower_step(
     usages, intervals = None, None
     copies: tuple[int, ...] = ()
     if held is not None:
-        # A node holds something once, so each further layer that a variable decides is a node more,
+        # A node holds memory once. So each further layer that a variable decides is one more node,
         # which takes the value of the variable, and costs nothing.
         copies = held.variables[num_variables:]
         for variable in copies:

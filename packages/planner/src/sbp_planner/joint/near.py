@@ -1,15 +1,16 @@
-"""Where all signatures on all mesh axes are too many: those near what was found axis by axis.
+"""Signatures near the result axis by axis, for steps that have too many on all mesh axes.
 
     found      (S(0), S(0), B)
     looked at  (S(0), S(0), B)   (x, S(0), B)   (S(0), x, B)   (S(0), S(0), x)    for every x
 
 On three axes a pointwise operator of three dims has some two hundred signatures, and a tensor some
-hundred thousand conversions. Near what was found, a few dozen signatures are left, among which the
-search is as on two axes. It is repeated around what it finds, until nothing better is near.
+hundred thousand conversions. Near the result axis by axis, a few dozen signatures remain. The
+search among these is as on two axes. It is repeated around its result until nothing near is better.
 
-What is then proved is proved of these signatures alone. Of all there is a bound: conversions that
-were not priced cost the least that such ones take (`sbp_core.infer.LeastPrices`), those that were
-what they do, and costs are moved until no assignment can cost less (`joint.group_bound`).
+Its proofs hold only for the signatures that were considered. For all signatures there is a separate
+bound: conversions that were not priced have a lower bound on their cost
+(`sbp_core.infer.LeastPrices`), the others their price, and moving costs gives the bound
+(`joint.group_bound`).
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from sbp_planner.choice.prove import prove
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie
 
-#: Of the largest table of one value with its users.
+#: Most entries in the table of one value with its users.
 MAX_DIRECT_ENTRIES = 1 << 20
 
-#: Conversions to be priced, above which signatures are left out.
+#: If there are more conversions to price than this, signatures are left out.
 MAX_PRICES = 1_000_000
 
 
 def limited(problem: StepProblem, *, tied: bool = True, max_prices: int | None = None) -> bool:
-    """Leave out signatures that are far from what the problem starts from, if they are too many.
+    """Leave out signatures that are far from the start of the problem, if there are too many.
 
     Args:
         problem: The step, not priced yet; it is changed.
         tied: Whether equal layers are decided alike.
-        max_prices: Conversions that may be priced; `MAX_PRICES` if None.
+        max_prices: How many conversions may be priced; `MAX_PRICES` if None.
 
     Returns:
-        Whether something was left out.
+        Whether signatures were left out.
     """
     if problem.num_prices <= (MAX_PRICES if max_prices is None else max_prices):
         return False
@@ -53,11 +54,11 @@ def limited(problem: StepProblem, *, tied: bool = True, max_prices: int | None =
 
 
 def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> StepProblem:
-    """Return a problem with the signatures near an assignment of another.
+    """Return a problem with the signatures near an assignment of another problem.
 
     Args:
-        problem: The other; prices are shared.
-        values: Of its variables.
+        problem: The other problem; prices are shared.
+        values: The assignment: a value of each of its variables.
         tied: Whether equal layers are decided alike.
     """
     found = StepProblem(
@@ -73,13 +74,13 @@ def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> Ste
 
 
 def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: float) -> float:
-    """Return what no assignment of all signatures takes less than, in seconds of a step.
+    """Return a lower bound for the assignments of all signatures, in seconds of a step.
 
     Args:
-        problem: The step with what was left of its signatures, priced.
-        cost_s: Of the best assignment that is known; there is no more to prove.
+        problem: The step with the remaining signatures, priced.
+        cost_s: Cost of the best known assignment; nothing above it needs a proof.
         tied: Whether equal layers are decided alike.
-        time_limit_s: For moving costs, once there are prices; then the bound so far is returned.
+        time_limit_s: For moving costs, after pricing; then the bound so far is returned.
     """
     work = problem.work
     whole = StepProblem(
@@ -98,13 +99,13 @@ def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: fl
 def bound_from_below(
     problem: StepProblem, *, tied: bool, time_limit_s: float, enough_s: float
 ) -> float:
-    """Return what no assignment of a step takes less than, without looking for a good one.
+    """Return a lower bound for the assignments of a step, without looking for a good one.
 
     Args:
         problem: The step, with all of its signatures.
         tied: Whether equal layers are decided alike.
         time_limit_s: For the proof, in seconds.
-        enough_s: There is no more to prove than this, in seconds of a step.
+        enough_s: Nothing above this needs a proof, in seconds of a step.
 
     Returns:
         At most `enough_s`; 0 if there are so many signatures that not all are priced.
@@ -117,20 +118,20 @@ def bound_from_below(
 
 
 def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
-    """Return the conversions of a problem, at what they cost in another where that has them.
+    """Return the conversions of a problem, with the costs of another problem where it has them.
 
     Args:
-        whole: Priced from below.
-        part: The same step with some of the signatures.
+        whole: The problem, priced from below.
+        part: The same step with some of the signatures, priced.
     """
     places = _places(whole, part)
 
     def users(group: ConversionGroup) -> tuple[object, ...]:
-        """Return what tells the conversions of a value for some of its users from others."""
+        """Return a key for the conversions of a value to some of its users."""
         return group.value, *(request.variable for request in group.requests)
 
     by_users = {users(group): group for group in part.groups}
-    # Equal layers share tables, and go on to.
+    # Equal layers share tables, and still do in the result.
     made: dict[tuple[int, ...], NDArray[np.float64]] = {}
     found = []
     for group in whole.groups:
@@ -138,7 +139,7 @@ def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
         if other is not None:
             key = (id(group.costs), id(other.costs), *(id(one.targets) for one in group.requests))
             if key not in made:
-                # The costs of the group, with those of the part in their places.
+                # The costs of the group, with the costs of the part in their places.
                 column = np.zeros(other.costs.shape[1], dtype=np.int64)
                 for request, own in zip(group.requests, other.requests, strict=True):
                     at = places[request.variable] if request.variable >= 0 else slice(None)
@@ -152,7 +153,7 @@ def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
 
 
 def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
-    """Return for each variable the places of the values of a part among those of the whole."""
+    """Return, for each variable, the places of the part's values in the whole."""
     found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(whole.unary)
     # Equal layers have equal options, which are one object.
     made: dict[tuple[int, int], NDArray[np.int64]] = {}
@@ -167,7 +168,7 @@ def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
 
 
 def _options(problem: StepProblem) -> dict[int, Sequence[tuple[object, ...]]]:
-    """Return for each variable what its values are."""
+    """Return, for each variable, the SBPs that its values stand for."""
     options: dict[int, Sequence[tuple[object, ...]]] = {}
     for name, variable in problem.node_variable.items():
         options[variable] = problem.parts[name]
@@ -177,14 +178,14 @@ def _options(problem: StepProblem) -> dict[int, Sequence[tuple[object, ...]]]:
 
 
 def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
-    """Return for each variable the places of the values that differ on one axis at most.
+    """Return, for each variable, the places of the values that differ on at most one axis.
 
-    All that is linear or moves elements can pass maxima on, and so few make any that these are
-    near only where there are some already.
+    Every operator that is linear or moves elements can pass on partial maxima, but few operators
+    make them. So values with maxima are near only where there are some already.
 
     Args:
-        problem: The step, with a value of each variable that it starts from.
-        ties: Variables that are alike, which have the values near what any of them starts from.
+        problem: The step, with a starting value for each variable.
+        ties: Groups of equal variables, which keep the values near the start of any of them.
     """
     options = _options(problem)
     centres = {variable: {problem.start[variable]} for variable in options}
@@ -210,7 +211,7 @@ def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np
 
 
 def _is_near(one: Sequence[object], centre: Sequence[object]) -> bool:
-    """Say whether a signature is near another one."""
+    """Return whether a signature is near another one."""
     differing = [part for part, other in zip(one, centre, strict=True) if part != other]
     return not differing or (
         len(differing) == 1 and _reductions(differing) <= {"sum", *_reductions(centre)}
@@ -218,7 +219,7 @@ def _is_near(one: Sequence[object], centre: Sequence[object]) -> bool:
 
 
 def _reductions(parts: Sequence[object]) -> set[str]:
-    """Return the reductions of what is partial in a signature, or an SBP."""
+    """Return the reductions of the partial entries of a signature, or of an SBP."""
     entries: list[object] = []
     for part in parts:
         entries += [*part.inputs, *part.outputs] if isinstance(part, Signature1d) else [part]

@@ -2,20 +2,21 @@
 
     minimise    cost(x) + price * sum_v usage_v(x_v) share_v                             [s]
 
-share_v is the part of the *full* places, at which the cheapest assignment holds more than the
-limit, that v is alive at. The higher the price, the less an assignment holds. Each price is an
-elimination of the tied step (`sbp_core.infer.minimise`), so this goes where an integer program with
-memory in it does not. Prices are looked for between an assignment that holds too much and one that
-does not, at which the two would be equals, until there is nothing better than these between them:
+share_v is the part of the *full* places at which v is alive. A place is full if the cheapest
+assignment holds more than the limit there. The higher the price, the less an assignment holds. Each
+price takes one elimination of the tied step (`sbp_core.infer.minimise`), so this works for steps
+that are too large for an integer program with memory. Take an assignment that holds too much, and
+one that does not. The next price is the one at which the two have equal priced costs. This is
+repeated until no assignment between them is better:
 
     cost            a  holds too much
       |              .
-      |               .  .  c   is found at the price at which a and b are equals
+      |               .  .  c   is found at the price at which a and b are equal
       |                       .  b  keeps to the limit
       +------------------------------ memory
 
-What it finds is no optimum: assignments above the line between two prices are not seen. The bound
-of the step without memory holds all the same.
+The result is no optimum: assignments above the line between two prices are not found. The bound of
+the step without memory holds all the same.
 
 Source: Everett, "Generalized Lagrange multiplier method for solving problems of optimum allocation
 of resources", Operations Research 11 (1963); the prices: Handler and Zang, "A dual algorithm for
@@ -36,16 +37,16 @@ from sbp_planner.joint.lifetime import VariableMemory
 
 Bytes = NDArray[np.float64]
 
-#: Prices that are tried for one limit, at most.
+#: How many prices are tried for one limit, at most.
 _MAX_PRICES = 12
 
-#: By how much a price is raised that is too low, and to how much in all.
+#: The factor by which a price that is too low is raised, and the largest factor in all.
 _RAISE, _HIGHEST = 8.0, 1e6
 
-#: Of elimination, for each price.
+#: Rounds of elimination for each price.
 _MAX_ROUNDS = 3
 
-#: What is gained by another price is not looked for if it is less than this share of the cost.
+#: No further price is tried if it could gain less than this share of the cost.
 _LEAST_GAIN = 2e-4
 
 
@@ -53,10 +54,10 @@ class _Found(NamedTuple):
     """An assignment that is the cheapest at some price.
 
     Args:
-        values: Of all variables of the step.
-        cost_s: Without the price.
-        priced_bytes: What the price is paid on.
-        peak_bytes: What it holds at most, as counted.
+        values: The values of all variables of the step.
+        cost_s: Its cost without the price.
+        priced_bytes: The bytes for which the price is paid.
+        peak_bytes: The most bytes it holds, as counted.
     """
 
     values: tuple[int, ...]
@@ -70,10 +71,10 @@ class PricedMemory:
 
     Args:
         problem: The step.
-        step: With its equal layers alike.
-        memory: What values hold, and the limit that is looked for first.
+        step: The step with equal layers tied.
+        memory: What values hold, and the first limit that is needed.
         free: The cheapest assignment without a limit.
-        max_entries: Of the largest table.
+        max_entries: Most entries of a table.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class PricedMemory:
         self.shares, self.held_bytes = self._priced_bytes(free)
         first = self._noted(tuple(free))
         self.found: list[_Found] = [first]
-        #: The next of the prices that are tried where nothing keeps to a limit, and the last, which
-        #: is so high that memory is all that matters.
+        #: The price to try next if no assignment so far keeps to a limit; and the last one, which
+        #: is so high that only memory matters.
         self.price = first.cost_s / max(first.peak_bytes, 1)
         self.highest = _HIGHEST * self.price
 
@@ -100,10 +101,10 @@ class PricedMemory:
         """Return a cheap assignment that keeps to a limit; None if no price leads to one.
 
         Args:
-            limit_bytes: What may be held at any place, as counted.
+            limit_bytes: The most bytes that may be held at any place, as counted.
         """
-        # Higher prices until one is high enough; the price is on the full places alone, so the
-        # highest does not lead to the lowest peak.
+        # Raise the price until it is high enough. The price is on the full places alone, so the
+        # highest price does not give the lowest peak.
         while not any(one.peak_bytes <= limit_bytes for one in self.found):
             if self.price > self.highest:
                 return None
@@ -116,7 +117,7 @@ class PricedMemory:
 
         for _ in range(_MAX_PRICES):
             below = cheapest()
-            # The leanest of those that hold too much.
+            # The leanest of the assignments that hold too much.
             over = [
                 one
                 for one in self.found
@@ -138,7 +139,7 @@ class PricedMemory:
         return cheapest().values
 
     def leanest(self) -> tuple[int, ...]:
-        """Return the assignment that holds least of those that were found."""
+        """Return the assignment that holds least, of all that were found."""
         return min(self.found, key=lambda one: one.peak_bytes).values
 
     def _priced_bytes(self, free: Sequence[int]) -> tuple[list[float], list[Bytes]]:

@@ -1,19 +1,19 @@
 """The search over all mesh axes at once, under the exact memory of compiled plans.
 
-1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
-   a proof by moved costs (`choice.prove`); where that leaves a gap, an integer program
-   (`sbp_planner.choice`). If the compiled plan of that fits, done.
-2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
-   where that would be too large (`joint.priced`). The limit is corrected by what compiled plans
-   hold (`sbp_core.planning.LimitSearch`), and the fastest that fits is taken.
+1. Without memory: elimination (`sbp_core.infer.minimise`), starting from the result axis by axis;
+   then a proof by moved costs (`choice.prove`); if a gap remains, an integer program
+   (`sbp_planner.choice`). If the compiled plan of the result fits, the search is done.
+2. Otherwise with memory over time (`joint.lifetime`), by an integer program; if that would be too
+   large, by a price on memory (`joint.priced`). The limit is corrected by what compiled plans hold
+   (`sbp_core.planning.LimitSearch`), and the fastest plan that fits is taken.
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
-without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on
-three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound of all is
-proved with prices from below.
+without overlap. With equal layers tied, it holds for tied assignments. If there are too many
+signatures, such as on three mesh axes, step 1 is repeated near its result (`joint.near`), and the
+bound for all signatures is proved with lower bounds of the prices.
 
-Where another variant of the step is known to take no more than some time (`joint.family`), what
-costs no less does not matter: a bound that reaches it ends the search (`cutoff_s`).
+If another variant of the step is known to take no more than some time (`joint.family`), assignments
+that cost no less do not matter: a bound that reaches that time ends the search (`cutoff_s`).
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 
-#: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
-#: whose plans take long to compile, fewer.
+#: How many limits are tried, each with a choice problem solved and a plan compiled. Large steps,
+#: whose plans take long to compile, have fewer.
 MAX_TRIES, MAX_LARGE_TRIES = 8, 4
 
-#: Of the limit, how near counted limits are to each other that are not told apart.
+#: Counted limits that differ by less than this share of the limit are treated as equal.
 RESOLUTION = 0.01
 
-#: Steps of more variables than this have a price on memory instead of a program with it.
+#: Steps of more variables than this use a price on memory instead of an integer program.
 MAX_PROGRAM_VARIABLES = 600
 
-#: Of the largest table of the first elimination.
+#: Most entries in a table of the first elimination.
 MAX_ENTRIES = 1 << 16
 
-#: Of the largest table of an elimination at a price on memory, of which there are many.
+#: Most entries in a table of an elimination at a price on memory; there are many of these.
 MAX_PRICED_ENTRIES = 1 << 14
 
-#: Pairs of strategies of an integer program, above which none is tried.
+#: An integer program with more pairs of strategies than this is not tried.
 MAX_PAIRS = 4_000_000
 
-#: Rounds around what was found, where not all signatures are looked at, and what ends them: a gain
-#: of less than this share.
+#: Rounds around the result so far, if not all signatures are considered. They end with a gain of
+#: less than this share.
 MAX_ROUNDS, _LEAST_GAIN = 3, 1e-4
 
-#: A gap of less than this share is none: sums in another order differ.
+#: A gap of less than this share counts as none: sums in another order differ.
 _ROUNDING = 1e-9
 
 #: Share of the time for the proof; the rest is for the integer program.
@@ -83,8 +83,8 @@ class JointSettings:
     """How to search.
 
     Args:
-        planner: Name for the strategy.
-        time_limit_s: For each assignment that is searched, in seconds.
+        planner: Name of the planner, for the strategy.
+        time_limit_s: Seconds for each search for an assignment.
         gap: Relative distance to the bound at which a search may end.
         tied: Whether equal layers are decided alike.
         limit_key: The setting that limits the memory of a rank, for messages.
@@ -108,10 +108,10 @@ Values = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedAssignment:
-    """An assignment, and what is proved of it.
+    """An assignment, and a proved bound.
 
     Args:
-        values: Of each variable of the step.
+        values: A value of each variable of the step.
         bound_s: No assignment costs less, in seconds of a step.
     """
 
@@ -123,12 +123,12 @@ class JointSearch:
     """The search for one graph.
 
     Args:
-        request: What to plan.
-        settings: How.
+        request: The request to plan.
+        settings: How to search.
         limit_bytes: Memory of one rank.
-        pins: The planner's own.
+        pins: The pins of the planner itself.
         tables: Shared with searches for other variants of the step.
-        known: The work of an earlier problem of this variant, to be posed again.
+        known: The prepared work of an earlier problem of this variant, to be used again.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class JointSearch:
         self.problem = joint_problem(
             quiet, pins=pins, tied=settings.tied, tables=tables, known=known
         )
-        #: What plans take at least: the states, however they are stored.
+        #: The least bytes of a plan: the states, however they are stored.
         self.least_stored_bytes = least_stored_bytes(self.problem)
-        #: Whether some signatures are not looked at, and how many there are.
+        #: Whether some signatures are left out, and how many signatures there are.
         self.num_signatures = sum(self.problem.sizes)
         self.is_limited = limited(self.problem, tied=settings.tied)
-        #: What all signatures together take at least, if some of them are not looked at.
+        #: The bound for all signatures, if some of them are left out.
         self.least_s = 0.0
         self.by_axis_s = self.problem.cost(self.problem.start)
         self.step = tie(self.problem, tied=settings.tied)
@@ -168,7 +168,7 @@ class JointSearch:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, of how many micro-batches it may hold what waits for their backward."""
+        """For each stage, the number of micro-batches whose saved activations it may hold."""
         work = self.problem.work
         return one_forward_one_backward(len(work.placements), work.graph.num_micro_batches)
 
@@ -176,7 +176,7 @@ class JointSearch:
         """Return the fastest strategy that was found and fits.
 
         Raises:
-            PlanError: nothing fits, or nothing fulfils the pins.
+            PlanError: nothing fits, or the pins cannot be satisfied.
         """
         free = self.cheapest()
         best = self.fitting(free)
@@ -188,13 +188,13 @@ class JointSearch:
         return self.reported(best, free)
 
     def cheapest(self, cutoff_s: float = inf) -> BoundedAssignment:
-        """Return the cheapest assignment whatever memory it takes, and a bound of all.
+        """Return the cheapest assignment whatever memory it takes, and a bound of all assignments.
 
         Args:
             cutoff_s: Once the bound is no less than this, the assignment does not matter.
 
         Raises:
-            PlanError: nothing fulfils the pins.
+            PlanError: the pins cannot be satisfied.
         """
         free = self.free(cutoff_s)
         if self.is_limited:
@@ -210,19 +210,19 @@ class JointSearch:
         return free
 
     def bound_s(self, free: BoundedAssignment) -> float:
-        """Return what all assignments take at least, also those that were not looked at."""
+        """Return the bound for all assignments, also with signatures that were left out."""
         return self.least_s if self.is_limited else free.bound_s
 
     def fitting(self, free: BoundedAssignment, cutoff_s: float = inf) -> Values | None:
         """Return the fastest assignment that was found and fits; None if there is none.
 
         Args:
-            free: The cheapest of all.
-            cutoff_s: What costs no less is not looked for.
+            free: The cheapest of all assignments.
+            cutoff_s: Assignments that cost no less are not looked for.
         """
         if self.is_hopeless:
             return None
-        # What does not fit with what surely stays need not be compiled.
+        # If even the states and saved activations do not fit, the plan is not compiled.
         kept = waiting_bytes(self.problem, free.values, self.in_flight)
         first = self.compiled(free.values) if kept <= self.limit_bytes else None
         if first is not None and first.fits:
@@ -230,9 +230,9 @@ class JointSearch:
         return self.within_memory(free.values, first, cutoff_s)
 
     def around(self, free: BoundedAssignment) -> BoundedAssignment:
-        """Look near what was found near an assignment, while that gains something.
+        """Search near an assignment, then near the result, while that gains something.
 
-        What is returned is of the last problem that was looked at, near whose start it is.
+        The result belongs to the last problem, `self.problem`, and is near its start.
         """
         ends = monotonic() + self.settings.time_limit_s
         for _ in range(MAX_ROUNDS):
@@ -248,10 +248,10 @@ class JointSearch:
         return free
 
     def free(self, cutoff_s: float = inf) -> BoundedAssignment:
-        """Return the cheapest assignment of those that are looked at, and their bound.
+        """Return the cheapest assignment of the signatures that are left, and their bound.
 
         Raises:
-            PlanError: nothing fulfils the pins.
+            PlanError: the pins cannot be satisfied.
         """
         settings, problem, step = self.settings, self.problem, self.step
         ends = monotonic() + settings.time_limit_s
@@ -262,7 +262,7 @@ class JointSearch:
         deadline = ends - (settings.time_limit_s - settings.proof_s)
         wanted = cutoff_s * (1 - gap)
         if wanted < inf and self.is_limited:
-            # Of all signatures there is a proof before (`bound_from_below`).
+            # With all signatures, `bound_from_below` has proved a bound before.
             proof = prove(
                 tables.sizes, tables.factors, start, gap=gap, deadline=deadline, cutoff=cutoff_s
             )
@@ -276,7 +276,7 @@ class JointSearch:
         )
         values = step.expanded(proof.values)
         cost, bound = problem.cost(values), proof.bound
-        # What it started from is not alike in layers that inference decided apart.
+        # The start may differ between equal layers, because inference decides them separately.
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
         if proof.gap <= max(gap, _ROUNDING) or bound >= wanted or monotonic() > ends:
@@ -308,10 +308,10 @@ class JointSearch:
         return found
 
     def refusal(self, todo: str) -> MemoryLimitError:
-        """Return the error of a limit that nothing keeps to, once that is known.
+        """Return the error for a limit that no plan that was found keeps.
 
         Args:
-            todo: What to do about it.
+            todo: Advice for the message.
         """
         limit = format_bytes(self.limit_bytes)
         what = f"no plan that was found fits the {limit} of a rank: the least needs "
@@ -332,9 +332,9 @@ class JointSearch:
         """Return the fastest plan that fits, of limits that close in on where plans fit.
 
         Args:
-            free: The fastest of all.
+            free: The fastest assignment of all.
             first: Its plan, which does not fit; None if it was not compiled.
-            cutoff_s: What costs no less need not be compiled.
+            cutoff_s: Assignments that cost no less need not be compiled.
         """
         counted = held(self.problem, self.limit_bytes, self.in_flight)
         is_large = len(counted.usages) > MAX_PROGRAM_VARIABLES
@@ -344,7 +344,7 @@ class JointSearch:
         if first is not None:
             wanted += above - first.memory_bytes
         if is_large:
-            # Compiled plans hold more than is counted: places are full beyond what may be counted.
+            # Compiled plans hold more than is counted, so places beyond `wanted` are full.
             within, entries = counted.within(wanted), MAX_PRICED_ENTRIES
             self.priced = PricedMemory(self.problem, self.step, within, free, max_entries=entries)
         best: tuple[Values, Compiled] | None = None
@@ -352,7 +352,7 @@ class JointSearch:
         def choose(limit_bytes: float) -> Values | None:
             self._say("choosing within memory", 1 - 0.4 * search.tries / num_tries)
             values = self.within(counted.within(limit_bytes))
-            # What was compiled is what a lower limit led to; what costs too much need not be.
+            # Plans of lower limits are compiled already; those that cost too much need not be.
             if values is None or values in self.plans or self.problem.cost(values) >= cutoff_s:
                 return None
             return values
@@ -378,7 +378,7 @@ class JointSearch:
         if best is not None:
             return best[0]
         if self.priced is not None:
-            # What holds least is the last hope, and what the message speaks of.
+            # The leanest assignment is the last resort, and the one that the message names.
             leanest = self.priced.leanest()
             if self.problem.cost(leanest) < cutoff_s and self.compiled(leanest).fits:
                 return leanest
@@ -400,7 +400,7 @@ class JointSearch:
         return lowered.values(solution.assignment)
 
     def compiled(self, values: Values) -> Compiled:
-        """Compile an assignment, unless it was before."""
+        """Compile an assignment, unless it was compiled before."""
         if values not in self.plans:
             found = self.compilation.compiled(self.strategy(values, is_predicted=False))
             self.plans[values] = found
@@ -418,10 +418,10 @@ class JointSearch:
         )
 
     def reported(self, best: Values, free: BoundedAssignment) -> Strategy:
-        """Return the strategy, and in its report what was found and proved.
+        """Return the strategy, with the results and proofs in its report.
 
         Args:
-            best: What was chosen.
+            best: The chosen assignment.
             free: The best without a limit of memory, whose bound holds for all.
         """
         problem = self.problem

@@ -1,12 +1,12 @@
 """Cutting a graph of blocks into pipeline stages.
 
-In this order: `graph` (blocks and what flows between them), `profile` (PipeDream's files), `ideals`
-(where a graph can be cut), `pipeline` (the machine, stages, and what they cost), `hierarchy` (the
-best one on a machine of several levels that runs without flushes, as PipeDream has it), `table`
-(the best one for any prices, flushed or not), `lazy` (the same where prices take long to find),
-`flushed` (the prices of a flushed one on a machine of several levels).
+In this order: `graph` (blocks and the flows between them), `profile` (PipeDream's files), `ideals`
+(where a graph can be cut), `pipeline` (the machine, stages, and their costs), `hierarchy` (the best
+pipeline without flushes on a machine of several levels, as in PipeDream), `table` (the best
+pipeline for any prices, flushed or not), `lazy` (the same for prices that take long to compute),
+`flushed` (prices for a flushed pipeline on a machine of several levels).
 
-Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
+No tensors, no SBP and no cluster here: the callers make blocks and levels of them.
 """
 
 from sbp_planner.stages.flushed import (

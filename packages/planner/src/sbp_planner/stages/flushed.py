@@ -1,7 +1,7 @@
 """Cutting a graph for a pipeline that is flushed: m micro-batches, then one update.
 
-The schedule is GPipe's or 1F1B's. All devices of a stage share each micro-batch, and are a range of
-the machine's devices: stages may end anywhere, also inside a node. For one micro-batch
+The schedule is GPipe's or 1F1B's. All devices of a stage share each micro-batch. They are a range
+of the machine's devices: stages may end anywhere, also inside a node. For one micro-batch
 
     stage on r devices     max(c / r, s / m)     gradients are summed once a step, overlapped
     transfer at a cut      2 a / (B_k l)
@@ -14,7 +14,7 @@ the machine's devices: stages may end anywhere, also inside a node. For one micr
     l   components of level k in the range before or after the cut, whichever are fewer
     n   micro-batches in flight: all m with GPipe, as many as stages from here on with 1F1B
 
-and the step takes (m - 1) max + sum of these (`table` solves that exactly).
+The step takes (m - 1) max + sum of these (`table` solves that exactly).
 
 Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Memory-Efficient Pipeline-Parallel
 DNN Training", ICML 2021 (PipeDream-Flush, 1F1B inside a step).
@@ -38,23 +38,23 @@ from sbp_planner.stages.table import InFlightLimits, TableProblem, cut_table
 
 Floats = npt.NDArray[np.float64]
 
-#: What a pass takes grows with the square.
+#: The time of a pass grows with the square of the number of ideals.
 _MOST_IDEALS = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedProblem:
-    """What is to be cut, for what machine.
+    """A graph to cut, and the machine.
 
     Args:
-        graph: The blocks; their costs are those of one micro-batch on one device.
+        graph: The blocks; their costs are for one micro-batch on one device.
         levels: The machine, innermost level first.
-        micro_batches: m.
+        micro_batches: The number m.
         in_flight: `STAGES` for 1F1B, `ALL` for GPipe.
-        memory_bytes: Of a device; infinite if memory does not count.
-        device_counts: How many devices a stage may have; None for any number.
-        num_stages: How many stages there must be; None for any number.
-        max_ideals: Limit of the ideals that are looked at.
+        memory_bytes: Memory of a device; infinite if memory does not count.
+        device_counts: Allowed numbers of devices of a stage; None for any number.
+        num_stages: Required number of stages; None for any number.
+        max_ideals: Limit of the ideals that are considered.
     """
 
     graph: BlockGraph
@@ -78,13 +78,13 @@ class FlushedProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedStage(StagePrice):
-    """What some devices compute, and what that costs for one micro-batch.
+    """The work of some devices, and its cost for one micro-batch.
 
     Its `compute_s` is c / r, and its `sync_s` is s / m.
 
     Args:
         blocks: Names, in dependency order.
-        devices: How many; they follow those of the stage before.
+        devices: Number of devices; they follow the devices of the previous stage.
     """
 
     blocks: tuple[str, ...]
@@ -96,12 +96,12 @@ class FlushedPlan:
     """The best pipeline.
 
     Args:
-        stages: In order.
+        stages: All stages, in order.
         step_s: Time of a step: (m - 1) max + sum.
         slowest_s: The largest time of a stage or a transfer, for one micro-batch.
-        complete: Whether all order ideals were looked at.
-        num_ideals: How many were.
-        family: Which these are, for people.
+        complete: Whether all order ideals were considered.
+        num_ideals: How many order ideals were considered.
+        family: The name of their family, for people.
     """
 
     stages: tuple[FlushedStage, ...]
@@ -161,7 +161,7 @@ def cut_flushed(problem: FlushedProblem) -> FlushedPlan | None:
 
 
 def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Floats]:
-    """Return the function that gives times of stages: (their devices, those behind) -> (S, S)."""
+    """Return the function for times of stages: (their devices, all devices after) -> (S, S)."""
     compute = ideals.inside(ideals.compute_s)
     parameters = ideals.inside(ideals.parameter_bytes)
 
@@ -175,7 +175,7 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
 
 
 def _sync_factor(levels: Sequence[MachineLevel], own: int, behind: int) -> float:
-    """Return the seconds that summing one byte of gradients takes a stage."""
+    """Return the seconds for a stage to all-reduce one byte of gradients."""
     stop = num_devices(levels) - behind
     pairs = zip(_touched(levels, stop - own, stop), levels, strict=True)
     return max(ring_factor(count) / level.bytes_per_s for count, level in pairs)
@@ -189,9 +189,9 @@ def transfer_s(
     Args:
         levels: The machine, innermost first.
         ideals: The places.
-        own: Devices of the stage before the cut.
-        after: Of the one after it.
-        behind: All devices after it.
+        own: Number of devices of the stage before the cut.
+        after: Number of devices of the stage after the cut.
+        behind: Number of all devices after the cut.
     """
     cut = num_devices(levels) - behind
     sizes = [prod(level.components for level in levels[:k]) for k in range(len(levels))]

@@ -1,8 +1,8 @@
-"""What is cut into stages: blocks with their costs, and the values that flow between them.
+"""The graph that is cut into stages: blocks with their costs, and the values between them.
 
-A block is anything that stays whole: an operator of a profile, a layer, a module. Values are kept
-apart from blocks because a value with several consumers crosses a cut once, however many of its
-consumers are beyond. Knows no devices and no cluster.
+A block is anything that stays whole: an operator of a profile, a layer, a module. Values are
+separate from blocks, because a value with several consumers crosses a cut once, however many of its
+consumers are on the other side. This module knows no devices and no cluster.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sbp_core.errors import SbpValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtomicBlock:
-    """A piece of the model that no cut divides; all for one micro-batch on one device.
+    """A piece of the model that no cut divides; its costs are for one micro-batch on one device.
 
     Args:
         name: Unique in its graph.
         forward_s: Seconds of the forward pass, at least 0.
         backward_s: Seconds of the backward pass, at least 0.
-        activation_bytes: What is kept from forward to backward.
-        parameter_bytes: One version of its parameters.
+        activation_bytes: Bytes that are kept from forward to backward.
+        parameter_bytes: Bytes of one version of its parameters.
     """
 
     name: str
@@ -66,11 +66,11 @@ class BlockGraph:
     """A directed acyclic graph of blocks.
 
     Args:
-        blocks: At least one, in any order.
-        flows: What flows between them; edges are what their producers and consumers say.
+        blocks: At least one block, in any order.
+        flows: The values between blocks; they define the edges.
 
     Raises:
-        SbpValueError: Two blocks of one name, a flow from or to a block that is none, a cycle.
+        SbpValueError: Two blocks have one name, a flow names an unknown block, or there is a cycle.
     """
 
     blocks: tuple[AtomicBlock, ...]
@@ -95,7 +95,7 @@ class BlockGraph:
 
     @cached_property
     def predecessors(self) -> tuple[int, ...]:
-        """For each block, the set of the blocks that it uses, bit i standing for block i."""
+        """For each block, the set of the blocks that it uses; bit i represents block i."""
         masks = [0] * len(self.blocks)
         for producer, followers in enumerate(self.successors):
             for follower in followers:
@@ -104,7 +104,7 @@ class BlockGraph:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each block, the blocks that use what it makes."""
+        """For each block, the blocks that use its values."""
         found: list[dict[int, None]] = [{} for _ in self.blocks]
         for flow in self.flows:
             for name in flow.consumers:
@@ -113,7 +113,7 @@ class BlockGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The blocks, each after those that it uses; where free, in the order of `blocks`.
+        """The blocks in topological order; where several are possible, in the order of `blocks`.
 
         Raises:
             SbpValueError: There is a cycle.
@@ -160,7 +160,7 @@ class BlockGraph:
 
     @cached_property
     def _flow_masks(self) -> tuple[tuple[int, int, float], ...]:
-        """For each flow its producer and its consumers, as sets, and its bytes."""
+        """For each flow, its producer and its consumers, as sets, and its bytes."""
         return tuple(
             (
                 1 << self.index[flow.producer],
@@ -175,8 +175,8 @@ def chain(blocks: Iterable[AtomicBlock], boundary_bytes: Sequence[float]) -> Blo
     """Return a sequence of blocks, each using the one before.
 
     Args:
-        blocks: In order.
-        boundary_bytes: Between each block and the next: one entry fewer than blocks.
+        blocks: The blocks, in order.
+        boundary_bytes: Bytes between each block and the next: one entry fewer than blocks.
     """
     found = tuple(blocks)
     flows = tuple(

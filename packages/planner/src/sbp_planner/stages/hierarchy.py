@@ -4,8 +4,8 @@
     over        chains of order ideals, replicas of each stage at each level
     such that   every device is used once, and memory of each stage <= the limit
 
-Level k joins n_k components of the level below. A segment, what is between two ideals i < j, on m
-of them in parallel, followed inside its component by s others:
+Level k joins n_k components of the level below. Take a segment (the blocks between two ideals
+i < j) on m of them in parallel, followed inside its component by s others:
 
     T_k(i, j, m, c) = max(A_{k-1}(i, j, ceil(c / m)), 2 (m-1)/m * (P_j - P_i) / B_k) / m
     F_k(i, j, m, c) = min of T_k(i, j, m, c)
@@ -18,23 +18,23 @@ of them in parallel, followed inside its component by s others:
           component
 
 The released optimizer charges memory for the micro-batches in flight minus one. How many are in
-flight depends on what comes after it, also after the component: that is what c carries down, and
-why the recurrence runs from the last stage to the first: the c devices after m components are
-ceil(c / m) for each of them, and ceil(ceil(c / m) / r) = ceil(c / (m r)), so nothing is lost.
-Each c is a table of its own; there are few, as c is a multiple of components (4 x 4 devices: 0, 2,
-4, 8, 12). Without a limit there is one.
+flight depends on the stages after it, also after the component. c carries this down, and is why the
+recurrence runs from the last stage to the first. If c devices come after m components, ceil(c / m)
+come after each, and ceil(ceil(c / m) / r) = ceil(c / (m r)), so nothing is lost. Each c has a
+separate table. There are few, because c is a multiple of components (4 x 4 devices: 0, 2, 4, 8,
+12). Without a limit there is one.
 
-The transfer at e is charged to the stages on both sides, to each divided by its own replicas, which
-is the division by the smaller number.
+The transfer at e is charged to the stages on both sides, to each divided by its number of replicas,
+which is the division by the smaller number.
 
-With a matrix of seconds in the place of time the same search finds the least limit of memory.
+With a matrix of bytes in place of times, the same search finds the least limit of memory.
 
 Complexity: S ideals; at the outermost level O(S^2 n^2), at the levels inside O(S^3 n^2 / 12) for
 each c; vectorised. Memory O(S^2 n).
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
-section 3.1; msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py (the program that is
-released with it, whose faults are not reproduced).
+section 3.1; msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py (the released program;
+its faults are not reproduced).
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from sbp_planner.stages.pipeline import (
     ring_factor,
 )
 
-#: Steps that the search may take; no more ideals are looked at than that allows.
+#: How many steps the search may take, which limits the number of ideals.
 _WORK = 2e10
 
-#: Of the ideals, never fewer and never more than these are looked at.
+#: The number of ideals is never below the first and never above the second.
 _FEWEST_IDEALS, _MOST_IDEALS = 300, 4000
 
-#: Rows at a time, where a table is not kept, and of the right matrix of a product, so that what is
-#: worked on stays in the processor's cache.
+#: Rows of a table, and of the right matrix of a product, that are worked on at a time, so that the
+#: data stay in the processor's cache.
 _ROWS, _PRODUCT_ROWS = 32, 64
 
 Floats = npt.NDArray[np.float64]
@@ -83,16 +83,16 @@ _ALL: _Window = (slice(None), slice(None))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchyProblem:
-    """What is to be cut, for what machine.
+    """A graph to cut, and the machine.
 
     Args:
         graph: The blocks.
         levels: The machine, innermost level first; at least one.
-        memory_bytes: Of a device; None if memory does not count.
+        memory_bytes: Memory of a device; None if memory does not count.
         replicate: Whether stages may have replicas; without, each device is a stage.
-        idle: Whether devices may be left out, as many in each component of a level.
+        idle: Whether devices may be left out, equally many in each component of a level.
         versions: How many versions of its parameters a stage holds.
-        max_ideals: Limit of the ideals that are looked at; None for what takes well under a minute.
+        max_ideals: Limit of the ideals that are considered; None for well under a minute of work.
     """
 
     graph: BlockGraph
@@ -117,14 +117,14 @@ class HierarchyPlan:
     """The best pipeline.
 
     Args:
-        levels: The machine that is used: with `idle`, perhaps a smaller one.
-        stages: In order.
-        evaluation: What they cost, as `evaluate` says.
-        complete: Whether all order ideals were looked at, so that no pipeline is better.
-        num_ideals: How many were.
-        family: Which these are, for people.
-        bound_s: No pipeline is faster; equal to the time if all ideals were looked at.
-        searched_s: The time as the search has it, for those who check.
+        levels: The used part of the machine: smaller than the machine only with `idle`.
+        stages: All stages, in order.
+        evaluation: Their cost by `evaluate`.
+        complete: Whether all order ideals were considered, so that no pipeline is better.
+        num_ideals: How many order ideals were considered.
+        family: The name of their family, for people.
+        bound_s: No pipeline is faster; equal to the time if all ideals were considered.
+        searched_s: The time by the recurrence of the search, for tests.
     """
 
     levels: tuple[MachineLevel, ...]
@@ -138,7 +138,7 @@ class HierarchyPlan:
 
 
 def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
-    """Return the pipeline with the fastest slowest stage or transfer, or the reason for none."""
+    """Return the pipeline whose slowest stage or transfer is fastest, or why there is none."""
     limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
     ideals = order_ideals(problem.graph, limit)
     few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None
@@ -171,17 +171,17 @@ def _best_on(
 ) -> tuple[float, list[Stage]] | None:
     """Return the least time on all devices, and the pipeline; None if none is possible.
 
-    What `few` of the ideals reach bounds what is worth looking at among all.
+    A first search over `few` of the ideals gives a bound for the search over all.
     """
     if problem.memory_bytes is not None:
-        # Without the limit there is one table for each level; what is best then, often fits.
+        # Without the limit there is one table for each level, and its best pipeline often fits.
         roomy = _best_on(replace(problem, memory_bytes=None), ideals, few)
         if roomy is None:
             return None
         price = evaluate(problem.graph, problem.levels, roomy[1], problem.versions)
         if price.memory_bytes <= problem.memory_bytes:
             return roomy
-        # Another one may be as fast and fit; to look for no slower ones is quick.
+        # Another one may be as fast and fit; with this bound, the search is quick.
         search = _Search(problem, ideals, bound=roomy[0])
         found = search.best()
         if found is not None:
@@ -210,14 +210,14 @@ def _affordable_ideals(problem: HierarchyProblem) -> int:
         level.components * (level.components + 1) / 2 if problem.replicate else level.components
         for level in problem.levels
     ]
-    tables = 1 if problem.memory_bytes is None else 4  # about as many values of c are met
+    tables = 1 if problem.memory_bytes is None else 4  # about as many values of c occur
     inner = sum(pairs[:-1]) * tables
     most = min((_WORK / 6 / pairs[-1]) ** 0.5, (6 * _WORK / inner) ** (1 / 3) if inner else inf)
     return int(min(max(most, _FEWEST_IDEALS), _MOST_IDEALS))
 
 
 def _why_infeasible(problem: HierarchyProblem, ideals: Ideals) -> Infeasible:
-    """Return what is missing: memory, if any pipeline has all these devices, or places to cut."""
+    """Return what is missing: memory, if any pipeline uses all these devices, or places to cut."""
     devices = num_devices(problem.levels)
     least: tuple[float, _Search] | None = None
     for levels in _machines(problem):
@@ -252,7 +252,7 @@ class _Search:
     """The recurrence of the module, for one machine.
 
     Args:
-        problem: What to solve; `idle` and `max_ideals` are not looked at.
+        problem: The problem; `idle` and `max_ideals` are ignored.
         ideals: Where the graph can be cut.
         least_memory: Minimise the largest memory of a stage instead of time.
         bound: Seconds; slower pipelines are not looked for.
@@ -270,7 +270,7 @@ class _Search:
         self._problem = problem
         self._ideals = ideals
         self._least_memory = least_memory
-        # What takes longer than that on a component of level k is out, with all its copies.
+        # By level: time on one component, which its copies divide; longer ones exceed the bound.
         copies = [
             prod(level.components for level in self.levels[k + 1 :])
             for k in range(len(problem.levels))
@@ -284,16 +284,16 @@ class _Search:
             2 * (0.0 if least_memory else 1.0) * ideals.crossing_bytes / level.bytes_per_s
             for level in self.levels
         ]
-        # Devices after count only where memory does.
+        # The devices after a stage matter only if memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
 
     def best(self) -> float | None:
-        """Return the least value of the objective; None if no pipeline within the bound is."""
+        """Return the least value of the objective; None if no pipeline keeps to the bound."""
         top = len(self.levels) - 1
         best, _, _ = self._columns(top, 0, len(self._ideals.masks) - 1)
         value = float(best[-1, 0])
-        # Beyond the bound, what was found need not be the best.
+        # A result above the bound need not be the best.
         return value if value < inf and value <= self._bounds[top] else None
 
     def stages(self) -> list[Stage]:
@@ -315,12 +315,12 @@ class _Search:
         """Append the stages of one segment.
 
         Args:
-            level: On one component of this level; -1 for a device.
-            after: Devices behind, for each of them.
-            segment: From one ideal to another.
-            replicas: Of the levels above.
-            numbers: The segments of the levels above that it is in.
-            found: Stages before it; those of the segment are appended.
+            level: Level of the component; -1 for a device.
+            after: Number of devices after the segment, for each component.
+            segment: Its first and last ideal.
+            replicas: Replicas at the levels above.
+            numbers: Numbers of the segments, at the levels above, that contain it.
+            found: Stages before it; its stages are appended.
         """
         start, end = segment
         masks = self._ideals.masks
@@ -348,8 +348,8 @@ class _Search:
     def _columns(self, level: int, after: int, end: int) -> tuple[Floats, Ints, Ints]:
         """Return F(i, end, m) for all i and m, and the first segment that attains it.
 
-        Rows of i are taken in blocks, the last ones first, so that what is worked on stays in the
-        processor's cache: only later rows, and fewer components, are asked for.
+        Rows of i are taken in blocks, the last ones first, so that the data stay in the processor's
+        cache: a row depends only on later rows, and fewer components.
 
         Returns:
             Float (n + 1, S), with the transfer into i except for m = n, which begins the component;
@@ -386,7 +386,7 @@ class _Search:
         return best, counts, stops
 
     def _splits(self, total: int) -> Iterator[tuple[int, int]]:
-        """Yield (components in use, those of the first segment), few in use first."""
+        """Yield (components in use, components of the first segment), few in use first."""
         for used in range(1, total + 1):
             for count in self._replica_counts(used):
                 if count <= used:
@@ -442,7 +442,7 @@ class _Search:
         return np.maximum(inside, factor * self._parameters[window]) / count
 
     def _replica_counts(self, used: int) -> Sequence[int]:
-        # Of equally fast pipelines the one with fewer stages is kept: whole segments come first.
+        # Of equally fast pipelines the one with fewer stages is taken: whole segments come first.
         return range(used, 0, -1) if self._problem.replicate else (1,)
 
 

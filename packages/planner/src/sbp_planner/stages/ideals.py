@@ -1,23 +1,23 @@
 """Where a graph can be cut: its order ideals.
 
-An order ideal holds, with a block, all that the block depends on; a pipeline of s stages is a
+An order ideal contains, with a block, all blocks that it depends on. A pipeline of s stages is a
 chain of ideals, empty = I_0 < I_1 < ... < I_s = all, whose differences are the stages. A chain of n
 blocks has n + 1 ideals, networks with short branches a few hundred; wide graphs have exponentially
-many. Where there are more than a limit, a family of them is taken, and the answer says so:
+many. If there are more than a limit, a family of them is used, and the answer names it:
 
-    coarse   the ideals of a graph whose chains are merged: consecutive blocks of a chain form one
-             as long as each merged block has at most a share of all seconds and of all parameters;
-             the least share out of 1/1024, 1/512, ... 1 is taken for which half the limit is enough
-    closed   those that PipeDream's optimizer would look at: from the first source, again and again
+    coarse   the ideals of a graph whose chains are merged: consecutive blocks of a chain are one
+             block as long as it has at most a given share of all seconds and of all parameters; the
+             least share out of 1/1024, 1/512, ... 1 for which half the limit is enough
+    closed   the ideals that PipeDream's optimizer would look at: from the first source, repeatedly
              united with a successor and all its ancestors; up to 2,000 even if the limit is lower,
-             so that the answer is never worse than its
-    beam     of each number of blocks, those with the fewest bytes crossing, for the rest of the
-             limit
+             so that the answer is never worse than PipeDream's
+    beam     for each number of blocks, the ideals with the fewest bytes crossing, for the rest of
+             the limit
 
-Any family gives valid pipelines, the best one of that family.
+Every family gives valid pipelines, and the answer is the best pipeline of the family.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
-msr-fiddle/pipedream, graph/graph.py (antichain states, which are the family `closed`).
+msr-fiddle/pipedream, graph/graph.py (antichain states: the family `closed`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from sbp_planner.stages.graph import BlockGraph
 #: Shares of the whole that a merged block may have, from the finest merging to the coarsest.
 _SHARES = tuple(2.0**-exponent for exponent in range(10, -1, -1))
 
-#: So many ancestor closures are taken, whatever the limit.
+#: Ancestor closures are taken if there are at most so many, even above the limit.
 _CLOSED = 2000
 
-#: To sort by seconds; finer than what is measured, and coarse enough for sums without rounding.
+#: For sorting by seconds: finer than measurements, and coarse enough for exact sums.
 _TICKS_PER_S = 1e9
 
 Floats = npt.NDArray[np.float64]
@@ -50,13 +50,13 @@ class Ideals:
     Args:
         masks: The ideals as sets of blocks (bit i is block i); the first is empty, the last is all.
         complete: Whether these are all ideals of the graph.
-        family: How they were found, for people.
+        family: The name of the family, for people.
         compute_s: Float (S,), seconds of the blocks inside.
-        activation_bytes: Float (S,), of the blocks inside.
-        parameter_bytes: Float (S,), of the blocks inside.
-        crossing_bytes: Float (S,), of values made inside and used outside.
-        below: Bool (S, S), whether ideal i is a proper subset of ideal j: that a stage can begin at
-            i and end at j.
+        activation_bytes: Float (S,), activations of the blocks inside.
+        parameter_bytes: Float (S,), parameters of the blocks inside.
+        crossing_bytes: Float (S,), bytes of values made inside and used outside.
+        below: Bool (S, S), whether ideal i is a proper subset of ideal j, so that a stage can begin
+            at i and end at j.
     """
 
     masks: tuple[int, ...]
@@ -69,7 +69,7 @@ class Ideals:
     below: Flags
 
     def some(self, count: int) -> Ideals:
-        """Return about `count` of them, spread evenly over seconds: those that few bytes cross."""
+        """Return about `count` ideals, evenly spread over seconds: those with few bytes across."""
         shares = self.compute_s / (self.compute_s[-1] or 1.0)
         bins = np.minimum((shares * count).astype(int), count - 1)
         order = np.lexsort((self.crossing_bytes, bins))
@@ -87,10 +87,10 @@ class Ideals:
         )
 
     def inside(self, sums: Floats) -> Floats:
-        """Return what segments hold, float (S, S); infinite where i is not below j.
+        """Return the sums over segments, float (S, S); infinite where i is not below j.
 
         Args:
-            sums: Float (S,), of the blocks inside each ideal.
+            sums: Float (S,), the sum over the blocks inside each ideal.
         """
         return np.where(self.below, sums[None, :] - sums[:, None], np.inf)
 
@@ -99,8 +99,8 @@ def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
     """Return the order ideals of a graph; if there are more than `limit`, a family of about that.
 
     Args:
-        graph: What is to be cut.
-        limit: At most so many ideals are looked at; at least the number of blocks, plus 1, are.
+        graph: The graph to cut.
+        limit: Most ideals that are considered; at least the number of blocks, plus 1.
     """
     limit = max(limit, len(graph.blocks) + 1)
     masks = _all_ideals(graph.predecessors, limit)
@@ -118,7 +118,7 @@ def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
     if closed is not None:
         found.update(closed)
         parts.append("ancestor closures from the first source")
-    # One for each number of blocks is the least that a beam can keep.
+    # A beam keeps at least one for each number of blocks.
     width = max((limit - len(found)) // len(graph.blocks), 1)
     found.update(_beam(graph, width))
     parts.append(f"the {width} of each number of blocks with the fewest bytes crossing")
@@ -160,7 +160,7 @@ def _coarse_ideals(graph: BlockGraph, share: float, limit: int) -> set[int] | No
 
 
 def _merged_chains(graph: BlockGraph, share: float) -> list[list[int]]:
-    """Return the blocks in groups: consecutive ones of a chain, none above a share of the whole."""
+    """Return groups of consecutive blocks of a chain, none above a share of the whole."""
     blocks = graph.blocks
     seconds = sum(block.compute_s for block in blocks) or 1.0
     size = sum(block.parameter_bytes for block in blocks) or 1.0
@@ -197,7 +197,7 @@ def _closed_ideals(graph: BlockGraph, limit: int) -> set[int] | None:
 
 
 def _beam(graph: BlockGraph, width: int) -> set[int]:
-    """Return ideals of every number of blocks, those through which the fewest bytes cross."""
+    """Return, for every number of blocks, the ideals that the fewest bytes cross."""
     found = {0}
     kept = {0: 0.0}
     for _ in graph.blocks:
@@ -230,7 +230,7 @@ def _measured(graph: BlockGraph, masks: Iterable[int], *, complete: bool, family
     costs = np.array(
         [(b.compute_s, b.activation_bytes, b.parameter_bytes) for b in graph.blocks], dtype=float
     )
-    # Seconds in whole ticks: sums of them are exact, so that a larger ideal never has fewer.
+    # Seconds in whole ticks: their sums are exact, so a larger ideal never has fewer.
     order = np.lexsort((members.sum(axis=1), members @ np.ceil(costs[:, 0] * _TICKS_PER_S)))
     ordered = tuple(found[at] for at in order)
     members = members[order]

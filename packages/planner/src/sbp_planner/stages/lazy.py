@@ -1,12 +1,12 @@
-"""Cutting with prices that take long to find: only those of stages that may be in the best are.
+"""Cutting if prices take long to compute: only stages that may be in the best pipeline are priced.
 
-    start    every stage at a price that it is never below, such as its work in equal parts
+    start    every stage at a lower bound of its price, such as its work in equal parts
     repeat   the best pipeline at these prices (`table`)
              if all its stages are priced: nothing is better
              else price them, and begin again
 
-No pipeline takes less than the best one at prices that are too low, so that is a bound at any time:
-where time is up, the best pipeline of what is priced comes with its distance to it.
+No pipeline takes less than the best pipeline at lower bounds of the prices. So there is a bound at
+any time. If the time is up, the best priced pipeline is returned with its distance to the bound.
 
 Source: Dellin and Srinivasa, "A unifying formalism for shortest path problems with expensive edge
 evaluations via lazy best-first search", ICAPS 2016 (lazy evaluation of a path's edges).
@@ -29,17 +29,17 @@ from sbp_planner.stages.table import (
     price_table,
 )
 
-#: Relative; what is better by less is not looked for.
+#: Improvements below this relative amount are not looked for.
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedStage:
-    """What a stage takes for one micro-batch.
+    """The price of a stage, for one micro-batch.
 
     Args:
-        free_s: Whatever it holds, in seconds.
-        held_s: Within memory, with its micro-batches in flight; infinite if it does not fit.
+        free_s: Seconds, whatever memory it takes.
+        held_s: Seconds within memory, with its micro-batches in flight; infinite if it is too much.
     """
 
     free_s: float
@@ -55,9 +55,9 @@ class LazyPlan:
     """The best pipeline that was found.
 
     Args:
-        plan: It.
+        plan: The pipeline.
         bound_s: No pipeline has a lower objective.
-        num_priced: Stages that were priced.
+        num_priced: Number of stages that were priced.
     """
 
     plan: TablePlan
@@ -67,7 +67,7 @@ class LazyPlan:
 
 @dataclass(kw_only=True)
 class _Prices:
-    """The prices so far: exact where they are known, else those of the problem, which are below."""
+    """The prices so far: exact where they are known, else the lower bounds of the problem."""
 
     least: TableProblem
     free: dict[tuple[int, int], Floats] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class _Prices:
         return self.free[own, behind]
 
     def held_seconds(self, own: int, behind: int, in_flight: int) -> Floats:
-        """Return `TableProblem.held_seconds`: what is not known takes as long as without limit."""
+        """Return `TableProblem.held_seconds`: unknown stages take as long as without a limit."""
         key = own, behind, in_flight
         if key not in self.held:
             least = self.free_seconds(own, behind)
@@ -91,7 +91,7 @@ class _Prices:
         return self.held[key]
 
     def add(self, stage: TableStage, behind: int, in_flight: int, price: PricedStage) -> None:
-        """Take up the price of a stage."""
+        """Record the price of a stage."""
         place = stage.start, stage.stop
         self.known[stage, behind, in_flight] = price
         self.free_seconds(stage.devices, behind)[place] = price.free_s
@@ -112,10 +112,10 @@ def cut_lazily(
     """Return the best pipeline; None if none was found that fits.
 
     Args:
-        problem: Its `seconds`, and `held_seconds` if it has them, are never above the price.
-        price: Asked for stages that may be in the best pipeline, for each at most once.
+        problem: Its `seconds`, and `held_seconds` if it has them, are lower bounds of the price.
+        price: Called for stages that may be in the best pipeline, for each at most once.
         first: Pipelines that are priced before all others.
-        is_out_of_time: Asked between prices; once it returns true, the best priced pipeline is
+        is_out_of_time: Called between prices. Once it returns true, the best priced pipeline is
             taken. The first pipeline is always priced.
         gap: Relative distance to the bound at which the search ends, >= 0.
     """
@@ -127,7 +127,7 @@ def cut_lazily(
     least = cut_table(asked)
     bound = 0.0 if least is None else least.objective_s
     todo = [list(stages) for stages in first]
-    # What is priced first is priced whole, so that there is something to take.
+    # The first pipeline is priced whole, so that there is a result.
     is_first = True
     while True:
         if todo:

@@ -1,4 +1,4 @@
-"""Pipelines as values: the levels of a machine, the stages of a graph, and what they cost.
+"""Pipelines as values: the levels of a machine, the stages of a graph, and their costs.
 
     levels, innermost first            stages of `replicas` (4, 3), (2, 1), (1, 1), (1, 1)
 
@@ -7,7 +7,7 @@
                                        |- stage 0, 12 replicas ----|  stage 1  2     3
     segment of level 1                 |----------- 0 -------------||------- 1 ------|
 
-`hierarchy` finds such pipelines; it shares nothing with what prices them but the definitions:
+`hierarchy` finds such pipelines. It shares with these prices only the definitions:
 
     time of a stage         max(c, s_0, r_0 s_1, r_0 r_1 s_2, ...) / (r_0 r_1 r_2 ...)
                             c     forward and backward of its blocks
@@ -19,12 +19,12 @@
     in flight               n = ceil(devices of this and all later stages / devices of this stage)
     memory of a device      versions(n) * parameters + n * activations
 
-An all-reduce overlaps with the computation of the next micro-batches, which is why there is a
-maximum and no sum. A segment that is replicated at level k takes r_k micro-batches at a time and
-sums its gradients once for these; where it is replicated inside as well, that is r_0 ... r_{k-1}
-times as often as needed, as the recurrence of the paper has it. A value and its gradient have the
-same size, hence 2 a; they share the links of the replicas on either side, so the side with fewer
-counts. 1F1B with round robin over replicas admits micro-batches as in the third line.
+An all-reduce overlaps with the computation of the next micro-batches, so there is a maximum and no
+sum. A segment that is replicated at level k takes r_k micro-batches at a time and sums its
+gradients once for these. If it is replicated inside as well, that is r_0 ... r_{k-1} times as often
+as needed, as in the recurrence of the paper. A value and its gradient have the same size, hence
+2 a. They share the links of the replicas on either side, so the side with fewer counts. 1F1B with
+round robin over replicas admits micro-batches as in the third line.
 
 Source: Narayanan et al., "PipeDream", SOSP 2019, sections 3.1 to 3.3 (recurrence, 1F1B-RR, weight
 stashing), with the all-reduce of a ring.
@@ -47,8 +47,8 @@ class MachineLevel:
     """One level of a machine.
 
     Args:
-        components: How many components of the level below it joins (of the lowest: devices).
-        bytes_per_s: Bandwidth of the link of one such component, each direction.
+        components: Number of components of the level below in one component (lowest: devices).
+        bytes_per_s: Bandwidth of the link of one such component, in each direction.
     """
 
     components: int
@@ -77,15 +77,15 @@ class WeightVersions(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What some devices compute.
+    """The work of some devices.
 
     Args:
         blocks: Names, in dependency order.
-        replicas: By level, innermost first: so many components of that level each hold a copy of
-            the segment of this stage. The product is the number of devices.
-        segment: By level, innermost first: the number of the segment of that level which this
-            stage is part of; segments of a level are numbered along the pipeline. At level 0 that
-            is the number of the stage.
+        replicas: By level, innermost first: the number of components of that level that each hold a
+            copy of the segment of this stage. The product is the number of devices.
+        segment: By level, innermost first: the number of the segment of that level which contains
+            this stage. Segments of a level are numbered along the pipeline; at level 0 it is the
+            number of the stage.
     """
 
     blocks: tuple[str, ...]
@@ -94,21 +94,21 @@ class Stage:
 
     @property
     def num_replicas(self) -> int:
-        """Devices of the stage: each holds all of it, and takes each so-many-th micro-batch."""
+        """Devices of the stage: each holds all of it; they take micro-batches in turn."""
         return prod(self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """What one stage costs.
+    """The cost of one stage.
 
     Args:
-        compute_s: Forward and backward of one micro-batch on one device.
-        sync_s: Summing its gradients, for as many micro-batches as it has replicas.
-        boundary_bytes: What crosses to the stages after it, in one direction.
-        transfer_s: That and its gradient, one micro-batch, on the links that share it.
-        in_flight: Micro-batches that a device holds at most: begun, and not yet taken back.
-        memory_bytes: Parameters, by versions, and activations in flight of a device.
+        compute_s: Seconds of forward and backward of one micro-batch on one device.
+        sync_s: Seconds to sum its gradients, for as many micro-batches as it has replicas.
+        boundary_bytes: Bytes that cross to the next stages, in one direction.
+        transfer_s: Seconds for these and their gradients, one micro-batch, on the shared links.
+        in_flight: Most micro-batches that a device has begun and not finished.
+        memory_bytes: Bytes of parameters, by versions, and activations in flight of a device.
     """
 
     compute_s: float
@@ -121,12 +121,12 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
-    """What a pipeline costs.
+    """The cost of a pipeline.
 
     Args:
         pipeline_s: Time from one micro-batch to the next when the pipeline is full: the largest of
             max(compute_s, sync_s) / replicas and transfer_s of all stages.
-        stages: In order.
+        stages: The cost of each stage, in order.
     """
 
     pipeline_s: float
@@ -134,20 +134,20 @@ class PipelineCost:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of the device that holds most."""
+        """Memory of the fullest device."""
         return max(stage.memory_bytes for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """That no pipeline is possible.
+    """The reason why no pipeline is possible.
 
     Args:
-        reason: Why.
-        todo: What would make one possible.
-        least_memory_bytes: The least limit of memory with which there is a pipeline; None if
-            memory is not what is missing.
-        blocks: With that limit, what the stage that needs it holds.
+        reason: The reason.
+        todo: A change that would make one possible.
+        least_memory_bytes: The least limit of memory that allows a pipeline; None if memory is not
+            the reason.
+        blocks: With that limit, the blocks of the stage that needs it.
     """
 
     reason: str
@@ -157,7 +157,7 @@ class Infeasible:
 
 
 def ring_factor(replicas: int) -> float:
-    """Return the bytes that each of some replicas sends to sum one byte with a ring all-reduce."""
+    """Return the bytes that each of some replicas sends to all-reduce one byte over a ring."""
     return 2 * (replicas - 1) / replicas
 
 
@@ -172,17 +172,17 @@ def evaluate(
     stages: Sequence[Stage],
     versions: WeightVersions = WeightVersions.STASHED,
 ) -> PipelineCost:
-    """Return what a pipeline costs.
+    """Return the cost of a pipeline.
 
     Args:
         graph: The blocks.
         levels: The machine, innermost level first.
-        stages: Of the pipeline, in order.
+        stages: The stages of the pipeline, in order.
         versions: How many versions of its parameters a stage holds.
 
     Raises:
-        SbpValueError: These stages are no pipeline of that graph on that machine: a block is
-            missing, there twice, or before one that it uses; or devices are not used just once.
+        SbpValueError: The stages are no pipeline of that graph on that machine: a block is missing,
+            there twice, or before a block that it uses; or a device is unused or used twice.
     """
     _check_blocks(graph, stages)
     _check_devices(levels, stages)
@@ -235,7 +235,7 @@ def evaluate(
 
 
 def data_parallel(graph: BlockGraph, levels: Sequence[MachineLevel]) -> PipelineCost:
-    """Return what one stage on all devices costs."""
+    """Return the cost of one stage on all devices."""
     stage = Stage(
         blocks=graph.names((1 << len(graph.blocks)) - 1),
         replicas=tuple(level.components for level in levels),
@@ -265,7 +265,7 @@ def _check_blocks(graph: BlockGraph, stages: Sequence[Stage]) -> None:
 
 
 def _check_devices(levels: Sequence[MachineLevel], stages: Sequence[Stage]) -> None:
-    """Raise unless every level is filled, and segments are numbered as they are in each other."""
+    """Raise unless every level is filled, and the numbers of segments are nested."""
     for k in range(len(levels)):
         # Within a segment of the level above, the segments of this level share its components.
         above = [stage.segment[k + 1 :] for stage in stages]

@@ -4,18 +4,18 @@
         activation_size=1644167168.0, parameter_size=147712.0                  (all in one line)
     <TAB>node4 -- node5
 
-Times are milliseconds of one mini-batch on one device, sizes are bytes; an operator with several
-results has `activation_size=[a; b; c]`, which is their sum. Lines come in any order. A fourth
-field, ` -- stage_id=3`, is what an earlier run chose, and is not read. What the optimizer that
-reads these files leaves out is left out here as well:
+Times are milliseconds of one mini-batch on one device, sizes are bytes. An operator with several
+results has `activation_size=[a; b; c]`, which are added up. Lines come in any order. A fourth
+field, ` -- stage_id=3`, is the choice of an earlier run, and is ignored. As in PipeDream's
+optimizer, these operators are left out:
 
     sources whose description begins with `Input`     they load data; their times are not compute
-    sinks whose description begins with `__getitem__` nobody uses them
+    sinks whose description begins with `__getitem__` no operator uses them
 
-A value goes from an operator to all that use it, whole, and is sent once over each cut.
+A value goes whole from an operator to all its users, and is sent once over each cut.
 
 Source: msr-fiddle/pipedream, graph/graph.py (`Node.from_str`, `Graph.from_str`) and
-optimizer/optimizer_graph_hierarchical.py (what is left out).
+optimizer/optimizer_graph_hierarchical.py (the operators that are left out).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a profile holds.
+    """The contents of a profile.
 
     Args:
         graph: The operators, named by their ids.
-        descriptions: Of each operator, by id.
-        dropped: Ids of what was left out.
+        descriptions: Description of each operator, by id.
+        dropped: Ids of the operators that were left out.
     """
 
     graph: BlockGraph
@@ -56,7 +56,7 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Return what a file holds.
+    """Return the profile in a file.
 
     Raises:
         SbpValueError: The file cannot be read, or is no profile; names the line.
@@ -69,15 +69,15 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def parse_profile(text: str, where: str = "profile") -> Profile:
-    """Return what the text of a profile holds.
+    """Return the profile in a text.
 
     Args:
-        text: Of the file.
-        where: Its name, for errors.
+        text: The text of the file.
+        where: Name of the file, for errors.
 
     Raises:
-        SbpValueError: A line is neither a node nor an edge, an edge names a node that is none, a
-            node is there twice, there is a cycle, or nothing is left to be cut.
+        SbpValueError: A line is neither a node nor an edge, an edge names an unknown node, a node
+            is there twice, there is a cycle, or nothing is left to be cut.
     """
     blocks: dict[str, AtomicBlock] = {}
     descriptions: dict[str, str] = {}
@@ -106,7 +106,7 @@ def parse_profile(text: str, where: str = "profile") -> Profile:
                     accepted=_NODE_FORM,
                 )
     pairs = list(dict.fromkeys((source, target) for source, target, _ in edges))
-    # Sources that load data are left out, then sinks that nobody uses.
+    # Leave out sources that load data, then sinks without users.
     targets = {target for _, target in pairs}
     inputs = [
         name

@@ -1,25 +1,24 @@
-"""Cutting with any price: the caller says what a stage costs, this finds the stages.
+"""Cutting with any prices: the caller prices stages, and this module finds the best stages.
 
 Places to cut are numbered 0 ... S - 1, such as the order ideals of a graph or the gaps between
-layers; stage (i, j) holds what is between two of them. Stages take devices one after the other,
-all of them. With t the seconds of stages and transfers for one micro-batch,
+layers; stage (i, j) holds the blocks between two places. Stages take all devices, one range after
+the other. With t the seconds of stages and transfers for one micro-batch,
 
     steady     minimise  max t
     flushed    minimise  (m - 1) max t + sum t       m micro-batches, then the pipeline is empty
     such that  memory of each stage, with its micro-batches in flight, <= the limit
 
-Steady is one pass of the recurrence below with + read as max. Flushed is solved exactly: let f(T)
-be the least sum with no t above T. It falls as T grows, and one pass gives f(T) for one T; over an
-interval of T whose lower end is L and whose upper end is U, the objective is at least
-(m - 1) L + f(U). Intervals are halved until that bound is no better than what was found, but for
-a billionth.
+The steady problem is one pass of the recurrence below with + read as max. The flushed problem is
+solved exactly: let f(T) be the least sum with no t above T. It falls as T grows, and one pass gives
+f(T) for one T. Over an interval [L, U] of T, the objective is at least (m - 1) L + f(U). Intervals
+are halved until that bound is no better than the best result, up to a billionth.
 
-    f(i, d, r)   what is after place i, on d devices, the first stage of which takes r
+    f(i, d, r)   the stages after place i, on d devices, the first of which takes r
                = min over j of t(i, j, r) + min over r' of (transfer(j, r, r') + f(j, d - r, r'))
 
-Where micro-batches in flight depend on the number of stages behind, or that number is fixed, it is
-one more index. Complexity: O(S^2 D^2 / 2 + S D^3 / 6) a pass, vectorised, and times the number of
-stages in the latter cases; up to a hundred passes when flushed, as a rule far fewer.
+If micro-batches in flight depend on the number of later stages, or that number is fixed, it is one
+more index. Complexity: O(S^2 D^2 / 2 + S D^3 / 6) a pass, vectorised; times the number of stages in
+the latter cases; up to a hundred passes when flushed, usually far fewer.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 5.2 (the objective, and the sum under a bound on
 the largest; there each bound is tried).
@@ -41,12 +40,12 @@ from sbp_core.errors import SbpValueError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Relative; what is better by less is not looked for.
+#: Improvements below this relative amount are not looked for.
 _TOLERANCE = 1e-9
 
 
 class InFlightLimits(Enum):
-    """How many micro-batches a stage has begun, and not yet taken back, at most."""
+    """How many micro-batches a stage has begun and not finished, at most."""
 
     ROUND_ROBIN = "round_robin"  #: ceil(devices from here on / devices of the stage), as PipeDream
     STAGES = "stages"  #: stages from here on: 1F1B, all devices of a stage share a micro-batch
@@ -60,7 +59,7 @@ class TableStage:
     Args:
         start: Place where it begins.
         stop: Place where it ends.
-        devices: How many it takes.
+        devices: Number of its devices.
     """
 
     start: int
@@ -73,23 +72,23 @@ class TableProblem:
     """The step to cut, and its costs.
 
     Args:
-        num_places: S; a pipeline goes from place 0 to place S - 1.
-        devices: D, all of which are used.
-        seconds: (devices of the stage, devices after it) -> float (S, S), one micro-batch;
-            infinite where there cannot be a stage, as where j <= i. D minus the two is where the
-            stage begins on the machine.
-        device_counts: How many devices a stage may take; None for any number.
+        num_places: The number S; a pipeline goes from place 0 to place S - 1.
+        devices: The number D of devices, all of which are used.
+        seconds: (devices of the stage, devices after it) -> float (S, S), one micro-batch; infinite
+            where no stage is possible, such as where j <= i. A stage begins at device D minus the
+            two numbers.
+        device_counts: Allowed numbers of devices of a stage; None for any number.
         transfer_s: (devices before the cut, devices after it in the next stage, all devices
-            after it) -> float (S,), what crosses each place; None if nothing takes time.
+            after it) -> float (S,), the transfer at each place; None if transfers take no time.
         memory: (devices of the stage, micro-batches in flight) -> float (S, S), bytes of a device;
             None if memory does not count.
-        memory_bytes: Its limit.
+        memory_bytes: The limit for `memory`.
         held_seconds: (devices of the stage, devices after it, micro-batches in flight) -> float
-            (S, S), where what a stage takes depends on what it has to hold: never less than
-            `seconds`, and infinite where it does not fit. None if it does not depend on it.
+            (S, S), the seconds if they depend on the memory of the stage: never less than
+            `seconds`, and infinite where it does not fit. None if they do not depend on it.
         in_flight: How many micro-batches a stage holds.
-        micro_batches: m if the pipeline is flushed after so many; None if it is steady.
-        num_stages: How many stages there must be; None for any number.
+        micro_batches: The number m if the pipeline is flushed; None if it is steady.
+        num_stages: Required number of stages; None for any number.
     """
 
     num_places: int
@@ -124,7 +123,7 @@ class TableProblem:
         return self.memory is not None or self.held_seconds is not None
 
     def times(self, own: int, behind: int, stages: int) -> Floats:
-        """Return the seconds of stages that have so many stages from there on, as `seconds`."""
+        """Return the seconds of stages, as `seconds`, with so many stages from there on."""
         if self.held_seconds is None:
             return self.seconds(own, behind)
         return self.held_seconds(own, behind, self.held(own, behind, stages))
@@ -140,9 +139,9 @@ class TableProblem:
         """Return the micro-batches in flight of a stage.
 
         Args:
-            stage: Its devices.
-            behind: All devices after it.
-            stages: Stages from here on, this one included.
+            stage: Number of its devices.
+            behind: Number of all devices after it.
+            stages: Number of stages from here on, including this one.
         """
         most = self.micro_batches or inf
         if self.in_flight is InFlightLimits.ALL:
@@ -157,10 +156,10 @@ class TablePlan:
     """The best pipeline.
 
     Args:
-        stages: In order.
-        objective_s: What was minimised.
-        slowest_s: max t.
-        sum_s: sum t.
+        stages: The stages, in order.
+        objective_s: The minimised objective.
+        slowest_s: The maximum of t.
+        sum_s: The sum of t.
     """
 
     stages: tuple[TableStage, ...]
@@ -172,7 +171,7 @@ class TablePlan:
 def cut_table(problem: TableProblem) -> TablePlan | None:
     """Return the best pipeline; None if none is possible."""
     if problem.is_limited:
-        # Without the limit, stages need not be counted; what is best then, often fits.
+        # Without the limit, stages need not be counted, and the best result often fits.
         roomy = cut_table(replace(problem, memory=None, held_seconds=None))
         if roomy is None or _fits(problem, roomy.stages):
             return roomy
@@ -182,7 +181,7 @@ def cut_table(problem: TableProblem) -> TablePlan | None:
     lowest = price_table(problem, fastest)
     search = _Pass(problem, steady=False)
     longest = search.best(inf)
-    assert longest is not None  # a pipeline is possible, as the fastest one is
+    assert longest is not None  # a pipeline is possible, because the fastest one was found
     highest = price_table(problem, longest)
     best = min(lowest, highest, key=lambda plan: plan.objective_s)
     intervals = [(lowest.slowest_s, highest)]
@@ -193,7 +192,7 @@ def cut_table(problem: TableProblem) -> TablePlan | None:
             continue
         middle = (lower + upper.slowest_s) / 2
         found = search.best(middle)
-        if found is None:  # the lower end is the least T but for rounding
+        if found is None:  # the lower end is the least T up to rounding
             intervals.append((middle, upper))
             continue
         plan = price_table(problem, found)
@@ -220,10 +219,10 @@ def _memory(problem: TableProblem, stage: TableStage, behind: int, stages: int) 
 
 
 def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePlan:
-    """Return what given stages cost.
+    """Return the cost of given stages.
 
     Raises:
-        SbpValueError: They are no pipeline, or one of them cannot be or does not fit.
+        SbpValueError: They are no pipeline, or a stage is impossible or does not fit.
     """
     ends = [0, *(stage.stop for stage in stages)]
     joined = all(stage.start == end for stage, end in zip(stages, ends, strict=False))
@@ -252,7 +251,7 @@ def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePla
     return TablePlan(stages=tuple(stages), objective_s=objective, slowest_s=slowest, sum_s=total)
 
 
-#: (stages from here on, 0 if they are not counted; devices from here on; those of the first stage)
+#: (stages from here on, 0 if not counted; devices from here on; devices of the first stage)
 _Key: TypeAlias = tuple[int, int, int]
 
 
@@ -260,7 +259,7 @@ class _Suffix(NamedTuple):
     """f(i, d, r) for all i, and the next stage that attains it.
 
     Args:
-        seconds: Float (S,).
+        seconds: Float (S,), the values of f.
         stop: Int (S,), where the first stage ends.
         following: Int (S,), devices of the stage that begins there; 0 after the last one.
     """
@@ -274,7 +273,7 @@ class _Pass:
     """The recurrence of the module.
 
     Args:
-        problem: What is to be cut.
+        problem: The step to cut, and its costs.
         steady: Whether times are combined by max instead of +.
     """
 
@@ -288,7 +287,7 @@ class _Pass:
         self._most_stages = min(problem.num_stages or most, most)
 
     def best(self, slowest_s: float) -> list[TableStage] | None:
-        """Return the best stages of which none, nor a transfer, takes longer; None if none do."""
+        """Return the best stages with no stage or transfer longer than a time; None if none."""
         found: dict[_Key, _Suffix] = {}
         for key in self._keys():
             found[key] = self._suffix(key, slowest_s, found)
@@ -304,7 +303,7 @@ class _Pass:
         """Return f of one key."""
         problem, (stages, devices, own) = self._problem, key
         behind = devices - own
-        # Infinite where a stage takes too long, or memory is not enough.
+        # Infinite if a stage takes too long, or memory is not enough.
         table = problem.times(own, behind, stages)
         fits = table <= slowest_s
         if problem.memory is not None:
@@ -339,7 +338,7 @@ class _Pass:
             place, stages, devices, own = stop, max(stages - 1, 0), devices - own, following
 
     def _keys(self) -> Iterator[_Key]:
-        """Yield the keys, each after those of the suffixes after it."""
+        """Yield the keys, each after the keys of shorter suffixes."""
         for devices in range(1, self._problem.devices + 1):
             for own in self._counts(devices):
                 if not self._counted:

@@ -1,14 +1,17 @@
-"""Grouped matrix products, for mixtures of experts: offsets say which tokens an expert has.
+"""Sharding rules of grouped matrix products, for mixtures of experts.
+
+Offsets assign tokens to experts: each gives the end of an expert's tokens.
 
     t d, e d f, o! => t f        tokens times the weights of their expert
     m t, t n, o! => e m n        the gradient of the weights: a product for each expert
     e m k, k t, o! => m t        the mirror image of the first
     e m k, e k n => e m n        a batch of products, without offsets
-
     t d, e d f, o!, t f => t d, e d f        both gradients of the first, in one call
 
-Tokens may be split: offsets then count local ones. A rank that holds some of the experts brings
-their tokens to the front, and gives zeros for the others.
+Tokens may be split: offsets then count local tokens. A rank that holds some of the experts rotates
+their tokens to the front, and returns zeros for the other tokens.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _FORMS = {
 
 _OFFSETS = "offsets count tokens from the first group on"
 
-#: Rows of the operands have to begin at multiples of so many bytes.
+#: Rows of the operands have to begin at multiples of this number of bytes.
 _ALIGNMENT_BYTES = 16
 
 
@@ -64,7 +67,7 @@ def _notation(call: OpCall) -> Notation:
 
 
 def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
-    """Return the window of each label, and the labels that are cut."""
+    """Return the window (range that the rank holds) of each label, and the labels that are cut."""
     windows: dict[str, Range] = {}
     cut: set[str] = set()
     types = (*call.inputs[:2], *call.outputs)
@@ -72,7 +75,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
         _operand_labels(call), types, (*shards.inputs[:2], *shards.outputs), strict=True
     ):
         for name, extent, window in zip(names, entry.shape, bounds, strict=True):
-            # What is summed away is cut in both operands.
+            # A label that is summed over is cut in both operands.
             windows[name] = window
             cut |= {name} if is_cut(window, extent) else set()
     return windows, cut
@@ -81,7 +84,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
 def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict[str, int]:
     """Return how many elements to append along each label so that rows are aligned.
 
-    Shards are cut out of tensors of either order of dims, so what is cut is aligned in any case.
+    Tensors may have either order of dims in memory, so labels that are cut are always aligned.
     """
     multiple = max(_ALIGNMENT_BYTES // ITEMSIZE[call.inputs[0].dtype], 1)
     left, right, _ = _operand_labels(call)
@@ -90,10 +93,10 @@ def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict
 
 
 class _ExpertTokens:
-    """Rotates tokens so that those of a window of the experts come first, and back.
+    """Rotates tokens so that the tokens of a window of the experts come first, and back.
 
-    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so those of a window are
-    contiguous, and a rotation needs no extents that depend on data, as a slice would:
+    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so the tokens of a window
+    are contiguous, and a rotation needs no extents that depend on data, as a slice would:
 
         tokens, by expert         a a b b b c d d      window b, c; offsets 2 5 6 8
         rotated by offset of a    b b b c d d a a      local offsets 3 4
@@ -101,8 +104,8 @@ class _ExpertTokens:
         zeros, rotated back       0 0 B B B C 0 0
 
     Args:
-        builder: Takes the calls.
-        offsets: Where each expert's tokens end; all experts.
+        builder: Collects the calls.
+        offsets: Ends of the tokens of each expert; all experts.
         experts: The window.
         num_tokens: Number of tokens, at least one.
     """
@@ -123,11 +126,11 @@ class _ExpertTokens:
         self._positions = builder("aten.sub.Tensor", counted, 1)
 
     def to_front(self, tensor: Ref, dim: int) -> Ref:
-        """Rotate the tokens so that those of the window come first."""
+        """Rotate the tokens so that the tokens of the window's experts come first."""
         return self._rotate(tensor, dim, "aten.add.Tensor")
 
     def to_original_order(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
-        """Set the tokens of other experts to zero, and rotate the tokens back."""
+        """Set the results for other experts' tokens to zero, and rotate back."""
         builder = self._builder
         last = builder("aten.select.int", self.offsets, 0, -1)
         beyond = builder("aten.ge.Tensor", self._positions, last)
@@ -157,7 +160,7 @@ def _padded(
 
 
 def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, rotate those of local experts to the front, align rows."""
+    """Make offsets count local tokens, rotate local experts' tokens to the front, align rows."""
     (left, right, offsets, *rest), named = given(call, ("self", "mat2", "offs"))
     forms = _operand_labels(call)
     windows, cut = _label_windows(call, shards)
@@ -199,7 +202,7 @@ def _gradients(call: OpCall) -> Notation:
 
 
 def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, and rotate those of local experts to the front."""
+    """Make offsets count local tokens, and rotate local experts' tokens to the front."""
     tokens, weights, offsets, gradient = call.args
     assert isinstance(tokens, Ref) and isinstance(offsets, Ref) and isinstance(gradient, Ref)
     window, (experts, *_) = shards.inputs[0][0], shards.inputs[1]
@@ -223,16 +226,16 @@ def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, tokens: Range) -> Ref:
     """Return the offsets of the tokens in a window, counted from its start.
 
-    Clamping gives experts that are all before the window no tokens, and likewise those after it.
+    Clamping leaves no tokens for experts whose tokens are all before or all after the window.
     """
     offsets = builder("aten.sub.Tensor", offsets, tokens[0])
     return builder("aten.clamp.default", offsets, 0, length(tokens))
 
 
-#: Of any operator that takes (operand, operand, offsets) as `_grouped_mm` does.
+#: Rule of any operator with arguments (operand, operand, offsets), such as `_grouped_mm`.
 PRODUCT = Rule(_notation, _localize_product)
 
-#: Of any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
+#: Rule of any operator (tokens, weights, offsets, gradient) -> both gradients.
 GRADIENTS = Rule(_gradients, _localize_gradients)
 
 RULES = {"aten._grouped_mm.default": PRODUCT}

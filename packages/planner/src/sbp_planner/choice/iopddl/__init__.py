@@ -1,1 +1,1 @@
-"""Random problems, and the files of the IOPDDL contest; nothing else needs these."""
+"""Random problems, and the files of the IOPDDL contest; no other module needs these."""

@@ -8,7 +8,7 @@
                            "costs":     [[0, 9, 9, 0], ...]}}}   row-major over both strategies
 
 A solution is the list of strategy indices, `[0, 2, 1]`, alone on the last line, as the contest
-wants it.
+requires.
 
 Source: google/iopddl, `iopddl.cc` (`ReadProblem`) and `main.cc`; asplos-contest/2025, `IOPDDL.md`.
 """
@@ -31,27 +31,27 @@ from sbp_core.errors import SbpValueError
 from sbp_core.serialize import open_file
 from sbp_planner.choice.problem import ChoiceProblem, Floats
 
-#: Costs from here on forbid.
+#: Costs of at least this forbid.
 FORBIDDEN = 1e18
 
-#: Whole numbers beyond are rounded as float64.
+#: Larger whole numbers are rounded as float64.
 _EXACT = 1 << 53
 
 
 @dataclass(slots=True)
 class Rounding:
-    """What costs of a file lost as float64: whole numbers beyond 2^53.
+    """The rounding errors of a file's costs as float64: whole numbers beyond 2^53.
 
     Attributes:
-        nodes: What is to be added, by node and strategy.
-        edges: The same, by edge and place in its table, row by row.
+        nodes: The number to add, by node and strategy.
+        edges: The number to add, by edge and index in its table, row by row.
     """
 
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     edges: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def of(self, problem: ChoiceProblem, assignment: Sequence[int]) -> int:
-        """Return what the cost of an assignment lost."""
+        """Return the rounding error in the cost of an assignment."""
         lost = sum(self.nodes.get(chosen, 0) for chosen in enumerate(assignment))
         if self.edges:
             for number, (u, v) in enumerate(problem.edges):
@@ -62,11 +62,11 @@ class Rounding:
 
 
 def read_problem(path: Path, rounding: Rounding | None = None) -> ChoiceProblem:
-    """Return the problem of a file, plain or gzipped, which its first bytes say.
+    """Return the problem of a file, plain or gzipped; its first bytes tell which.
 
     Args:
         path: The file.
-        rounding: Told what costs lose as float64.
+        rounding: Filled with the rounding errors of costs as float64.
 
     Raises:
         SbpValueError: If the file cannot be read, is no JSON, or lacks something.
@@ -125,12 +125,12 @@ def read_problem(path: Path, rounding: Rounding | None = None) -> ChoiceProblem:
 
 
 def write_problem(path: Path, problem: ChoiceProblem) -> None:
-    """Write a problem as the contest has them, gzipped if the name ends in .gz.
+    """Write a problem in the format of the contest, gzipped if the name ends in .gz.
 
     Costs are rounded to whole numbers.
 
     Raises:
-        SbpValueError: If the problem has ties, or no usages, which such a file cannot say.
+        SbpValueError: If the problem has ties or no usages; the format cannot express these.
     """
     if problem.ties or problem.usages is None or problem.intervals is None:
         raise SbpValueError(
@@ -161,10 +161,10 @@ def write_problem(path: Path, problem: ChoiceProblem) -> None:
 
 
 def write_assignment(path: Path, assignment: Sequence[int]) -> None:
-    """Write the strategy index of each node as one JSON list; at no moment is there half of it."""
+    """Write the strategy index of each node as one JSON list, atomically."""
     text = json.dumps([int(strategy) for strategy in assignment]) + "\n"
     if path.exists() and not path.is_file():
-        path.write_text(text)  # a pipe or a device, which nothing may take the place of
+        path.write_text(text)  # a pipe or a device, which cannot be replaced
         return
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     with beside.open("x") as file:
@@ -192,7 +192,7 @@ def _wrong(path: Path, key: str, value: object, accepted: str) -> SbpValueError:
 def _tables(
     lists: list[Any], path: Path, key: str, lost: dict[tuple[int, int], int]
 ) -> list[Floats]:
-    """Return the lists of costs as arrays, `inf` where forbidden; tell what rounding lost."""
+    """Return the lists of costs as arrays, `inf` where forbidden; record rounding errors."""
     for i, own in enumerate(lists):
         if not isinstance(own, list):
             raise _wrong(path, f"{key}[{i}]", own, "a list of costs")

@@ -2,13 +2,13 @@
 
     edges       a chain, and from each node some more to nodes before it: near ones (`reach`), any
                 ones (random graphs of large treewidth), or the mirrored one (skips of a U-Net)
-    memory      a node lives until the last that reads it, at least; some live until their mirrored
-                node, as what a backward pass reads
-    ballast     nodes of one strategy that fill the room between the limit and what the planted
-                assignment holds, so that memory is as tight at every time as at the peak
+    memory      a node lives at least until its last reader; some live until their mirrored node,
+                like values for a backward pass
+    ballast     nodes of one strategy that fill the room between the limit and the memory of the
+                planted assignment, so that memory is as tight at every time as at the peak
 
-A strategy is a split: the more ways, the fewer bytes, and the higher the cost, mostly. An edge
-costs nothing between equal splits. What is made has the structure, not the figures, of any model.
+A strategy is a split: usually, the more ways, the fewer bytes, and the higher the cost. An edge
+costs nothing between equal splits. The problems have the structure, not the figures, of any model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sbp_planner.choice.problem import ChoiceProblem, evaluate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a random problem looks like.
+    """The parameters of a random problem.
 
     Args:
-        nodes: Number of nodes, >= 1; ballast comes on top.
+        nodes: Number of nodes, >= 1, without ballast.
         degree: Edges of a node to nodes before it, on average, >= 0; the chain is the first.
         reach: How far back such an edge goes, at most; 0: to any node.
         mirrored: Part of the nodes of the second half that read their mirrored node, in [0, 1].
-        strategies: Of a node, on average, >= 1.
+        strategies: Number of strategies of a node, on average, >= 1.
         single: Part of the nodes with one strategy, in [0, 1].
         forbidden: Part of the pairs that is forbidden, in [0, 1).
         held: Part of the nodes that live until their mirrored node, in [0, 1].
-        slack: Where the limit lies, from 0, what the planted assignment needs, to 1, what any does.
-        frugal: How near the planted assignment is to the fewest bytes of each node, from 0, drawn
-            at random, to 1, the fewest.
+        slack: The limit, from 0, the need of the planted assignment, to 1, the need of any.
+        frugal: Part of the nodes whose planted strategy has the fewest bytes, in [0, 1]; of other
+            nodes it is random.
         ballast: Part of the room at each time that ballast fills, in [0, 1].
     """
 
@@ -67,7 +67,7 @@ class Shape:
             )
 
 
-#: Structures by name; the names say what they make hard.
+#: Structures by name; the name states the difficulty.
 FAMILIES: dict[str, Shape] = {
     "random": Shape(nodes=2000, degree=2.0),
     "dense": Shape(nodes=1000, degree=6.0, reach=60, forbidden=0.05, slack=0.01),
@@ -80,7 +80,7 @@ FAMILIES: dict[str, Shape] = {
 
 
 def planted_problem(shape: Shape, seed: int = 0) -> tuple[ChoiceProblem, list[int]]:
-    """Return a random problem, and an assignment that it allows (the best only by chance)."""
+    """Return a random problem, and an assignment that it allows (optimal only by chance)."""
     random = np.random.default_rng(seed)
     count = shape.nodes
     sizes = np.where(
@@ -96,7 +96,7 @@ def planted_problem(shape: Shape, seed: int = 0) -> tuple[ChoiceProblem, list[in
     ]
     costs = []
     for own, held in zip(usages, bytes_of.tolist(), strict=True):
-        # What is split more has more to send.
+        # A finer split has more to send.
         dear = (held - np.minimum(own, held)) * random.uniform(0, 2, len(own))
         costs.append(np.round((dear + random.uniform(0, 0.2 * held, len(own))) / 64))
     planted = [
@@ -144,7 +144,7 @@ def _intervals(
 ) -> list[tuple[int, int]]:
     ends = [node + 2 for node in range(shape.nodes)]
     for u, v in edges:
-        # What is read far away is made again, or read from elsewhere, more often than not.
+        # A value with a distant reader is usually recomputed, or read from elsewhere.
         if v - u < 64 or random.random() < shape.held:
             ends[u] = max(ends[u], v + 1)
     for node in range(shape.nodes):
@@ -156,7 +156,7 @@ def _intervals(
 def _limited(
     problem: ChoiceProblem, planted: list[int], shape: Shape
 ) -> tuple[ChoiceProblem, list[int]]:
-    """Set the limit, and fill up what is left below it."""
+    """Set the limit, and fill the room below it with ballast."""
     assert problem.usages is not None and problem.intervals is not None
     least = evaluate(problem, planted).peak_usage
     most = evaluate(problem, [int(own.argmax()) for own in problem.usages]).peak_usage

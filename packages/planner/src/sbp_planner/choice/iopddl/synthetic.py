@@ -1,17 +1,16 @@
-r"""Random choice problems in the shape of those of the IOPDDL contest: a step of a transformer.
+r"""Random choice problems like the problems of the IOPDDL contest: a step of a transformer.
 
     a layer     x --> norm --> up --> act --> down --> add -->      forward, top to bottom
                  \______________________________________/           the residual edge
                            w_up             w_down                  parameters live all the time
     backward    mirrored; each node has an edge to its forward node, which lives until then
 
-A strategy is a split of a tensor over the two axes of a mesh, of some kinds by axis, so that nodes
-have up to `kinds`² strategies. An edge costs by the bytes that differ between two splits; pointwise
-nodes follow what they read. Layers are equal but for noise. A hidden assignment is allowed and
-fits, so that every problem has a solution; the limit is as near to the least possible memory as is
-asked for.
+A strategy is a split of a tensor over the two axes of a mesh, of some kinds by axis, so nodes have
+up to `kinds`² strategies. An edge costs the bytes that differ between two splits; pointwise nodes
+follow their inputs. Layers are equal but for noise. A hidden assignment is allowed and fits, so
+every problem has a solution; `slack` sets the distance of the limit to the least possible memory.
 
-What is made has the structure, not the figures, of any machine or model.
+The problems have the structure, not the figures, of any machine or model.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import numpy as np
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints, evaluate
 
-#: The nodes of a layer, the place of what each reads within the layer (-1: what comes in), whether
-#: it is pointwise, and the size of its tensor in units of a batch row.
+#: The nodes of a layer, the index of their input within the layer (-1: the input of the layer),
+#: whether they are pointwise, and the size of their tensor in units of a batch row.
 _LAYER = (
     ("norm", (-1,), True, 1),
     ("up", (0, 6), False, 4),
@@ -45,11 +44,11 @@ class _Draft:
     intervals: list[list[int]] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
     tables: list[Floats] = field(default_factory=list)
-    split: list[Ints] = field(default_factory=list)  # of each node its splits, (strategies, 2)
-    size: list[int] = field(default_factory=list)  # of each node the bytes of its tensor
+    split: list[Ints] = field(default_factory=list)  # for each node its splits, (strategies, 2)
+    size: list[int] = field(default_factory=list)  # for each node the bytes of its tensor
 
     def node(self, size: int, time: int) -> int:
-        """Add a node: some of the splits, not all, of a tensor of so many bytes."""
+        """Add a node: some of the splits of a tensor of so many bytes."""
         axis = np.arange(self.kinds)
         every = np.stack(np.meshgrid(axis, axis), axis=-1).reshape(-1, 2)
         kept = self.random.random(len(every)) < 0.8
@@ -65,7 +64,7 @@ class _Draft:
         return len(self.costs) - 1
 
     def edge(self, u: int, v: int, pointwise: bool, *, all_allowed: bool = False) -> None:
-        """Add an edge: what it costs to turn the splits of u into those of v."""
+        """Add an edge: the cost of converting the splits of u into splits of v."""
         random = self.random
         differ = (self.split[u][:, None] != self.split[v][None, :]).sum(axis=2)
         table = differ * (self.size[u] / 1024.0)
@@ -113,11 +112,11 @@ def transformer_problem(
 
     Args:
         layers: Number of layers, >= 1.
-        seed: Of the random numbers.
-        kinds: Splits by axis, >= 1; the first is replication.
+        seed: Seed of the random numbers.
+        kinds: Number of splits along an axis, >= 1; the first is replication.
         forbidden: Part of the pairs of strategies that is forbidden, in [0, 1).
-        slack: Where the limit lies, from 0, what the hidden assignment needs, to 1, what any does.
-        noise: Standard deviation of costs between equal layers, as a part.
+        slack: The limit, from 0, the need of the hidden assignment, to 1, the need of any.
+        noise: Relative standard deviation of costs between equal layers.
     """
     if layers < 1 or kinds < 1 or not 0 <= forbidden < 1 or slack < 0 or noise < 0:
         raise SbpValueError(

@@ -1,13 +1,13 @@
-"""Find an assignment without forbidden pairs, whatever it costs, by trying and ruling out.
+"""Find an assignment without forbidden pairs, whatever its cost, by trying and ruling out.
 
-Each node has a domain, the strategies that are left to it, as the bits of an int. A strategy goes
-that no strategy left to some neighbour allows (*arc consistency*), and again for its neighbours:
+Each node has a domain: its remaining strategies, as the bits of an int. A strategy is ruled out if
+no remaining strategy of some neighbour allows it (*arc consistency*), and so on for its neighbours:
 
     try 1 = a  -->  2: a b c   becomes  b c  -->  3: c d  becomes  d  -->  a domain is empty:
                                                                            1 is not a
 
-The node with the smallest domain is tried first, in terms of how often its edges ended a try. After
-some failures all begins anew, with what was learnt of the edges.
+The next node to try has the smallest domain, in relation to how often its edges ended a try. After
+some failures the search restarts, with these counts of the edges.
 
 Source: Mackworth, "Consistency in networks of relations", Artificial Intelligence 8 (1977) (AC-3);
 Boussemart et al., "Boosting systematic search by weighting constraints", ECAI 2004 (the order).
@@ -23,7 +23,7 @@ import numpy as np
 from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Floats, Ints
 
-#: Failures before all begins anew, and by how much more each time.
+#: Failures before a restart, and the factor by which they grow each time.
 _FAILURES = 100
 _MORE_FAILURES = 1.5
 
@@ -32,9 +32,9 @@ def consistent(compact: Compact, wanted: Floats, deadline: float) -> Ints | None
     """Return an assignment without forbidden pairs; None if there is none, or no time.
 
     Args:
-        compact: The problem; its memory is not looked at.
-        wanted: By column, strategies with low values are tried first.
-        deadline: Of `time.monotonic`, in s.
+        compact: The problem; its memory is ignored.
+        wanted: For each column a value; strategies with low values are tried first.
+        deadline: Time of `time.monotonic` at which the search ends, in s.
     """
     return _Search(compact, wanted, deadline).run()
 
@@ -45,13 +45,13 @@ class _Search:
         self.deadline = deadline
         count = compact.num_nodes
         first = compact.first.tolist()
-        # Of each node its neighbours: the number of the edge, and by strategy what it allows there.
+        # For each node its neighbours, the edge, and the neighbour's strategies that each allows.
         self.around: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
         for number, ((u, v), table) in enumerate(zip(compact.edges, compact.tables, strict=True)):
             allowed = table < inf
             if not allowed.all():
                 for node, other, rows in ((u, v, allowed), (v, u, allowed.T)):
-                    # The places of True as the bits of an int.
+                    # The indices of True as the bits of an int.
                     bits = [sum(1 << int(place) for place in np.flatnonzero(row)) for row in rows]
                     self.around[node].append((other, number, bits))
         self.order = [np.argsort(wanted[first[n] : first[n + 1]]).tolist() for n in range(count)]
@@ -60,7 +60,7 @@ class _Search:
         self.trail: list[tuple[int, int]] = []
 
     def run(self) -> Ints | None:
-        """Try until a failure at the root, or the time is up."""
+        """Try until a failure at the root, or until the time is up."""
         if not self._propagate(range(len(self.domain))):
             return None
         limit = float(_FAILURES)
@@ -75,9 +75,9 @@ class _Search:
         return None
 
     def _descend(self, limit: float) -> bool | None:
-        """Try; return True if all is assigned, False if nothing can be, None after the limit."""
+        """Try; return True for an assignment, False if there is none, None after the limit."""
         open_ = [n for n, domain in enumerate(self.domain) if domain & (domain - 1)]
-        tries: list[tuple[int, int, int]] = []  # node, strategy, length of the trail before
+        tries: list[tuple[int, int, int]] = []  # node, strategy, earlier length of the trail
         failures = 0
         while True:
             node = self._next(open_)
@@ -87,7 +87,7 @@ class _Search:
             tries.append((node, strategy, len(self.trail)))
             self._set(node, 1 << strategy)
             while not self._propagate([node]):
-                # What was tried last is ruled out, which may rule out what was tried before.
+                # The last try is ruled out, which may rule out earlier tries.
                 failures += 1
                 if not tries:
                     return False
@@ -117,7 +117,7 @@ class _Search:
             self.domain[node] = domain
 
     def _propagate(self, changed: list[int] | range) -> bool:
-        """Rule out what no neighbour allows; return whether all domains have something left."""
+        """Rule out strategies that no neighbour allows; return whether no domain is empty."""
         if any(not self.domain[node] for node in changed):
             return False
         queue = dict.fromkeys(changed)

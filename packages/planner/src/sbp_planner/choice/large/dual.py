@@ -4,16 +4,16 @@ Memory rows are priced: with a price λ_t >= 0 for each byte above the capacity 
 
     L(λ) = min over s of  cost(s) + sum_t λ_t (bytes_t(s) - capacity_t)     <=  the least cost
 
-What is left has costs of nodes θ_i and of edges θ_uv only. Messages M move cost between a node and
-its edges, which changes no total:
+The remaining problem has only costs of nodes θ_i and of edges θ_uv. Messages M move cost between a
+node and its edges, which changes no total:
 
     θ'_i = θ_i + sum_j M_ji          θ'_ij = θ_ij - M_ij - M_ji
 
-so that the sum of all minima is a bound, for any M. A sweep visits the nodes in order; each sends
-its cost, in equal parts, over the edges ahead (TRW-S):
+so the sum of all minima is a bound, for any M. A sweep visits the nodes in order; each sends its
+cost, in equal parts, over the edges ahead (TRW-S):
 
-    sweep ahead       1 --> 2 --> 3 --> 4        each node also takes a strategy: the best for what
-    sweep back        1 <-- 2 <-- 3 <-- 4        the nodes before it took and the messages of others
+    sweep ahead       1 --> 2 --> 3 --> 4        each node also takes a strategy: the best, given
+    sweep back        1 <-- 2 <-- 3 <-- 4        the earlier nodes and the messages of later ones
 
 Any order of the nodes will do. Nodes that no path of rising order joins are visited together, in
 one step of numpy. With an order, a node's *level* is the longest path of rising order to it:
@@ -21,12 +21,12 @@ one step of numpy. With an order, a node's *level* is the longest path of rising
     order   1 --> 4 --> 5         levels   0  1  2      one step for each level, whatever its width
             2 --> 3 -----^                 0  1
 
-The prices follow the bytes of the strategies that the nodes would take by their θ', each with a
-weight that falls with what it costs more (a *soft* minimum): strategies that are nearly as good
-count as well, which spares the prices most of the zigzag of plain subgradients.
+The prices follow the bytes of the best strategies of the nodes by θ'. Each strategy has a weight
+that falls with its extra cost (a *soft* minimum). So strategies that are nearly as good count as
+well, which spares the prices most of the zigzag of plain subgradients.
 
-A strategy or pair whose minimum in that sum puts the bound above the cost of a known assignment is
-in no better one: it is forbidden (*pruned*).
+A strategy or pair whose minimum in that sum raises the bound above the cost of a known assignment
+is in no better assignment, so it is forbidden (*pruned*).
 
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
 Transactions on Pattern Analysis and Machine Intelligence 28 (2006), section 4; Held, Wolfe and
@@ -47,27 +47,27 @@ import numpy as np
 from sbp_planner.choice.compact import Compact, EdgeColumns, Mask, Messages, first_least, ragged
 from sbp_planner.choice.problem import Floats, Ints
 
-#: Sweeps without a better bound after which the prices go back to the best, and move less.
+#: After so many sweeps without a better bound, the prices go back to the best, and move less.
 _PATIENCE = 8
 
-#: What a strategy may cost more to count for a third as much, as a part of the bound a node.
+#: The extra cost at which a strategy's weight is 1 / e, as a part of the bound for each node.
 _SOFTNESS = 0.01
 
-#: Seconds that a step costs besides its arcs, and that an arc costs, about: of numpy.
+#: Approximate seconds of numpy for a step without its arcs, and for an arc.
 _STEP_S = 150e-6
 _ARC_S = 20e-9
 
-#: Levels that are as good as few.
+#: Fewer levels than this are no better.
 _FEW_LEVELS = 24
 
 
 class ReducedCosts(NamedTuple):
-    """By how much choices put the bound up; all >= 0 but for rounding.
+    """The amount by which choices raise the bound; all >= 0 up to rounding.
 
     Args:
-        nodes: By column, float64.
-        pairs: By entry of the flat tables, float64; `inf` where forbidden.
-        bound: What they are added to: no assignment with the choice costs less than both together.
+        nodes: For each column, float64.
+        pairs: For each entry of the flat tables, float64; `inf` where forbidden.
+        bound: The bound: no assignment with a choice costs less than bound + reduced cost.
     """
 
     nodes: Floats
@@ -75,33 +75,34 @@ class ReducedCosts(NamedTuple):
     bound: float
 
     def room_for(self, cost: float, few: int) -> tuple[float, float, int]:
-        """Return the largest c that leaves few enough pairs.
+        """Return the largest c for which few enough pairs are left.
 
         Args:
-            cost: Of the best assignment known, which c is at most; `inf` if none is.
-            few: Pairs that may be left.
+            cost: Cost of the best known assignment, an upper limit of c; `inf` if none is known.
+            few: How many pairs may be left.
 
         Returns:
-            c, the reduced cost up to which strategies and pairs are left for it, and the pairs.
+            c, the reduced cost up to which strategies and pairs are left for it, and their number
+            of pairs.
         """
         every = self.pairs[self.pairs < inf]
         room = cost - self.bound
         if few < len(every):
             room = min(room, float(np.partition(every, few)[few]))
         below = min(self.bound + room, cost)
-        # Rounding may not forbid what costs just so much.
+        # Rounding may not forbid choices of exactly this cost.
         room += 1e-9 * (abs(self.bound) + abs(room)) if room < inf else 0.0
         return below, room, int((every <= room).sum())
 
     def left(self, compact: Compact, room: float, values: Ints) -> tuple[list[Mask], list[Mask]]:
-        """Return which strategies of each node and pairs of each edge no assignment is without.
+        """Return the strategies of each node and pairs of each edge that are not pruned.
 
-        What the present assignment takes is left, too, so that the program has a solution.
+        The present assignment is always left, so that the program has a solution.
 
         Args:
             compact: The problem.
-            room: Reduced cost up to which they are left: none that costs at most that above the
-                bound takes others.
+            room: Reduced cost up to which they are left: assignments that cost at most this much
+                above the bound take no others.
             values: The present assignment.
         """
         nodes, pairs = self.nodes <= room, self.pairs <= room
@@ -115,11 +116,11 @@ class MessagePass(NamedTuple):
 
     Args:
         edges: Numbers of the edges.
-        messages: Over them.
-        from_share: Of each column of the senders the part that is sent.
-        heard: Places of the messages that came over the same edges before.
-        said: Places of the messages to the receivers.
-        to_first, to_length: Where the receivers' strategies of each edge begin, and how many.
+        messages: The messages over them.
+        from_share: For each column of the senders, the part of its cost that is sent.
+        heard: Indices of the last messages over the same edges in the other direction.
+        said: Indices of the messages to the receivers.
+        to_first, to_length: First index and number of the receivers' strategies of each edge.
     """
 
     edges: Ints
@@ -132,11 +133,11 @@ class MessagePass(NamedTuple):
 
 
 class NodeLevel(NamedTuple):
-    """Nodes that take their strategies at once.
+    """Nodes that take their strategies at the same time.
 
     Args:
         nodes: The nodes.
-        columns, first: Their columns, and where each node's begin.
+        columns, first: Their columns, and the first of each node.
         ahead: The columns of later nodes on the edges ahead.
     """
 
@@ -149,16 +150,16 @@ class NodeLevel(NamedTuple):
 class Schedule(NamedTuple):
     """Steps of a sweep.
 
-    Messages to the earlier ends of the edges, and to the later ones, in edge order, are two flat
-    arrays.
+    There are two flat arrays of messages, in edge order: to the earlier ends of the edges, and to
+    the later ends.
 
     Args:
         swapped: Whether the first end of an edge is the later one.
-        behind: Number of edges of each node to nodes before it.
+        behind: For each node, its number of edges to earlier nodes.
         share: The part of a node's cost that goes over each edge.
-        early_column, late_column: Columns that the messages are to.
-        ahead, back: Steps.
-        levels: For assignments.
+        early_column, late_column: The receiving column of each message.
+        ahead, back: The steps of both sweeps.
+        levels: The steps of taking an assignment.
     """
 
     swapped: Mask
@@ -174,8 +175,8 @@ class Schedule(NamedTuple):
 def schedule(compact: Compact) -> Schedule:
     """Return the steps of a problem: by the nodes' numbers, or in an order with fewer levels.
 
-    Numbers are often those of a long program, one operator after the other. The other order takes
-    stretches of it side by side: the first nodes of all stretches, then the second ones, and on.
+    Numbers often follow a long program, one operator after the other. The other order interleaves
+    stretches of the program: the first nodes of all stretches, then the second nodes, and so on.
     """
     rank = np.arange(compact.num_nodes)
     few = max(_FEW_LEVELS, int(compact.num_arcs * _ARC_S / _STEP_S))
@@ -250,8 +251,8 @@ class DualAscent:
 
     Attributes:
         bound: The best bound so far.
-        prices: λ at the bound so far, float64 of shape (rows,), in cost a byte.
-        price: λ now.
+        prices: λ of the best bound, float64 of shape (rows,), in cost a byte.
+        price: The present λ.
         last_bound: The bound of the last sweep.
     """
 
@@ -294,7 +295,7 @@ class DualAscent:
             self.prices = self.price
 
     def _send(self, step: MessagePass, total: Floats, heard: Floats, said: Floats) -> Floats:
-        """Send the messages of a step; return what was moved out of each edge."""
+        """Send the messages of a step; return the cost that was moved out of each edge."""
         sent = total[step.messages.from_column] * step.from_share - heard[step.heard]
         message = step.messages.least(sent)
         least: Floats = np.minimum.reduceat(message, step.to_first)
@@ -304,10 +305,10 @@ class DualAscent:
         return least
 
     def decode(self) -> Ints:
-        """Return an assignment by present messages; it may take forbidden pairs, or not fit.
+        """Return an assignment by the present messages; it may have forbidden pairs, or not fit.
 
         Returns:
-            Strategy of each node, int64: the best for what nodes before it took.
+            Strategy of each node, int64: the best, given the strategies of earlier nodes.
         """
         plan, compact = self.schedule, self.compact
         choice = compact.priced(self.price) + np.bincount(
@@ -324,7 +325,7 @@ class DualAscent:
         """Raise the prices of rows that exceed their capacity, and lower those with room (Polyak).
 
         Args:
-            best_cost: Of the best assignment known; `inf` if none is.
+            best_cost: Cost of the best known assignment; `inf` if none is known.
         """
         if not len(self.price):
             return
@@ -363,18 +364,18 @@ class DualAscent:
         self._step = max(self._step, 0.05)
 
     def reduced_costs(self) -> ReducedCosts:
-        """Return by how much a strategy, or a pair, puts the bound up; to be called after a sweep.
+        """Return by how much each strategy or pair raises the bound; to be called after a sweep.
 
-        A pair counts both of its strategies, a strategy its cheapest pair of each edge.
+        A pair includes both of its strategies; a strategy includes its cheapest pair of each edge.
         """
         compact, plan, flat = self.compact, self.schedule, self.compact.flat
         sizes, columns = np.diff(flat.first), [flat.columns(compact.first, end) for end in (0, 1)]
-        # Where a node is the later end of an edge, it put its share into it in the sweep back.
+        # In the sweep back, a node put its share into each edge of which it is the later end.
         share = np.repeat(plan.share, compact.sizes) * self._total
         swapped = np.repeat(plan.swapped, sizes)
         pairs = flat.entries - np.repeat(self._least_edge, sizes)
         pairs += np.where(swapped, share[columns[0]], share[columns[1]])
-        # Of each entry the places of the messages to both of its ends.
+        # For each entry, the indices of the messages to both of its ends.
         early, late = np.where(plan.swapped, flat.ends.T[::-1], flat.ends.T)
         places = np.where(
             swapped, (flat.places(1), flat.places(0)), (flat.places(0), flat.places(1))

@@ -1,7 +1,7 @@
-"""Forests: some nodes are held such that the free ones form trees, drawn at random.
+"""Forests: some nodes are fixed such that the free nodes form trees, drawn at random.
 
-    o---o   #===o      # held        given the held ones, the best strategies of all trees follow
-        |   |   |      o, = trees    from two sweeps (dynamic programming); no edge joins two trees
+    o---o   #===o      # fixed       given the fixed nodes, two sweeps (dynamic programming) give
+        |   |   |      o, = trees    the best strategies of all trees; no edge joins two trees
     o---#---#   o
 
 Source: Hamze and de Freitas, "From fields to trees", UAI 2004.
@@ -17,10 +17,10 @@ import numpy as np
 from sbp_planner.choice.compact import Compact, EdgeColumns, Messages, first_least, ragged
 from sbp_planner.choice.problem import Floats, Ints
 
-#: Nodes of a tree, at most, drawn for each forest: small ones fit more often, large ones see more.
+#: The range of the largest tree of a forest: small trees fit more often, large ones find more.
 _LARGEST = (40, 400)
 
-#: Forests that are grown before the first is used again; they are grown anew after so many uses.
+#: Forests that are used in turn, and the number of uses after which they are grown again.
 _FORESTS = 8
 _USES = 12
 
@@ -29,9 +29,9 @@ class _Depth(NamedTuple):
     """The nodes of all trees at one depth.
 
     Args:
-        nodes, columns, first: The nodes, their columns, and where each node's begin.
-        parent: Of each node; none at depth 0.
-        messages: To the parents.
+        nodes, columns, first: The nodes, their columns, and the first column of each node.
+        parent: For each node its parent; none at depth 0.
+        messages: The messages to the parents.
         beside: The columns next to the parents.
     """
 
@@ -48,9 +48,9 @@ class Forest:
     """Free nodes that form trees.
 
     Attributes:
-        tree: Of each node its tree; -1 if it is held.
+        tree: For each node its tree; -1 if it is fixed.
         depths: The trees from their roots on.
-        border: The columns of free nodes next to held neighbours.
+        border: The columns of free nodes next to fixed neighbours.
         uses: How often it was used.
     """
 
@@ -65,8 +65,8 @@ class Forests:
 
     Args:
         compact: The problem.
-        forbidden: In place of inf.
-        seed: Of the random trees.
+        forbidden: A finite cost in place of `inf`.
+        seed: Seed of the random trees.
     """
 
     def __init__(self, compact: Compact, forbidden: float, seed: int = 0) -> None:
@@ -81,7 +81,7 @@ class Forests:
         self._turn = 0
 
     def next(self) -> Forest:
-        """Return a forest, of some that are used in turn."""
+        """Return the next forest; some forests are used in turn."""
         self._turn = (self._turn + 1) % _FORESTS
         if len(self._forests) < _FORESTS:
             self._forests.append(self._grown())
@@ -93,7 +93,7 @@ class Forests:
         return forest
 
     def best(self, forest: Forest, values: Ints, own: Floats) -> Ints:
-        """Return the best strategies of all trees, the rest held.
+        """Return the best strategies of all trees, given the fixed nodes.
 
         Args:
             forest: The trees.
@@ -114,7 +114,7 @@ class Forests:
         return result
 
     def _grown(self) -> Forest:
-        """Hold some nodes, at random, such that the others form small trees."""
+        """Fix some nodes, at random, such that the other nodes form small trees."""
         count = self.compact.num_nodes
         leader = list(range(count))
         size = [1] * count
@@ -141,7 +141,7 @@ class Forests:
     def _rooted(self, free: Ints) -> Forest:
         compact, ends = self.compact, self.compact.flat.ends
         tree = np.full(compact.num_nodes, -1, dtype=np.int64)
-        # Of each depth the nodes, their parents, and the edges to these.
+        # For each depth the nodes, their parents, and the edges to the parents.
         found: list[list[tuple[int, int, int]]] = []
         for start in np.flatnonzero(free).tolist():
             if tree[start] >= 0:
@@ -175,7 +175,7 @@ class Forests:
                     beside=compact.edge_columns(edges, second),
                 )
             )
-        # Edges between a free node and a held one, at their free ends.
+        # Edges between a free node and a fixed one, at their free ends.
         is_free = free[ends]
         edges = np.flatnonzero(is_free[:, 0] != is_free[:, 1])
         border = compact.edge_columns(edges, is_free[edges, 1])

@@ -6,18 +6,18 @@
              │      prune, reduce ──> integer programs       a second process
              └──────────────────────── proofs
 
-What is pruned is in no assignment that costs at most c. If the best of the program that is left
-costs at most c, it is the best of all; if not, all cost more than c, which is a bound. So c
-may be below the best cost known: the farther, the smaller the program. The largest c with a
-program of a size that was solved in time before is taken; each one solved raises the bound or finds
-something better, so that the next is nearer to the best cost, where it is the proof. After one that
-was not solved in time, the second process has neighbourhoods to solve for a while.
+Pruned choices are in no assignment that costs at most c. If the best assignment of the rest costs
+at most c, it is optimal. If not, all assignments cost more than c, which is a bound. So c may be
+below the best known cost; the lower it is, the smaller the program. The search takes the largest c
+whose program has a size that was solved in time before. Each solved program raises the bound or
+finds a better assignment, so the next c is nearer to the best cost, where it is the proof. After a
+program that was not solved in time, the second process solves neighbourhoods for a while.
 
-Assignments get better by trees, which change much at once but by what is near; by neighbourhoods,
-which see farther and cost more; and by trees drawn at random, at a temperature that falls
-(annealing). What has brought most of late has most of the time. Where none is known that fits,
-prices of rows above their capacity are raised until one does; where forbidden pairs stay, nodes are
-tried one after the other.
+Assignments are improved in three ways: by trees, which change much at once, but only locally; by
+neighbourhoods, which see farther and cost more; and by trees drawn at random, at a temperature that
+falls (annealing). The way with the largest recent gain gets most of the time. While no assignment
+fits, prices of rows above their capacity are raised until one does. While forbidden pairs remain,
+nodes are tried one after the other.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", Science 220 (1983).
 """
@@ -42,77 +42,77 @@ from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 _log = logging.getLogger(__name__)
 
-#: Allowed pairs that the second process is given at first, at least, and at most.
+#: Allowed pairs in a program of the second process: at first, at least, and at most.
 _PAIRS = 40_000.0
 _FEWEST_PAIRS = 4_000.0
 _MOST_PAIRS = 400_000.0
 
-#: Part of the time that is left that one program may take, and least seconds; part of it that
-#: the reductions before it may take.
+#: Part of the remaining time for one program, and its least seconds; part of the remaining time for
+#: the reductions before it.
 _PROGRAM_PART = 0.15
 _PROGRAM_S = 15.0
 _PRUNE_PART = 0.1
 
-#: A program for the proof takes the place of one that is so much larger.
+#: A new program for the proof replaces a running one if it has at most this part of its pairs.
 _MUCH_SMALLER = 0.6
 
-#: Neighbourhoods that the second process solves after a program that it did not; as many while the
-#: gap is wide, when a proof is far; how much larger than those of this process, and seconds for
-#: each.
+#: Neighbourhoods that the second process solves after a program that it could not solve; the number
+#: while the gap is wide, so a proof is far; the factor by which they are larger than those of this
+#: process, and seconds for each.
 _BLOCKS = 6
 _MANY_BLOCKS = 24
 _WIDE_GAP = 0.005
 _LARGER = 3.0
 _BLOCK_S = 12.0
 
-#: Sweeps of messages between two looks at the time and at what they say; sweeps after prices moved,
-#: for the messages to follow; a rise of the bound, as a part of the gap, that is none; so many make
-#: an end.
+#: Sweeps of messages between two looks at the time and the bound; sweeps to settle the messages
+#: after a change of prices; a rise of the bound, as a part of the gap, that counts as none; after
+#: so many of these the sweeps end.
 _SWEEPS = 20
 _SETTLING_SWEEPS = 3
 _LITTLE = 0.003
 _LITTLE_ROUNDS = 4
 
-#: Part of the time that messages may have first; the part of that after which what they say is made
-#: to fit, while nothing does, and again after twice as long; their part later, compared to the
-#: search between two rounds of them, at least and at most; the rise, as a part of the gap, for the
-#: most; seconds of the search at least.
+#: Part of the time for messages at first; the part of that after which an assignment is decoded and
+#: made to fit, while none fits (again after twice as long); later their part compared to the search
+#: between two rounds of them, at least and at most; the rise, as a part of the gap, that gives them
+#: the most; least seconds of the search.
 _MESSAGES_PART = 0.35
 _FIRST_MESSAGES = 0.03
 _MESSAGES_SHARES = (0.1, 1.0)
 _MUCH = 0.03
 _NEAR_S = 2.0
 
-#: Part of the time that messages have when a first assignment is looked for.
+#: Part of the time for messages while a first assignment is looked for.
 _BEGIN_MESSAGES = 0.6
 
-#: Part of the time left in which an assignment is made to fit, at first.
+#: Part of the remaining time for making an assignment fit, at first.
 _FIRST_PART = 0.1
 
-#: Part of the time left in which an assignment without forbidden pairs is looked for.
+#: Part of the remaining time for finding an assignment without forbidden pairs.
 _CONSISTENT_PART = 0.4
 
-#: By how much the logarithm of the prices varies from forest to forest; forests without a better
-#: assignment that are enough.
+#: The spread of the logarithm of the prices from forest to forest; so many forests without a better
+#: assignment end the search by trees.
 _PRICE_SPREAD = 0.25
 _VAIN_FORESTS = 16
 
-#: Temperatures to begin with, in terms of the gap of a node, and the last as a part of the first;
-#: forests on the way, at first and at most, and how many more after as many in vain; the part of
-#: the time left that they may take.
+#: First temperatures, in terms of the gap of a node, and the last one as a part of the first;
+#: forests on the way, at first and at most, and the factor by which they grow after a failure; the
+#: part of the remaining time that they may take.
 _TEMPERATURES = (0.25, 4.0)
 _COOLED = 0.05
 _DRAWS = (100, 3200)
 _MORE_DRAWS = 1.5
 _DRAWS_PART = 0.1
 
-#: Part of all strategies that trees move in, at least and at most; from 1 on all of them.
+#: Part of all strategies in the core of the trees, at least and at most; from 1 on all of them.
 _CORE_PARTS = (0.05, 1.5)
 
-#: Part of the time left that one oscillation may take.
+#: Part of the remaining time that one oscillation may take.
 _OSCILLATION_PART = 0.05
 
-#: How much of what a way to search brought is remembered after one more; least weight of one.
+#: Decay of the average gain of a way to search; least weight of a way.
 _MEMORY = 0.7
 _LEAST_WEIGHT = 0.15
 
@@ -130,33 +130,33 @@ class LargeSearch:
         usual = abs(self.dual.bound) / max(part.compact.num_nodes, 1)
         self.usual = usual / (capacity.mean() if len(capacity) else 1.0)
         self.random = np.random.default_rng(0)
-        # All strategies; those that trees move in now, and which part of all these are.
+        # Moves with all strategies; moves with the core, and the part of all strategies in it.
         self.whole = TreeMoves(part.compact, self.near.forbidden, self.usual)
         self.core = self.whole
         self.core_part = 1.0
-        # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
+        # Recent gain of neighbourhoods, annealing, and oscillation, in cost a second.
         self.gains = np.zeros(3)
-        # Seconds that each of them took of late; 0 until it has had a turn.
+        # Recent seconds of each of them; 0 before its first turn.
         self.seconds = np.zeros(3)
         self.draws = float(_DRAWS[0])
         self.pairs = _PAIRS
         self.blocks = 0
         self.worker: SolverProcess | None = None
         self.worker_failed = False
-        # What the second process works on: a program and the c of it, or a neighbourhood.
+        # The work of the second process: a program and its c, or a neighbourhood.
         self.worker_part: RemainingProblem | None = None
         self.worker_below = inf
         self.worker_block: Proposal | None = None
         self._offered = 0.0
         self._messages_s = 0.0
-        # What trees have not made better.
+        # An assignment that trees do not improve.
         self._settled: Ints | None = None
 
     def begin(self, until: float) -> None:
         """Find an assignment, by `until` if it is easy to find.
 
         Args:
-            until: Of `time.monotonic`, in s.
+            until: Time of `time.monotonic`, in s.
         """
         now = time.monotonic()
         self._pass_messages(now + _BEGIN_MESSAGES * (until - now))
@@ -189,7 +189,7 @@ class LargeSearch:
                 self._search_near(time.monotonic() + max(_NEAR_S, self._messages_s / share))
                 took, before = time.monotonic() - began, self.dual.bound
                 self._pass_messages(time.monotonic() + share * took)
-                # While the bound rises, messages have most of the time.
+                # While the bound rises fast, messages have most of the time.
                 rise = (self.dual.bound - before) / max(self.record.cost - before, 1e-300)
                 share = max(share / 2, _MESSAGES_SHARES[0])
                 if rise > _MUCH:
@@ -200,14 +200,14 @@ class LargeSearch:
                 self.worker.end()
 
     def _find_first(self, until: float) -> None:
-        """Pass messages for longer and longer, until what they say can be made to fit."""
+        """Pass messages for longer and longer, until a decoded assignment can be made to fit."""
         now = time.monotonic()
         seconds = _FIRST_MESSAGES * (until - now)
         while not self.near.fits and not self.record.done and now < until:
             self._pass_messages(min(until, now + seconds))
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             now, seconds = time.monotonic(), 2 * seconds
-        # What rose at early prices would be in the way of better ones.
+        # Penalties that rose at early prices would be in the way of better ones.
         self.whole.penalty = np.zeros_like(self.whole.penalty)
 
     def _search_near(self, until: float) -> None:
@@ -239,16 +239,16 @@ class LargeSearch:
                 return
 
     def _drawn_way(self) -> int:
-        """Draw what comes next: each way once, then mostly what brings most in its time."""
+        """Draw the next way: each once, then mostly the one with the largest gain in its time."""
         if not self.seconds.all():
             return int(self.seconds.argmin())
         weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(3)
-        # Of the time, not of the turns: some ways are many times as quick as others.
+        # Weights are for time, not for turns: some ways are many times as quick as others.
         weights = np.maximum(weights, _LEAST_WEIGHT) / self.seconds
         return int(self.random.choice(3, p=weights / weights.sum()))
 
     def _move_trees(self) -> None:
-        """Improve the present assignment by trees, until some forests bring nothing."""
+        """Improve the present assignment by trees, until some forests gain nothing."""
         if self.near.values is self._settled:
             return
         vain = 0
@@ -264,7 +264,7 @@ class LargeSearch:
         self._settled = self.near.values
 
     def _anneal(self) -> None:
-        """Draw trees at a temperature that falls, from the present assignment on."""
+        """Draw trees at a falling temperature, starting from the present assignment."""
         began = time.monotonic()
         until = self.record.after(_DRAWS_PART)
         unit = max(self.near.merit.cost - self.dual.bound, 0.0) / self.part.compact.num_nodes
@@ -286,7 +286,7 @@ class LargeSearch:
         self.draws = min(self.draws * more, _DRAWS[1])
 
     def _offer_near(self, force: bool = False) -> None:
-        """Offer the present assignment; not too often, as it is extended to all nodes."""
+        """Offer the present assignment; not too often, because it is extended to all nodes."""
         now = time.monotonic()
         if force or now >= self._offered:
             self.part.offer(self.near.values)
@@ -315,7 +315,7 @@ class LargeSearch:
                 return
 
     def _avoid_forbidden(self, until: float) -> None:
-        """Look for an assignment without forbidden pairs, near what the messages say."""
+        """Look for an assignment without forbidden pairs, near the one of the messages."""
         wanted = self.dual.reduced_costs().nodes
         values = consistent(self.part.compact, wanted, until)
         if values is not None:
@@ -334,7 +334,7 @@ class LargeSearch:
         self._offer_near(force=before.excess > 0 and self.near.fits)
 
     def _guide(self) -> None:
-        """Have the messages settle at the best prices; neighbourhoods follow what they say."""
+        """Let the messages settle at the best prices; neighbourhoods then follow them."""
         self.dual.price = self.dual.prices
         for _ in range(_SETTLING_SWEEPS):
             self.dual.sweep()
@@ -345,7 +345,7 @@ class LargeSearch:
         self._settled = None
 
     def _draw_core(self, values: Ints) -> None:
-        """Have trees move in the strategies that the guide has best, and those of an assignment."""
+        """Make the core: the best strategies by the guide, and the strategies of an assignment."""
         compact, guide, before, kept = self.part.compact, self.near.guide, self.core, None
         if guide is not None:
             kept = near(compact, values, guide.nodes, self.core_part)
@@ -356,13 +356,13 @@ class LargeSearch:
             self.core.penalty = before.penalty
 
     def _moves(self, values: Ints) -> TreeMoves:
-        """Return what moves an assignment: the present core, or one with its strategies."""
+        """Return the moves for an assignment: the present core, or one with its strategies."""
         if not self.core.holds(values):
             self._draw_core(values)
         return self.core
 
     def _feed_worker(self) -> None:
-        """Give the second process something to do, if there is reason to."""
+        """Give the second process something to do, if it makes sense."""
         if self.record.done or self.worker_failed or self.near.guide is None:
             return
         running = self.worker is not None and self.worker.running
@@ -380,7 +380,7 @@ class LargeSearch:
         if running and self.worker_below >= self.record.cost < inf:
             return
         while not self.record.done and not self._begin_program(self.near.guide, running):
-            # Nothing was left to choose: more may be left.
+            # Nothing was left to choose, so more pairs may be left.
             self.pairs *= 2.0
 
     def _begin_program(self, guide: ReducedCosts, running: bool) -> bool:
@@ -417,12 +417,12 @@ class LargeSearch:
                 self.worker = SolverProcess()
             self.worker.submit(task)
         except OSError:
-            # No process can be had: neighbourhoods and messages go on without one.
+            # No process can be started: neighbourhoods and messages go on without one.
             _log.warning("no second process for the integer program", exc_info=True)
             self.worker_failed = True
 
     def _close(self, below: float, cost: float) -> None:
-        """Take in that all assignments cost at least `cost`, or more than `below`."""
+        """Record that all assignments cost at least `cost`, or more than `below`."""
         least = min(below, cost)
         if least == inf or self.record.cost <= least + 1e-9 * abs(least):
             self.record.prove()
@@ -430,7 +430,7 @@ class LargeSearch:
             self.record.raise_bound(least)
 
     def _listen(self) -> None:
-        """Take in what the second process has found."""
+        """Record the results of the second process."""
         if self.worker is None:
             return
         for message in self.worker.messages():
@@ -461,12 +461,12 @@ class LargeSearch:
                     self.blocks = _MANY_BLOCKS if wide else _BLOCKS
                 self.worker_part = None
         if not self.worker.alive:
-            # It died, perhaps for want of memory: another would, too.
+            # It died, perhaps out of memory: another one would, too.
             _log.warning("the second process for integer programs has died")
             self.worker_failed = True
 
     def _offer_found(self, part: RemainingProblem, values: Ints) -> None:
-        """Offer an assignment of a pruned part, and search on from it."""
+        """Offer an assignment of a pruned part, and continue the search from it."""
         part.offer(values)
         here = self.part.projected(self.record.best)
         if here is not None:

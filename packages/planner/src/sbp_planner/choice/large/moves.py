@@ -1,25 +1,25 @@
 """Improve an assignment by the trees of a forest: many small changes at once, with memory priced.
 
-The best strategies of all trees at present prices change some nodes. Those that hang together in a
-tree are a *piece*; pieces do not touch, so their costs add up, and each may be taken alone:
+At present prices, the best strategies of all trees change some nodes. Changed nodes that are
+connected in a tree are a *piece*. Pieces do not touch, so their costs add up, and each may be taken
+alone:
 
     o---O---O---o---O---o        O changes, o stays: two pieces
 
-A piece that costs less is taken if what it holds fits. Where memory is short a piece that costs
-more may free what others make better use of: all that the prices call for are taken, first those
-that free memory, then the others while they fit; the costs alone decide whether that stays.
+A piece that costs less is taken if its memory fits. If memory is short, a piece that costs more may
+free memory that other pieces use better. So all pieces that pay at the prices are taken: first
+those that free memory, then the others while they fit. The costs alone decide whether that stays.
 
-Where an assignment exceeds capacities, or may for a while, a *penalty* for each byte above takes
-the place of the limit: a piece is taken if cost and penalties together fall. The penalty of a row
-rises while the row is above its capacity, and stays where it is not. Rows that are near their
-capacity are priced when pieces are proposed, too, by a part of their penalty that is drawn anew
-each time: enough to keep them below, or little enough to let others in. An assignment that fits
-gets better so as well: penalties are lowered, in some stretch of time or everywhere, and rise again
-until it fits (*oscillation*).
+If an assignment exceeds capacities, or may for a while, a *penalty* for each byte above replaces
+the limit: a piece is taken if the sum of cost and penalties falls. The penalty of a row rises while
+the row is above its capacity, and stays otherwise. Rows near their capacity are also priced when
+pieces are proposed, by a random part of their penalty: enough to keep them below, or little enough
+to let other pieces in. An assignment that fits is improved this way, too: penalties are lowered, in
+some stretch of time or everywhere, and rise again until it fits (*oscillation*).
 
-Trees take time by the pairs of all edges, most of which no good assignment takes. In a *core*, all
-nodes and all memory rows are there, with the strategies that put the bound up little: moves are
-many times as fast, and what they find is an assignment of the whole problem.
+The time of trees grows with the pairs of all edges, most of which no good assignment takes. A
+*core* has all nodes and all memory rows, but only the strategies that raise the bound little. Moves
+are many times as fast, and their result is an assignment of the whole problem.
 
     strategies of a node    a b c d e f g h        by reduced cost, the present one marked
     the core                a b . . e*. . .        its tables have 9 of 64 pairs of such an edge
@@ -43,28 +43,28 @@ from sbp_planner.choice.compact import Compact, Mask, ragged
 from sbp_planner.choice.large.forest import Forests
 from sbp_planner.choice.problem import Floats, Ints
 
-#: By which factor the penalty of a row above its capacity rises from forest to forest, and what is
-#: added for each part above, in terms of a usual price.
+#: The factor by which the penalty of a row above its capacity rises from forest to forest, and the
+#: addition for each part above, in terms of a usual price.
 _RISE = 1.25
 _ADDED = 1.0
 
 #: A row is near its capacity if no more than this part of it is free.
 _NEAR = 0.02
 
-#: Forests without less bytes above capacity that are enough.
+#: So many forests without fewer bytes above capacity end the search.
 _VAIN = 60
 
-#: Forests with lowered penalties, and by which factor they are lowered, at least and at most.
+#: Forests with lowered penalties, and the range of the factor that lowers them.
 _LOW_FORESTS = 4
 _LOWERED = (0.2, 0.9)
 
-#: By how much the logarithm of the prices varies from forest to forest.
+#: The spread of the logarithm of the prices from forest to forest.
 _PRICE_SPREAD = 0.25
 
 #: With at most so many pairs, moves are quick enough with all strategies.
 _MANY_PAIRS = 60_000
 
-#: First and end row of spans, and bytes more.
+#: First and end row of spans, and their change in bytes.
 Spans = tuple[Ints, Ints, Ints]
 
 
@@ -73,11 +73,11 @@ class _Pieces(NamedTuple):
 
     Args:
         changed: The nodes that change.
-        place: Of each of them its piece.
+        place: For each of them, the index of its piece.
         proposed: The strategies of all nodes if all pieces are taken.
-        cost: Of each piece what it costs more, float64.
+        cost: For each piece its change in cost, float64.
         priced: The same, with prices.
-        spans: Of each piece the spans that change.
+        spans: For each piece the spans that change.
     """
 
     changed: Ints
@@ -98,18 +98,18 @@ class _Pieces(NamedTuple):
 
 
 class TreeMoves:
-    """Improves assignments of one problem; these are of the whole problem, also in a core.
+    """Improves assignments of one problem; with a core, these are still of the whole problem.
 
     Args:
         compact: The problem.
-        forbidden: In place of inf.
-        usual: A price that makes the memory of a row as dear as a node, in cost a byte.
-        seed: Of the random trees.
-        kept: Which columns are in the core, bool, one of each node at least; None: all.
+        forbidden: A finite cost in place of `inf`.
+        usual: A price at which the memory of a row costs as much as a node, in cost a byte.
+        seed: Seed of the random trees.
+        kept: The columns in the core, bool, at least one of each node; None: all.
 
     Attributes:
-        part: The problem with the strategies of the core only.
-        penalty: Of each row, in cost a byte, float64.
+        part: The problem with only the strategies of the core.
+        penalty: The penalty of each row, in cost a byte, float64.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TreeMoves:
         self.forests = Forests(part, forbidden, seed)
         self.penalty = np.zeros(len(part.capacity))
         self._capacity = np.maximum(part.capacity, 1).astype(np.float64)
-        # Spans of each column: places in the order of columns.
+        # Spans of each column: indices in the order of columns.
         self._span_order = np.argsort(part.held_column, kind="stable")
         columns = np.arange(len(part.cost) + 1)
         self._span_first = np.searchsorted(part.held_column[self._span_order], columns)
@@ -174,7 +174,7 @@ class TreeMoves:
         chosen = [piece for piece in order.tolist() if room.takes(piece)]
         fits = not len(usage) or usage.max() <= 0
         if fits and len(frees):
-            # What freed memory that nothing made use of is taken back, the dearest first.
+            # Pieces that freed memory for nothing are taken back, the most expensive first.
             taken = set(chosen)
             dearest = frees[np.argsort(-cost[frees], kind="stable")].tolist()
             needless = {piece for piece in dearest if piece in taken and room.takes(piece, -1)}
@@ -187,13 +187,13 @@ class TreeMoves:
     def drawn(self, values: Ints, prices: Floats, temperature: float) -> Ints:
         """Return an assignment drawn at random, the more likely the less it costs, by one forest.
 
-        Each strategy's cost has noise added (Gumbel), as much as the temperature. No row gets
-        farther above its capacity than it is.
+        Noise (Gumbel) is added to each strategy's cost, in proportion to the temperature. No row
+        gets farther above its capacity than it is.
 
         Args:
             values: The strategy of each node.
             prices: λ of each row, in cost a byte.
-            temperature: In terms of cost.
+            temperature: Temperature, in units of cost.
         """
         start, own = self.inner(values), self.part.priced(prices)
         pieces = self._pieces(start, own - temperature * self.random.gumbel(size=len(own)))
@@ -204,12 +204,12 @@ class TreeMoves:
         return self.whole(pieces.taken(start, [piece for piece in order if room.takes(piece)]))
 
     def fitted(self, values: Ints, prices: Floats, until: float) -> Ints:
-        """Return an assignment that fits, or that exceeds capacities least of those that were met.
+        """Return an assignment that fits, or of all that were tried the one nearest to fitting.
 
         Args:
-            values: To begin with.
+            values: The first assignment.
             prices: λ of each row, in cost a byte.
-            until: Of `time.monotonic`, in s.
+            until: Time of `time.monotonic` at which it ends, in s.
         """
         self.penalty = np.maximum(self.penalty, prices)
         present = self.inner(values)
@@ -225,17 +225,17 @@ class TreeMoves:
         return best
 
     def oscillated(self, values: Ints, prices: Floats, until: float) -> Ints:
-        """Return what becomes of an assignment if it may exceed capacities for a while.
+        """Return an assignment that was allowed to exceed capacities for a while, then fitted.
 
         Args:
-            values: To begin with.
+            values: The first assignment.
             prices: λ of each row, in cost a byte.
-            until: Of `time.monotonic`, in s.
+            until: Time of `time.monotonic` at which it ends, in s.
         """
         count = len(self.penalty)
         factor = np.full(count, self.random.uniform(*_LOWERED))
         if self.random.random() < 0.7 and count:
-            # Only in a stretch of time; the rest stays as dear as it is.
+            # Only in a stretch of time; elsewhere the penalties stay.
             width = int(np.exp(self.random.uniform(0, np.log(count + 1))))
             first = int(self.random.integers(max(count - width, 0) + 1))
             factor[:first] = factor[first + width :] = 1.0
@@ -249,12 +249,12 @@ class TreeMoves:
         return self.fitted(self.whole(present), prices, until)
 
     def _above(self, values: Ints) -> Floats:
-        """Return by which part of its capacity each row is above it."""
+        """Return the excess of each row above its capacity, as a part of its capacity."""
         above: Floats = np.maximum(self.part.excess(values), 0) / self._capacity
         return above
 
     def _eased(self, values: Ints, prices: Floats) -> Ints:
-        """Return an assignment of which cost and penalties together are no more, by one forest.
+        """Return an assignment with no larger sum of cost and penalties, by one forest.
 
         No pair becomes forbidden.
         """
@@ -274,14 +274,14 @@ class TreeMoves:
         return pieces.taken(values, chosen)
 
     def _pieces(self, values: Ints, own: Floats) -> _Pieces | None:
-        """Return what the best strategies of the next forest change; None if nothing."""
+        """Return the changes to the best strategies of the next forest; None if there are none."""
         forest = self.forests.next()
         proposed = self.forests.best(forest, values, own)
         changes = proposed != values
         changed = np.flatnonzero(changes)
         if not len(changed):
             return None
-        # Of each node that changes the node nearest to the root of its piece.
+        # For each node that changes, the node of its piece nearest to the root.
         piece = np.arange(len(changes))
         for depth in forest.depths[1:]:
             both = changes[depth.nodes] & changes[depth.parent]
@@ -294,7 +294,7 @@ class TreeMoves:
         priced = np.bincount(place, own[new] - own[old], count).astype(np.float64)
         of_node = np.full(compact.num_nodes, -1, dtype=np.int64)
         of_node[changed] = place
-        # Of an edge one end may stay, whose piece is -1: its place is that of the other end.
+        # If one end of an edge stays, its piece is -1: the edge belongs to the other end's piece.
         ends = of_node[flat.ends].max(axis=1)
         edges = np.flatnonzero(ends >= 0)
         entries = self.forests.entries
@@ -323,8 +323,8 @@ class _Room:
     """The memory that pieces may take.
 
     Args:
-        excess: Bytes of each row above its capacity.
-        spans: Of each piece the spans that change.
+        excess: For each row, its bytes above its capacity.
+        spans: For each piece the spans that change.
     """
 
     def __init__(self, excess: Ints, spans: list[Spans]) -> None:
@@ -344,12 +344,12 @@ class _Room:
         return True
 
     def pays(self, piece: int, cost: float, penalty: Floats) -> bool:
-        """Take a piece if its cost and what penalties rise by are below 0.
+        """Take a piece if the sum of its cost and the change of penalties is below 0.
 
         Args:
-            piece: Which.
-            cost: What it costs more.
-            penalty: Of each row for a byte above its capacity.
+            piece: Index of the piece.
+            cost: Its change in cost.
+            penalty: For each row, the penalty of a byte above its capacity.
         """
         if not len(self.spans[piece][0]):
             return cost < 0
@@ -362,7 +362,7 @@ class _Room:
         return True
 
     def _change(self, piece: int, sign: int) -> tuple[slice, Ints]:
-        """Return the rows at which a piece holds other bytes, and how many more."""
+        """Return the rows at which a piece changes the memory, and the change in bytes."""
         first, end, more = self.spans[piece]
         low, high = int(first.min()), int(end.max())
         change = np.zeros(high - low + 1, dtype=np.int64)
@@ -372,16 +372,16 @@ class _Room:
 
 
 def near(compact: Compact, values: Ints, reduced: Floats, part: float) -> Mask | None:
-    """Return a core: strategies that put the bound up least, and those that are present.
+    """Return a core: the strategies that raise the bound least, and the present ones.
 
     Args:
         compact: The problem.
         values: The present strategy of each node.
-        reduced: Of each column, by how much it puts the bound up.
-        part: Of all columns, that is left.
+        reduced: For each column, by how much it raises the bound.
+        part: The part of all columns that is kept.
 
     Returns:
-        Of each column whether it is left; None if there are few pairs.
+        For each column, whether it is kept; None if there are few pairs.
     """
     if len(compact.flat.entries) <= _MANY_PAIRS or part >= 1:
         return None
@@ -395,7 +395,7 @@ def near(compact: Compact, values: Ints, reduced: Floats, part: float) -> Mask |
 
 
 def restricted(compact: Compact, kept: Mask) -> Compact:
-    """Return the problem with some columns only, of each node one at least."""
+    """Return the problem with some columns only, at least one of each node."""
     own = [np.flatnonzero(part) for part in np.split(kept, compact.first[1:-1])]
     tables = [
         table[own[u]][:, own[v]]

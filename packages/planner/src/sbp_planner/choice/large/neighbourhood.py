@@ -1,18 +1,18 @@
-"""Improve an assignment: free some nodes, hold the others, solve what is free as a program.
+"""Improve an assignment: free some nodes, hold the others fixed, solve for the free nodes.
 
-The nodes that are freed hang together, or hold memory at one row near its capacity:
+The free nodes are connected, or hold memory at one row near its capacity:
 
-    held  . . o===o . .        costs of edges to held nodes are costs of the freed ones; memory of
-              |   |            held nodes is taken from the capacity
-    held  . . o===o . .
+    fixed . . o===o . .        costs of edges to fixed nodes are costs of the free nodes; memory of
+              |   |            fixed nodes is taken from the capacity
+    fixed . . o===o . .
 
-Reduced costs, once known, guide: nodes are freed first that take what puts the bound up, and of the
-freed ones those strategies and pairs are left out that put it up a lot. How many are left out is
-drawn: few nodes with all of their strategies, or many with the best. What has brought most of late
-is drawn most. As many are freed as can be solved in some seconds: more after a quick solve, fewer
-after one that ran out of time; the more has been in vain, the more seconds (variable neighbourhood
-search). While an assignment does not fit, what is minimised is the part by
-which it exceeds; while it takes forbidden pairs, these cost a lot instead.
+Reduced costs, once known, guide the search. Nodes whose strategies raise the bound are freed first.
+Strategies and pairs of free nodes that raise it a lot are left out. How many is drawn: few nodes
+with all of their strategies, or many nodes with the best. The choice with the largest recent gain
+is drawn most. As many nodes are freed as can be solved in some seconds: more after a quick solve,
+fewer after one that ran out of time. The more solves were in vain, the more seconds (variable
+neighbourhood search). While an assignment does not fit, its relative excess is minimised; while
+it takes forbidden pairs, these have a large cost instead.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
 problems", CP 1998 (large neighbourhood search); Hansen and Mladenovic, "Variable neighborhood
@@ -35,14 +35,14 @@ from sbp_planner.choice.large.dual import ReducedCosts
 from sbp_planner.choice.problem import Floats, Ints
 from sbp_planner.choice.program import ProgramResult, solve_program
 
-#: Allowed pairs among freed nodes, to begin with, at least, and at most.
+#: Allowed pairs among free nodes: at first, at least, and at most.
 _PAIRS = 6_000.0
 _FEWEST_PAIRS = 200.0
 _MOST_PAIRS = 100_000.0
 
-#: Seconds for one integer program, at least and at most; by how much more after one in vain, and
-#: less after another; the part of them that is quick, and by how much more is freed after one that
-#: was very quick, or quick; the part of the time left that is enough.
+#: Seconds for one integer program, at least and at most; the factors for these after one in vain,
+#: and after another; the part of them that counts as quick, and the growth of the neighbourhoods
+#: after one that was very quick, or quick; the part of the remaining time for one program.
 _SOLVE_S = (3.0, 30.0)
 _MORE_S = 1.1
 _LESS_S = 0.6
@@ -51,21 +51,20 @@ _GROWTH = 1.6
 _LITTLE_GROWTH = 1.2
 _SOLVE_PART = 0.1
 
-#: Parts of all pairs that are kept, by the guide.
+#: Parts of all pairs that are kept, according to the guide.
 _PARTS = (1.0, 0.3, 0.1, 0.03)
 
-#: Where edges have very many pairs, so many are kept as well: for each edge, and in all at least.
+#: Least numbers of kept pairs, if edges have very many: for each edge, and for all.
 _FEW_AN_EDGE = 4
 _FEW = 8_000.0
 
-#: How much of what a kind of neighbourhood brought is remembered after one more; least weight of a
-#: kind when one is drawn.
+#: Decay of the average gain of a kind of neighbourhood; least weight of a kind when one is drawn.
 _MEMORY = 0.8
 _LEAST_WEIGHT = 0.15
 
 
 class Merit(NamedTuple):
-    """What is compared: forbidden pairs, then bytes above the capacities of all rows, then cost."""
+    """Compared in order: forbidden pairs, bytes above the capacities of all rows, cost."""
 
     forbidden: int
     excess: float
@@ -74,13 +73,13 @@ class Merit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Kind:
-    """Neighbourhoods for which one part of the pairs is kept.
+    """Neighbourhoods that keep one part of the pairs.
 
     Attributes:
         room: Reduced cost up to which strategies and pairs are kept.
         pairs: Kept pairs of each edge.
-        budget: Pairs among freed nodes.
-        gain: Cost a second that it brought of late.
+        budget: Number of pairs among free nodes.
+        gain: Its recent gain, in cost a second.
     """
 
     room: float
@@ -90,16 +89,16 @@ class _Kind:
 
 
 class Proposal(NamedTuple):
-    """Some nodes that are freed.
+    """Nodes to free, and their program.
 
     Args:
         part: The program of these nodes.
         free: The nodes.
         kept: Their strategies in the part.
-        start: The present strategies, in terms of the part; None if one is gone.
+        start: The present strategies, as indices of the part; None if one of them is left out.
         elastic: Whether capacities may be exceeded.
         rows: Memory rows that will probably bind.
-        kind: Its number.
+        kind: Index of its kind of neighbourhood.
     """
 
     part: Compact
@@ -121,7 +120,7 @@ class Neighbourhoods:
 
     def __init__(self, compact: Compact, values: Ints, seed: int = 0) -> None:
         self.compact = compact
-        # In place of forbidden pairs while the assignment has some.
+        # The cost of forbidden pairs while the assignment has some.
         self.allowed = compact.flat.entries < inf
         finite = np.abs(compact.flat.entries[self.allowed])
         largest = max(1.0, finite.max(initial=0), float(np.abs(compact.cost).max(initial=0)))
@@ -141,7 +140,7 @@ class Neighbourhoods:
         return self.merit.forbidden == 0 and self.merit.excess == 0
 
     def follow(self, guide: ReducedCosts, prices: Floats) -> None:
-        """Take reduced costs as a guide from now on; rows with a price probably bind."""
+        """Use reduced costs as the guide from now on; rows with a price will probably bind."""
         self.guide = guide
         self.rows = np.flatnonzero(prices)
         pairs = guide.pairs
@@ -166,7 +165,7 @@ class Neighbourhoods:
         return pairs
 
     def replace_values(self, values: Ints) -> None:
-        """Go on from another assignment, if it is better."""
+        """Continue from another assignment, if it is better."""
         merit = self._merit(values)
         if merit < self.merit:
             self.values, self.merit = values, merit
@@ -205,14 +204,14 @@ class Neighbourhoods:
         """Return nodes to free; None if there are none.
 
         Args:
-            larger: How much larger it may be than others.
+            larger: The factor by which it may be larger than usual.
         """
         number = self._drawn_kind()
         free = self._chosen(self.kinds[number], larger)
         if not len(free):
             return None
         part, kept = self._part(free, self.kinds[number].room)
-        # A node in the part has lost the strategies that held nodes forbid; so may have its own.
+        # The part lacks strategies that fixed nodes forbid, perhaps also the present ones.
         places = zip(free, kept, strict=True)
         start = [np.flatnonzero(own == self.values[node]) for node, own in places]
         found = np.array([int(at[0]) for at in start]) if all(map(len, start)) else None
@@ -220,7 +219,7 @@ class Neighbourhoods:
         return Proposal(part, free, kept, found, elastic, self.rows.tolist(), number)
 
     def accept(self, proposal: Proposal, result: ProgramResult, took_s: float) -> bool:
-        """Take a result over, if the assignment becomes better by it; return whether it did."""
+        """Accept a result if it improves the assignment; return whether it does."""
         kind = self.kinds[proposal.kind % len(self.kinds)]
         if took_s < _QUICK * self.seconds:
             growth = _GROWTH if took_s < _QUICK**2 * self.seconds else _LITTLE_GROWTH
@@ -250,7 +249,7 @@ class Neighbourhoods:
         return int(self.random.choice(len(weights), p=weights / weights.sum()))
 
     def _chosen(self, kind: _Kind, larger: float) -> Ints:
-        """Return the nodes to free: grown from one, or from some that share a row."""
+        """Return the nodes to free: grown from one node, or from some that share a memory row."""
         seeds = [self._drawn_node()]
         if self.merit.forbidden:
             flat, values = self.compact.flat, self.values
@@ -261,7 +260,7 @@ class Neighbourhoods:
         return self._grown(seeds, kind, larger)
 
     def _drawn_node(self) -> int:
-        """Draw a node, one whose strategy puts the bound up more often than others."""
+        """Draw a node; nodes whose strategies raise the bound are more likely."""
         above = np.zeros(self.compact.num_nodes)
         if self.guide is not None and self.random.random() >= 0.3:
             above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
@@ -287,20 +286,20 @@ class Neighbourhoods:
         nodes = np.unique(self.node_of[compact.held_column[live]])
         if not len(nodes):
             return []
-        # Sometimes a few with all that is around them, sometimes as many as there are.
+        # Sometimes few nodes with all of their surroundings, sometimes as many as possible.
         most = 2 + len(nodes) // 2
         some = int(np.exp(self.random.uniform(np.log(2), np.log(most + 1))))
         return [int(n) for n in self.random.permutation(nodes)[:some]]
 
     def _grown(self, seeds: list[int], kind: _Kind, larger: float) -> Ints:
-        """Take in neighbours of the nodes, in random order, while pairs are left in the budget."""
+        """Add neighbours of the nodes, in random order, while the budget has pairs left."""
         chosen: dict[int, None] = {}
         frontier: list[int] = list(dict.fromkeys(seeds))
         seen = set(frontier)
         pairs, budget = 0.0, kind.budget * larger
         share = self.compact.first
         while frontier and pairs < budget:
-            # Near the front of the queue: what hangs together rather than what is far.
+            # Near the front of the queue: close nodes rather than distant ones.
             at = int(self.random.integers(min(len(frontier), 16)))
             node = frontier.pop(at)
             chosen[node] = None
@@ -316,7 +315,7 @@ class Neighbourhoods:
         return np.array(sorted(chosen), dtype=np.int64)
 
     def _part(self, free: Ints, room: float) -> tuple[Compact, list[Ints]]:
-        """Return the problem of some nodes while the others are held, and the strategies kept."""
+        """Return the problem of the free nodes with all others fixed, and their strategies."""
         compact, values = self.compact, self.values
         guide = self.guide if room < inf else None
         soft = self.forbidden if self.merit.forbidden else inf

@@ -1,7 +1,8 @@
-"""Integer programs in a process of its own, which can be ended at any moment of the search.
+"""Integer programs in a separate process, which can be ended at any moment of the search.
 
 The parent writes pickled `Task`s to the worker's stdin, one at a time, and reads pickled results
-from its stdout: `Bound`s and `Values` as they are found, one `ProgramResult` at the end of a task.
+from its stdout: `Bound`s and `Values` as they are found, and one `ProgramResult` at the end of a
+task.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult, solve_program
 
-#: Seconds between two looks at whether the parent is still there.
+#: Seconds between two checks whether the parent still exists.
 _LOOK_S = 1.0
 
 
 class Task(NamedTuple):
-    """What a worker is to solve: see `solve_program`."""
+    """A program for a worker; the arguments of `solve_program`."""
 
     compact: Compact
     seconds: float
@@ -54,13 +55,13 @@ class SolverProcess:
     """A process that solves integer programs, one after the other.
 
     Attributes:
-        alive: Whether it can take tasks; not once it has died or was ended.
+        alive: Whether it can take tasks; false once it has died or was ended.
         running: Whether more messages of the present task may come.
-        began: When the present task was given, of `time.monotonic`, in s.
+        began: Start of the present task, time of `time.monotonic`, in s.
     """
 
     def __init__(self) -> None:
-        # The child finds the packages that the parent has found, however it did.
+        # The child uses the import path of the parent, however that was set.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sbp_planner.choice.large.worker"],
@@ -73,19 +74,19 @@ class SolverProcess:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.alive, self.running = True, False
         self.began = time.monotonic()
-        # A task may be larger than the pipe: neither side may wait for the other in this thread.
+        # A task may be larger than the pipe: neither process may wait for the other in this thread.
         threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, daemon=True).start()
 
     def submit(self, task: Task) -> None:
-        """Begin a task; no other may be running."""
+        """Begin a task; no other task may be running."""
         assert not self.running
         self.running, self.began = True, time.monotonic()
         self._tasks.put(task)
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # the process is gone, which its reader tells
+        with suppress(OSError, ValueError):  # the process has ended, which its reader notices
             while (task := self._tasks.get()) is not None:
                 pickle.dump(task, self._process.stdin)
                 self._process.stdin.flush()
@@ -96,11 +97,11 @@ class SolverProcess:
             while True:
                 self._messages.put(pickle.load(self._process.stdout))
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-            # The process was ended, or died: nothing more comes.
+            # The process was ended, or died: no more messages come.
             self._messages.put(None)
 
     def messages(self) -> list[Message]:
-        """Return what has come since."""
+        """Return the messages since the last call."""
         found: list[Message] = []
         with suppress(queue.Empty):
             while self.alive:
@@ -113,14 +114,14 @@ class SolverProcess:
         return found
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process at once."""
         self.alive = self.running = False
         self._tasks.put(None)
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # what was not read yet cannot be flushed
+                with suppress(OSError):  # unread data cannot be flushed
                     pipe.close()
 
 
@@ -129,13 +130,13 @@ def main() -> None:
     parent = os.getppid()
 
     def end_with_parent() -> None:
-        """End this process soon after its parent has, even one that was killed."""
+        """End this process soon after its parent, even one that was killed."""
         while os.getppid() == parent:
             time.sleep(_LOOK_S)
         os._exit(1)
 
     channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that a library prints may get between the messages
+    os.dup2(2, 1)  # output of libraries must not get between the messages
 
     def send(message: Any) -> None:
         pickle.dump(message, channel)
@@ -161,7 +162,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Pickles name the classes of the module by its own name, not of `__main__`.
+    # Pickles use the real name of the module for its classes, not `__main__`.
     from sbp_planner.choice.large import worker
 
     worker.main()
