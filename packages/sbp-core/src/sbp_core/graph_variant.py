@@ -22,7 +22,7 @@ __all__ = ["GraphFamily", "GraphVariant", "OperatorSlices", "SliceAlong"]
 
 
 class SliceAlong(StrEnum):
-    """The tensor along which an operator is sliced: its output, or the dim that is summed over."""
+    """The dims along which an operator is sliced: of its output, or the dim that is summed over."""
 
     OUTPUT = "output"
     CONTRACTION = "contraction"

@@ -1,8 +1,10 @@
 """The interface of trainer callbacks (kind `callback`): they observe a run, and may control it.
 
-class Stopwatch(Callback):
-    def on_step_end(self, state, metrics):
-        return TrainerControl(stop="late enough") if state.train_s > 60 else None
+This one stops the run after a minute:
+
+    class Stopwatch(Callback):
+        def on_step_end(self, state, metrics):
+            return TrainerControl(stop="late enough") if state.train_s > 60 else None
 """
 
 from __future__ import annotations
