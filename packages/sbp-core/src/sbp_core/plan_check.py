@@ -1,10 +1,11 @@
 """The checker of plans: prove, before any device is used, that a plan is live and bounded.
 
-Within a step the plan is a deterministic dataflow program on counted tokens: in whatever order
-ready actors fire, the same firings happen (Kahn). So replaying the fixed thread orders once is a
-proof. Either all firings happen, and the step ends with the tokens with which it began, so every
-later step is the same; or the replay stops, and the threads that wait for each other form the cycle
-of the deadlock. `sbp_core.memory` checks the memory of the devices.
+An actor (a segment of operators, or a boxing step) fires when its inputs have values and its output
+registers have room. Within a step the plan is a dataflow program on counted tokens: in whatever
+order ready actors fire, the same firings happen (Kahn). So replaying the fixed thread orders once
+is a proof. Either all firings happen, and the step ends with the tokens with which it began, so
+every later step is the same; or the replay stops, and the threads that wait for each other form the
+cycle of the deadlock. `sbp_core.memory` checks the memory of the devices.
 
 In the replay, a send waits until its receivers have finished with the message that was sent `quota`
 messages before. Between ranks of one process, acknowledgements implement this. Between processes a

@@ -23,7 +23,7 @@ __all__ = ["PlanRequest", "Planner"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The input of a planner: a graph, a mesh, a cluster and the pins of the user.
+    """The input of a planner: a graph, a mesh, a cluster and the user's pins (fixed shardings).
 
     Args:
         graph: The training step at micro-batch size, with accumulation made explicit.

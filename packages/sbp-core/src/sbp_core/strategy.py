@@ -1,7 +1,8 @@
 """Strategies, the results of planners: stage and signature of every op, storage of every state.
 
-A `Strategy` is immutable, and readable and editable as a file. Only its `report` mentions how it
-was found, and nothing in it how it is run.
+A signature is the nd-SBP (distribution over the mesh) of each input and output of an op. A
+`Strategy` is immutable, and readable and editable as a file. It is compiled into a plan. Only its
+`report` mentions how it was found.
 
 In files, a decision on an op or a state is a text as errors print it, with its stage:
 

@@ -390,7 +390,7 @@ class LogicalGraph:
         return Rate(node.kwargs.get("rate", Rate.STEP)) if node.op == ACCUMULATE else node.rate
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:
-        """Return a copy with other nodes (and other fields), without the types of unused values."""
+        """Return a copy with other nodes (and other fields), without types of removed values."""
         types = dict(changes.pop("types", self.types))
         inputs = changes.get("inputs", self.inputs)
         kept = {entry.name for entry in inputs} | {out for node in nodes for out in node.outputs}

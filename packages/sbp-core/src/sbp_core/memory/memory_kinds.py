@@ -142,7 +142,7 @@ def _gradients(part: RankPlan) -> set[str]:
 
 
 def _cast_from(actor: Compute, key: str) -> set[str]:
-    """Return what a segment takes that a key is nothing but a look at, a cast or a bucket of."""
+    """Return the inputs of a segment from which a key is made only by views, casts or buckets."""
     makers = {out: entry for entry in actor.instructions for out in entry.outputs}
     todo, found = [key], set()
     while todo:

@@ -1,8 +1,9 @@
 """The events of one rank in a step, in order: its firings, and the receives of its messages.
 
-Values of one rank never influence another rank's memory, only times do: the memory of a rank
-depends on the order of its own firings, and on when each of its messages is received. So the order
-of all ranks is found once, with counters alone, and then `lifetime` replays each rank by itself.
+A firing is one execution of an actor (a segment of operators, or a boxing step). Values of one rank
+never influence another rank's memory, only times do: the memory of a rank depends on the order of
+its own firings, and on when each of its messages is received. So the order of all ranks is found
+once, with counters alone, and then `lifetime` replays each rank by itself.
 
     order of all ranks    (0, f) (0, send) (1, f) (1, receive) (0, g) (1, g)
     events of rank 0      (0, f) (0, send)        (1, receive) (0, g)

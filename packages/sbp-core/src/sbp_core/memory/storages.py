@@ -137,7 +137,7 @@ class _Rank:
         self.ticks.append((firing.actor.name, firing.index, node))
 
     def put(self, where: Values, name: str, value: Value) -> None:
-        """Put a value in place of the one before."""
+        """Replace the value of a name."""
         # First hold the new value, because the old one may be in the same storage.
         self.ledger.hold(value)
         if name in where:
@@ -181,7 +181,7 @@ class _Storages(InstructionDomain[Value]):
         shared: dict[int, StorageView] = {}
         for slot in part.slots:
             kind = InputKind(slot.kind)
-            # A state is there once, a part of the batch for each micro-batch.
+            # A state exists once, a part of the batch for each micro-batch.
             homes = [rank.states] if kind.is_state else rank.fed
             for home in homes:
                 if slot.sbp is None:

@@ -100,7 +100,7 @@ class TypedValues(CountedFillings[Value]):
         self._storages = count()
         self._slots: dict[int, Mapping[str, StateSlot]] = {}
         self._ends: dict[tuple[int, bool], Mapping[int, TensorType]] = {}
-        #: For each segment, the inputs and results of its last firing: the next one is alike.
+        #: For each segment, the inputs and results of its last firing: the next one is often equal.
         self._made: dict[tuple[int, str], tuple[Values[object], Values[Value]]] = {}
         self.states: dict[int, Values[Value]] = {}
         self.fed: dict[int, list[Values[Value]]] = {}

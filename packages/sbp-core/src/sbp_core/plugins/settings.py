@@ -187,7 +187,7 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
     # `90e6` is a float in YAML, but its author means a whole number.
     elif hint is int and type(value) is float and value.is_integer():
         return int(value)
-    # True is an int to Python, but nobody who writes `steps: true` means 1.
+    # True is an int to Python, but `steps: true` does not mean 1.
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
         return value
     accepted = describe_type(hint)

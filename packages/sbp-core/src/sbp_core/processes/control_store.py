@@ -1,7 +1,7 @@
 """The control store: short entries by which the ranks of a run inform each other.
 
 It holds no tensors, and nothing is written on the fast path of a step: only when something takes
-long, fails or ends. The failure detector and the supervisor's error messages rely on it.
+long, fails or ends. The failure detector and the errors of boxing calls use it.
 
 | key | is written by | meaning |
 |---|---|---|

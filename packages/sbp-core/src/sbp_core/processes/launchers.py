@@ -1,6 +1,7 @@
-"""Launchers: the interface for starting the ranks of a run, and helpers for `mpiexec` and torchrun.
+"""Launchers: the interface for starting the ranks of a run, and starting by `mpiexec` or directly.
 
-Processes that are not connected otherwise find each other by torchrun's environment variables.
+Processes that are started directly find each other by torchrun's environment variables. The
+launcher plugins of `sbp_launch` and boxing backends use these functions.
 """
 
 from __future__ import annotations

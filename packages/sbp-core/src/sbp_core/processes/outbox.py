@@ -1,4 +1,7 @@
-"""Sent messages in transit: kept alive until they are received, watched by one thread."""
+"""Sent messages in transit: kept alive until they are received, watched by one thread.
+
+The process-to-process transports of boxing-torch and boxing-nccl subclass `Outbox`.
+"""
 
 from __future__ import annotations
 

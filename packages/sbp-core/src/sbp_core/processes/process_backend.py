@@ -1,6 +1,7 @@
 """Base class of boxing backends with one rank in each process: opening, failing and closing.
 
-A subclass implements how the processes find each other, and the transport of the data.
+A subclass, as in boxing-torch and boxing-nccl, implements how the processes find each other, and
+the transport of the data. Boxing is communication that changes how a tensor is distributed.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ClusterConformance(ABC):
         assert not missing, f"no rate for {missing}"
 
     def test_every_pair_of_ranks_has_a_link(self) -> None:
-        """Its bandwidth is at most that of the innermost level, its latency at least."""
+        """It has at most the bandwidth of the innermost level, and at least its latency."""
         for size in self.sizes:
             cluster = self.make_factory()(size)
             nearest = cluster.levels[0].link

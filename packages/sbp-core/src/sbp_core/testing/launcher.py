@@ -74,7 +74,7 @@ class LauncherConformance(ABC):
 
     def _run(self, folder: Path, code: int) -> ExitReport:
         def ignore(line: Line) -> None:
-            """Look at no line."""
+            """Ignore the line."""
 
         return supervise(self._specs(folder, code), on_line=ignore, timeout_s=_TIMEOUT_S)
 
@@ -97,7 +97,7 @@ class _SideBySide(BoxingBackend):
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """Do nothing, because no rank waits."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""

@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(
             raise pytest.UsageError(str(error)) from error
 
         class Suites(pytest.Module):
-            """Stands for a file that holds the suites."""
+            """A stand-in for a test file with the suites."""
 
             def _getobj(self, found: types.ModuleType = module) -> types.ModuleType:
                 return found
