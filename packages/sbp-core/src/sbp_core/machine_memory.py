@@ -1,4 +1,4 @@
-"""The memory of this machine or container, and how much of it is free."""
+"""The memory of this machine or container, in total and free; calibration and snapshots use it."""
 
 from __future__ import annotations
 

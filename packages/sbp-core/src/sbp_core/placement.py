@@ -1,6 +1,6 @@
 """Placements: meshes of ranks with named axes, and the groups that collectives work in.
 
-Holds no tensors and no policy.
+A placement is what PyTorch calls a `DeviceMesh`. This module holds no tensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Calibration: measured times of a transport, and predictions of the times of all other calls.
 
-In the order in which they are used: `sample` (one raw measurement), `nonnegative` (least squares
-with coefficients >= 0), `curve` (time as a function of bytes, for one kind of call), `structure`
-(time of any call, from its algorithm), `held_out` (errors of predictions), `model` (`Calibration`:
-the samples and both fits), `validate` (cross-validation). The file of a whole machine is `cluster`.
-Nothing here measures: `sbp-calibrate` does.
+A transport is a boxing backend on one machine, such as gloo between processes. In the order in
+which they are used: `sample` (one raw measurement), `nonnegative` (least squares with coefficients
+>= 0), `curve` (time as a function of bytes, for one kind of call), `structure` (time of any call,
+from its algorithm), `held_out` (errors of predictions), `model` (`Calibration`: the samples and
+both fits), `validate` (cross-validation). The file of a whole machine is `cluster`. Nothing here
+measures: `sbp-calibrate` does.
 """
 
 from sbp_core.calibration.curve import Curve

@@ -41,7 +41,7 @@ class _UnderWay(Generic[V]):
 
 @dataclass(slots=True)
 class _Filling(Generic[V]):
-    """One content of a register, until `takers` have taken it; the first waits for `under_way`."""
+    """One content of a register, until `takers` have taken it; the first awaits `under_way`."""
 
     values: Values[V]
     takers: int
@@ -85,7 +85,7 @@ class Interpreter(Generic[V]):
         self.game = TokenGame(plan, stands_for)
         self.firings = Firings(plan, self.game)
         self.at: Firing[Actor] | None = None
-        #: By rank, register and consumer, so that each takes them in turn.
+        #: The queue of fillings of each rank, register and consumer.
         self._fillings: dict[tuple[int, str, str], deque[_Filling[V]]] = defaultdict(deque)
         #: For each register, the queue of each consumer, and how often it takes a filling.
         self._takers: dict[tuple[int, str], list[tuple[deque[_Filling[V]], int]]] = {}

@@ -16,7 +16,7 @@ Time is counted in ticks: one for each instruction or boxing step of a rank. The
 threads is one of the possible ones, in which every instruction takes equally long. In a run, the
 time at which a receiver takes a message varies. So a rank that sends is replayed a second time, as
 far ahead of all others as possible, and the larger memory counts. The result does not depend on
-which ranks are alike, so one of them represents all.
+which ranks do the same, so one of them represents all.
 
 Each rank is replayed by itself (`rank_events`). A segment whose arguments have the same memory
 layout as before, such as in the next micro-batch, is not executed again (`ledger`).
@@ -46,7 +46,7 @@ from sbp_core.signatures.views import traits_of
 #: The arguments of operators without tensors.
 _NOTHING: Mapping[str, Value] = {}
 
-#: Longer than all instructions of a step take together.
+#: A duration longer than all instructions of a step together.
 _LONG = 1e12
 
 

@@ -27,7 +27,7 @@ from sbp_core.signatures.views import is_view, traits_of
 
 
 class MemoryKind(StrEnum):
-    """What memory is used for: parameters, states, activations and so on."""
+    """The purpose of memory: parameters, states, activations and so on."""
 
     PARAMETERS = "parameters"
     STATES = "states"

@@ -1,7 +1,9 @@
 """Reports of the memory of a plan: each rank's peak, the values alive at the peak, and tables.
 
-rank  peak      parameters  states    activations  temporaries  at
-0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3
+A table by `MemoryReport.lines`:
+
+    rank  peak      parameters  states    activations  temporaries  at
+    0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3
 """
 
 from __future__ import annotations

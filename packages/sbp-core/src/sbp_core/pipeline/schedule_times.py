@@ -190,7 +190,7 @@ class Precedence:
         return Action(stage, ActionKind("FIW"[part]), micro_batch)
 
     def overlap(self, orders: Iterable[Sequence[Action]], overlapped: Set[Action]) -> None:
-        """Let these forwards begin and end with the backwards after them in their orders."""
+        """Make these forwards begin and end with the backwards after them in their orders."""
         m = self.num_micro_batches
         for order in orders:
             for forward, backward in pairwise(order):

@@ -40,7 +40,7 @@ from sbp_core.plugins.tracebacks import place, reason
 #: The oldest version of the hooks that still works.
 OLDEST_API_VERSION = 1
 
-#: Where a plugin states the version it was written for.
+#: The attribute in which a plugin states the API version it was written for.
 VERSION_ATTRIBUTE = "SBP_API_VERSION"
 
 #: Plugins to leave out: names of entry points or distributions, with commas between them.

@@ -34,7 +34,7 @@ class EmptyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
-    """How to make one plugin object; its modules are imported only when it is made.
+    """The description of one plugin object; its modules are imported only when it is made.
 
     Args:
         build: `"package.module:callable"`; called with an instance of `config`.

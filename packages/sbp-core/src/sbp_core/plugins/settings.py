@@ -206,7 +206,7 @@ def _choose(value: object, choices: Sequence[Any], key: str, where: Where) -> ob
     """
     for choice in choices:
         spellings = (choice, choice.value, choice.name) if isinstance(choice, Enum) else (choice,)
-        # Of the same type, too: True equals 1.
+        # Compare types, too, because True equals 1.
         if any(value == one and type(value) is type(one) for one in spellings):
             return choice
     names = [str(choice.value if isinstance(choice, Enum) else choice) for choice in choices]

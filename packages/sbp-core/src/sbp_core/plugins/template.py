@@ -35,7 +35,7 @@ class Template:
     has_option: bool = True
 
 
-#: By kind; `tensor_library` has none, because only one of them may be installed.
+#: Templates by kind; `tensor_library` has none, because only one of them may be installed.
 TEMPLATES = {
     "boxing": Template(
         setting=("log_bytes", "bool", "True", "whether to log what ranks have sent"),

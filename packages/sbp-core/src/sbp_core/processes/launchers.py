@@ -85,7 +85,7 @@ class Launcher(Protocol):
 
 
 def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-    """Return how to start `mpiexec`, which starts one process for each rank.
+    """Return the specification that starts `mpiexec`, which starts one process for each rank.
 
     A Python program runs under `python -m mpi4py`, which ends all ranks if one of them raises.
 

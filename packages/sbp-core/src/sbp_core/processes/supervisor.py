@@ -217,7 +217,7 @@ class _Supervision:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the reaper end; without an earlier `done`, it first ends the remaining processes."""
+        """End the reaper; without an earlier `done`, it first ends the remaining processes."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         self._reaper.wait()
@@ -402,7 +402,7 @@ class _Supervision:
 
     def _any_failed(self) -> bool:
         well = {0}
-        if self._stopped_by is not None:  # the exit status of a process that ended because of it
+        if self._stopped_by is not None:  # exit codes of processes that ended because of it
             well |= {128 + self._stopped_by, -self._stopped_by, 130}
         return any(one.end is not None and one.end.code not in well for one in self._ended)
 

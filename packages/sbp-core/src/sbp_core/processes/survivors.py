@@ -1,6 +1,7 @@
 """The surviving processes of a run after a failure: they agree on who survived, and exchange texts.
 
-The transport is broken then, on all ranks. The control store mostly still works:
+The trainer saves a checkpoint with them. The transport is broken then, on all ranks. The control
+store mostly still works:
 
     rank 0   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
     rank 1   has ended

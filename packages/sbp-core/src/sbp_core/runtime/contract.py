@@ -50,7 +50,7 @@ class NotFiniteStepError(RunError):
     outputs: Mapping[str, Tensor] = MappingProxyType({})
 
 
-#: What a process passes to a step: the whole batch, or the part of its ranks.
+#: The batch that a process passes to a step: the whole one, or the part of its ranks.
 BatchIs = Literal["global", "local"]
 
 #: Returns, for a rank, a context manager around that rank's work of a step, such as a profiler.
@@ -181,7 +181,7 @@ class Session(ABC):
         """Describe in lines what each local rank is doing, such as what it waits for.
 
         For people who wonder why a run makes no progress: any thread may call it, even while a step
-        hangs, and it returns at once. A runtime without this knowledge reports that.
+        hangs, and it returns at once. A runtime that lacks this knowledge says so.
         """
         ranks = ", ".join(map(str, self.local_ranks))
         return [f"ranks {ranks}: {self.steps_done} steps are done"]
@@ -214,7 +214,7 @@ class Session(ABC):
 
         Returns at once. While the next step computes, one thread, which the first snapshot starts,
         copies the values that its update overwrites, in the order of the update. The update of a
-        state waits for the copies of that state only, and makes those copies itself that nobody has
+        state waits for the copies of that state only, and makes the copies that the thread has not
         begun. Values that no update overwrites are not copied. A runtime may also copy everything
         at once, as the reference runtime does: then it ignores the limit.
 

@@ -13,7 +13,7 @@ Keys = tuple[str | int, ...]
 #: A part of a file: its keys, and its line.
 Part = tuple[Sequence[str | int], int]
 
-#: What JSON is made of: strings, punctuation, other words.
+#: The tokens of JSON: strings, punctuation, other words.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 

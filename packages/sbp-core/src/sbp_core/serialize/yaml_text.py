@@ -1,7 +1,7 @@
 """Safe reading of YAML, with the lines of the parts. Needs PyYAML.
 
 Input that PyYAML would silently accept is refused: repeated keys, references, and halves of
-characters. Used for strategies in YAML.
+characters. `sbp_core.strategy_yaml` uses it.
 """
 
 from __future__ import annotations
