@@ -351,7 +351,7 @@ class Cluster:
         """Read a cluster file.
 
         Raises:
-            ConfigError: there is no such file, or it is no cluster file of this version.
+            ConfigError: there is no such file, or it is not a cluster file of this version.
         """
         return CLUSTER.read(path)
 

@@ -64,7 +64,7 @@ class Placement:
     def __init__(
         self, ranks: Sequence[Nested], axes: Sequence[str] | None = None, device: str = "cpu"
     ) -> None:
-        # A single number, as a file may have it, is no mesh.
+        # A single number, as a file may have it, is not a mesh.
         shape, flat = _flatten(ranks if isinstance(ranks, Sequence) else [])
         names = tuple(axes) if axes is not None else tuple(f"axis{i}" for i in range(len(shape)))
         if len(set(flat)) != len(flat) or not all(0 <= rank < MOST_RANKS for rank in flat):

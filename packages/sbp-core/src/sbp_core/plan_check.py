@@ -259,7 +259,7 @@ class _Partners:
         """
         step = self.plan.steps[actor.step]
         # A collective must not name a transfer, and the ends of a transfer must name one; a local
-        # step is no actor, but an instruction.
+        # step is not an actor, but an instruction.
         if step.kind is StepKind.LOCAL or isinstance(actor, Collective) == (
             step.kind is StepKind.TRANSFER
         ):

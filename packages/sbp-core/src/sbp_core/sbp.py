@@ -105,7 +105,7 @@ def parse_sbp(text: str) -> Sbp:
     """Read one entry: `S(0)`, `B`, `P`, `P(max)`.
 
     Raises:
-        SbpValueError: `text` is no such entry.
+        SbpValueError: `text` is not such an entry.
     """
     match = _ENTRY.fullmatch(text)
     if match is None:
@@ -141,7 +141,7 @@ class NdSbp(tuple[Sbp, ...]):
         """Read `"S(0), B"`; also with parentheses around the whole.
 
         Raises:
-            SbpValueError: an entry is no SBP value.
+            SbpValueError: an entry is not an SBP value.
         """
         inner = text.strip()
         if inner.startswith("(") and inner.endswith(")"):

@@ -59,7 +59,7 @@ class Signature:
         """Read the text of a signature.
 
         Raises:
-            SbpValueError: the text is no signature.
+            SbpValueError: the text is not a signature.
         """
         left, arrow, right = text.partition("->")
         if not arrow:
@@ -84,7 +84,7 @@ class Assignment:
         """Read the text of an assignment; without a stage, it is 0.
 
         Raises:
-            SbpValueError: the text is no assignment.
+            SbpValueError: the text is not an assignment.
         """
         rest, stage = _staged(text)
         return cls(stage=stage, signature=Signature.parse(rest))
@@ -129,7 +129,7 @@ class Storage:
         """Read the text of a storage; without a stage, it is 0.
 
         Raises:
-            SbpValueError: the text is no storage.
+            SbpValueError: the text is not a storage.
         """
         rest, stage = _staged(text)
         before = rest.removesuffix(_HOST).rstrip()
@@ -155,7 +155,7 @@ def _staged(text: str) -> tuple[str, int]:
     """Return the text of a decision without its stage, and the stage.
 
     Raises:
-        SbpValueError: the text after the `@` is no stage.
+        SbpValueError: the text after the `@` is not a stage.
     """
     rest, at, stage = text.rpartition("@")
     if not at:
@@ -278,8 +278,8 @@ class Strategy:
         """Return the schedule of `orders`.
 
         Raises:
-            SbpValueError: it is invalid: an action is no action, repeated or missing, or there is
-                not one order for each set of ranks.
+            SbpValueError: it is invalid: the text of an action is invalid, an action is repeated or
+                missing, or there is not one order for each set of ranks.
         """
         placement = tuple(sorted(set(self._stages_of().values())))
         return PipelineSchedule(
@@ -328,7 +328,7 @@ class Strategy:
         """Read the result of `to_json`.
 
         Raises:
-            SbpValueError: it is no strategy, or was written by another version.
+            SbpValueError: it is not a strategy, or was written by another version.
         """
         return STRATEGY.load(value).on_its_stages()
 

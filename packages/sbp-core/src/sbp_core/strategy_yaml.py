@@ -72,7 +72,7 @@ ROOT = "(root)"
 
 _BRACES = re.compile(r"\{(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\}", re.ASCII)
 
-#: Prefix of a name that contains pattern characters, but is no pattern.
+#: Prefix of a name that contains pattern characters, but is not a pattern.
 _AS_IT_STANDS = "="
 _SPECIAL = re.compile(r"[{}*?\[\]=]")
 
@@ -114,7 +114,7 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
         graph: The graph that it is for: names are checked against it, and patterns may be used.
 
     Raises:
-        SbpValueError: the text is no strategy; names the line or the entry.
+        SbpValueError: the text is not a strategy; names the line or the entry.
         SbpLookupError: a name of the graph is unknown (with the closest match); PyYAML is not
             installed.
     """

@@ -23,7 +23,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes of a text with a unit: `90MB`, `1.5 GiB`; None if it is no such text.
+    """Return the bytes of a text with a unit: `90MB`, `1.5 GiB`; None if there is no unit.
 
     >>> parse_bytes("90 MB"), parse_bytes("4GiB"), parse_bytes("4")
     (90000000, 4294967296, None)

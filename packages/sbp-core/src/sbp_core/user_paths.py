@@ -30,7 +30,7 @@ def user_path(path: str | Path, *, key: str = "", where: str = "") -> Path:
         where: The call that contains it, or the command line.
 
     Raises:
-        ConfigError: there is no such home folder, or the text is no path.
+        ConfigError: there is no such home folder, or the text is not a path.
     """
     named = f"{key}=" if key else ""
     if "\0" in str(path):

@@ -93,7 +93,7 @@ def _argument_from_json(value: Any) -> Any:
     """Read the result of `_argument_to_json`.
 
     Raises:
-        SbpValueError: it is no argument.
+        SbpValueError: it is not an argument.
     """
     if isinstance(value, list):
         return tuple(map(_argument_from_json, value))

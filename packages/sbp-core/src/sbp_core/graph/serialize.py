@@ -33,7 +33,7 @@ def from_json(value: object) -> LogicalGraph:
     """Read the result of `to_json`. `graph.spec` can then verify the graph.
 
     Raises:
-        GraphError: it is no graph, or was written by another version.
+        GraphError: it is not a graph, or was written by another version.
     """
     return GRAPH.load(value)
 

@@ -57,7 +57,7 @@ class _Bound:
 
     def __init__(self, plan: PhysicalPlan, graph: LogicalGraph) -> None:
         self.plan, self.graph = plan, graph
-        #: Bytes of keys that are no values of the graph: first the results of boxing packs.
+        #: Bytes of keys that are not values of the graph: first the results of boxing packs.
         self._inner_bytes: dict[str, float] = {
             actor.makes: self._boxed_bytes(actor)
             for part in plan.distinct
@@ -98,7 +98,7 @@ class _Bound:
         return total
 
     def _inner_call_bytes(self, entry: Instruction) -> float:
-        """Return the most bytes of a result that is no value of the graph."""
+        """Return the most bytes of a result that is not a value of the graph."""
         node = self.graph.by_name.get(entry.node)
         if node is not None:  # a step of a localised operator, such as a mask
             types = (self.graph.types[value] for value in (*node.inputs(), *node.outputs))

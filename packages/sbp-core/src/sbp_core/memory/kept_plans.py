@@ -61,9 +61,7 @@ class KeptPlans:
             options: Options of the compilation.
 
         Raises:
-            PlanError: see `compile_plan`, as for all others.
-            SignatureError: likewise.
-            SbpValueError: likewise.
+            PlanError, SignatureError, SbpValueError: see `compile_plan`.
         """
         silent = replace(strategy, report={}, variant=None)
         for one in self._kept:

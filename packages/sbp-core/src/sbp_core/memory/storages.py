@@ -237,7 +237,7 @@ class _Storages(InstructionDomain[Value]):
         self.rank.ledger.hold(value)
 
     def keep(self, rank: int, value: Value) -> None:
-        """See `Domain.keep`: a value that passes from one firing to another is no temporary."""
+        """See `Domain.keep`: a value that passes from one firing to another is not a temporary."""
         ledger = self.rank.ledger
         ledger.hold(value)
         ledger.crosses(value)

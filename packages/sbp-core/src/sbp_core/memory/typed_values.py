@@ -193,7 +193,7 @@ class TypedValues(CountedFillings[Value]):
         return self._new(contiguous(kind.shape, kind.dtype))
 
     def _check_shard(self, firing: Firing[Collective] | Firing[Send], shard: Value) -> None:
-        """Refuse to box a value that is no shard of the tensor that a boxing step takes."""
+        """Refuse to box a value that is not a shard of the tensor that a boxing step takes."""
         wanted = self._end_of(firing, is_target=False)
         if _type_of(shard) != wanted:
             raise PlanError(

@@ -51,7 +51,7 @@ class Action:
         """Read an action in the notation of `torch.distributed.pipelining`: `"3F0"`.
 
         Raises:
-            SbpValueError: The text is no action.
+            SbpValueError: The text is not an action.
         """
         found = _NOTATION.fullmatch(text)
         if found is None:

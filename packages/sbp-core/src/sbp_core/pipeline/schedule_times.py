@@ -55,7 +55,7 @@ def stage_times(times: Sequence[object], num_ranks: int) -> tuple[StageTimes, ..
 
     Raises:
         ConfigError: There are not three times, or not one list for each rank; a time is negative, a
-            forward takes none, or it is no number.
+            forward takes none, or it is not a number.
     """
     nested = bool(times) and all(isinstance(one, Sequence) for one in times)
     rows = list(times) if nested else [times] * num_ranks
@@ -96,7 +96,7 @@ def duration(value: object, where: str) -> Fraction:
     """Return a time of at least 0 as an exact number.
 
     Raises:
-        ConfigError: It is no number, negative, or infinite.
+        ConfigError: It is negative, infinite, or not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Duration) or not 0 <= value < inf:
         raise ConfigError(

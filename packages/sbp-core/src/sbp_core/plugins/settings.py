@@ -212,7 +212,7 @@ def _choose(value: object, choices: Sequence[Any], key: str, where: Where) -> ob
     names = [str(choice.value if isinstance(choice, Enum) else choice) for choice in choices]
     near = nearest(str(value), names)
     if re.sub(r"\d", "", str(value)) == re.sub(r"\d", "", near):
-        near = ""  # no suggestion that differs in a number: float16 is no typo of float64
+        near = ""  # no suggestion that differs in a number: float16 is not a typo of float64
     raise ConfigError(
         f"{key} is {value!r}",
         where=where,

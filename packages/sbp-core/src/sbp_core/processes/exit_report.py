@@ -184,7 +184,7 @@ class ExitReport:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the run: 0, the shell status of `first`, or 124 if too late."""
+        """The exit status of the run: 0, `first`'s status as in a shell, or 124 if too late."""
         if self.first is None:
             return 0 if self.timeout_s is None and self.cause is None else TIMED_OUT
         code = self.first.code or 0

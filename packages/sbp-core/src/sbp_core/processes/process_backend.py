@@ -114,7 +114,7 @@ class ProcessBackend(BoxingBackend):
     def _end_with_program(self) -> None:
         """Report to the other ranks that the program ends without having closed the backend."""
         if self._closed or self._connections is None or os.getpid() != self._process:
-            return  # a forked child of this process is no rank
+            return  # a forked child of this process is not a rank
         # The exception that the interpreter has just printed, if one ended the program.
         error = getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):

@@ -326,7 +326,7 @@ class _Supervision:
             self._handle_until(time.monotonic() + _LOOK_S)
 
     def _only_stopped_are_left(self) -> bool:
-        """Whether all remaining processes are stopped for a while; others have ended well."""
+        """Whether all remaining processes have been stopped for a while, and others ended well."""
         is_still = bool(self._ended) and all(
             reaper.is_stopped(process.popen.pid, "T") for process in self._left()
         )

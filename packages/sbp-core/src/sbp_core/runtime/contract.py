@@ -167,9 +167,9 @@ class Session(ABC):
                 nothing of may be anything, or missing.
 
         Raises:
-            SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
+            SbpTypeError: the batch is not a mapping, an entry no tensor, or a scalar no number.
             SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
-                the batch has an entry that is no input and not None.
+                the batch has an entry that is not an input and not None.
             NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or NaN. The
                 states are unchanged.
             RunError: a rank failed; names the rank, the actor, and the condition of the states:

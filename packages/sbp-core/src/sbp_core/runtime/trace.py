@@ -118,7 +118,7 @@ class Trace:
 
         Args:
             rank: The rank of the firing.
-            made: The results; those that are no tensors are ignored.
+            made: The results; those that are not tensors are ignored.
             handed: Whether boxing made them; then their memory may belong to another rank.
         """
         if self.meter is None:

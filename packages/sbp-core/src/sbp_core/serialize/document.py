@@ -108,7 +108,7 @@ def parse(
     """Return the value of a JSON text.
 
     Raises:
-        SbpError: `error`: it is no JSON, or a key occurs twice in one object; names the line.
+        SbpError: `error`: it is not JSON, or a key occurs twice in one object; names the line.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)

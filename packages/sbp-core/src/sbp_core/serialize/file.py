@@ -39,7 +39,7 @@ def open_file(path: Path, *, follow: bool = True) -> FileIO:
         follow: Whether a link is followed, such as for a path that the user has given.
 
     Raises:
-        OSError: it does not exist, may not be read, is no regular file, or its name is invalid.
+        OSError: it does not exist, may not be read, is not a regular file, or its name is invalid.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -75,7 +75,7 @@ def read_bytes(
         todo: The advice in errors.
 
     Raises:
-        SbpError: `error`: it does not exist, may not be read, is no regular file, or too large.
+        SbpError: `error`: it does not exist, may not be read, is not a regular file, or too large.
     """
     try:
         with BufferedReader(open_file(path)) as file:
@@ -109,7 +109,7 @@ def read_text(
     """Return the text of a file; see `read_bytes`.
 
     Raises:
-        SbpError: `error`: it cannot be read, is no text, or empty.
+        SbpError: `error`: it cannot be read, is not text, or is empty.
     """
     data = read_bytes(path, most_bytes=most_bytes, error=error, todo=todo)
     try:
@@ -142,7 +142,7 @@ def file_within(
         todo: The advice in errors.
 
     Raises:
-        SbpError: `error`: the name is no file name in that folder, or leads out of it by a link.
+        SbpError: `error`: the name is not a file name in that folder, or leads out of it by a link.
     """
     parts = PurePosixPath(name).parts
     is_plain = bool(parts) and is_unicode(name) and "\0" not in name and "\\" not in name

@@ -46,7 +46,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         file: The file that it comes from, for messages; may be empty.
 
     Raises:
-        SbpValueError: it is no YAML, repeats a key, or refers to parts of itself.
+        SbpValueError: it is not YAML, repeats a key, or refers to parts of itself.
         SbpLookupError: PyYAML is not installed.
     """
     yaml = pyyaml()

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["ODD_VALUES", "edited", "edited_bytes", "edited_text"]
 
-#: Values of every kind in JSON or YAML, including awkward ones. NaN is left out: it is no JSON,
+#: Values of every kind in JSON or YAML, including awkward ones. NaN is left out: it is not JSON,
 #: and files are compared.
 ODD_VALUES: Sequence[Any] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 1000, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30,

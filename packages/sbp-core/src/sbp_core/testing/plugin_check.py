@@ -270,7 +270,7 @@ def _settings(file: Traversable) -> dict[str, object]:
     """Return the settings of an option file that do not depend on other files; no defaults list.
 
     Raises:
-        SbpLookupError: these are no settings.
+        SbpLookupError: these are not settings.
     """
     said, _ = read_yaml(file.read_text("utf-8"), file.name)
     if not isinstance(said, Mapping):
