@@ -1,6 +1,6 @@
 r"""Expansion of a dataflow network: one node for each firing of an iteration, all rates one.
 
-    a --2|0|3--> b      q = (3, 2)
+    a --2|0|3--> b      produces 2, 0 initial, consumes 3 tokens; so q = (3, 2) firings
 
     a[0]  a[1]  a[2]          b[0] needs tokens 0..2, the last of them from a[1]
             \     \           b[1] needs tokens 3..5, the last of them from a[2]

@@ -13,16 +13,17 @@ rank r:
     zb_h1         p-1-r                    r      p
     zb_h2         2(p-1-r)                 2r     2p-1
 
-In the alternation each F precedes its B, so `warm_up` + 1 micro-batches are alive. Micro-batches
-whose weight gradients are held back stay alive: in ZB-H1 all ranks keep as many as the first rank
-has to, in ZB-H2 twice as many.
+F is a forward, B a backward; a split backward is I (input gradient) and W (weight gradient). In the
+alternation each F precedes its B, so `warm_up` + 1 micro-batches are alive. Micro-batches whose
+weight gradients are held back stay alive: in ZB-H1 all ranks keep as many as the first rank has to,
+in ZB-H2 twice as many.
 
 Source: GPipe (arXiv 1811.06965); PipeDream (SOSP 2019) §3.2; Megatron-LM (arXiv 2104.04473) §2.2;
 Zero Bubble (arXiv 2401.10241) §2-3; torch.distributed.pipelining/schedules.py, v2.13.
 
 Two policies have two chunks a rank in the shape of a V: rank r holds the stages r and 2p-1-r. So
-the first rank has the first stage and the last one, the second half of the forward passes the ranks
-in reverse, and the last rank's second chunk follows its first without a transfer:
+the first rank has both the first and the last stage, the second half of the forward passes the
+ranks in reverse, and the last rank's second chunk follows its first without a transfer:
 
     stage   0   1   2   3   4   5   6   7      (p = 4)
     rank    0   1   2   3   3   2   1   0

@@ -17,8 +17,8 @@ long, fails or ends. The failure detector and the errors of boxing calls use it.
 | `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
 | `transport/...` | `publish` | information that a backend shares between its ranks |
 
-A subclass transports the entries: `store_client` keeps them in a key-value store, boxing-nccl sends
-them as messages of MPI.
+A subclass transports the entries: `key_value_store` keeps them in a key-value store, boxing-nccl
+sends them as messages of MPI.
 """
 
 from __future__ import annotations

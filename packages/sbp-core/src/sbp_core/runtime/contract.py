@@ -1,4 +1,4 @@
-"""The contract of runtimes: start a plan on states, run steps, return the states.
+"""The interface of runtimes: the abstract classes `Runtime`, `Session` and `Snapshot`.
 
 A runtime owns the ranks of one process. It takes whole batches, as the one-device program would,
 and each rank uses its own part; or only the part of the process' ranks. It takes states as whole

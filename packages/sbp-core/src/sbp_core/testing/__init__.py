@@ -16,5 +16,5 @@ to the readers of files, and `files` lists the kinds of files that the core read
 `forked_programs` runs programs in forks of one process; `suites` and `plugin_check` check plugins.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
-modules import no pytest, and nothing is imported here.
+suites of the table import no pytest, and nothing is imported here.
 """
