@@ -16,8 +16,7 @@ adds smaller ones inside nodes and larger ones around them, at any depth:
 
 A message has the latency of the smallest group that contains both its ranks. It passes the links of
 all levels up to that group, and the narrowest one limits its rate. But a message that leaves a
-group of level 0 does not pass the link inside it: GPUs reach their network cards next to NVLink,
-not through it.
+group of level 0 does not pass its link: GPUs reach their network cards next to NVLink.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class LinkLevel:
         link: The link between two ranks of one group that share no smaller group.
         shared: Whether all ranks of one group of the next smaller level divide one link to the rest
             of this group, in each direction; otherwise each rank has its own. At the innermost
-            level, whether all messages inside one group divide one link, as on CPUs that share a
-            memory bus.
+            level, whether all messages in a group share one link, as CPUs share a memory bus.
     """
 
     name: str
@@ -145,8 +143,7 @@ class Device:
         Args:
             flop: Its work.
             num_bytes: The bytes that it reads and writes.
-            dtype: The dtype whose rate applies; a dtype that is not listed has the slowest listed
-                rate.
+            dtype: The dtype whose rate applies; an unlisted dtype has the slowest listed rate.
 
         Source: Williams, Waterman, Patterson, "Roofline", CACM 52 (2009).
         """

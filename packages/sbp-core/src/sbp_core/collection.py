@@ -18,8 +18,7 @@ def collection_paused(*, plans: bool = False) -> Iterator[None]:
     """Pause the search for cycles: it repeatedly scans new objects that are kept, and frees little.
 
     This saves 0.2 to 0.3 s when these packages are loaded, and as much again when a small GPT is
-    captured and planned. Reference counting still frees memory. If the user has switched the
-    collector off, it stays off.
+    captured and planned. Reference counting still frees memory. A collector that is off stays off.
 
     Args:
         plans: Whether a step is planned. The previous step holds models and states in cycles, whose

@@ -1,8 +1,7 @@
 """Errors for users: a common form of messages, and subclasses of the builtins to catch.
 
 A message names, in this order: the violated condition (with the values), the place, the accepted
-values, and the advice. Errors can be pickled, so that a worker process can send one to its
-launcher.
+values, and the advice. Errors can be pickled, so a worker process can send one to its launcher.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     ...         4                to at most 2 GB            head.weight in 4, along its output
 
 A planner that chooses among them gets a `GraphFamily` (`PlanRequest.family`), requests graphs from
-it, and names the chosen variant in its strategy. The implementation of the family decides which
-passes make the graphs.
+it, and names the chosen variant in its strategy. The family decides which passes make the graphs.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class GraphVariant:
             that the backward phase may hold; further activations are recomputed. None: only those
             are recomputed that the model and the settings name.
         slices: Operators that run in slices, with their parameters gathered slice by slice.
-        splits_classes: Whether cross-entropies over many classes are rewritten so that their
-            classes may be split.
+        splits_classes: Whether cross-entropies over many classes are rewritten to be splittable.
 
     Raises:
         SbpValueError: a number is out of range.

@@ -57,8 +57,7 @@ def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
 
     Args:
         command: The name of the command.
-        outlives: Whether the command continues when its output is lost, because its work is not its
-            output.
+        outlives: Whether the command continues without its output, which is not its main work.
 
     Raises:
         SystemExit: the output is lost, and the command does not continue without it. The code is

@@ -20,8 +20,7 @@ A receive is posted at the latest when it fires, so a rank that waits for it wai
 the replay. Shorter waits never stop a marked graph, so the proof holds for processes, too.
 
 The replayed values are types: the installed tensor library calls each operator on tensors without
-data, so that accepted calls also run. A run may still refuse values, such as an index that is too
-large.
+data, so that accepted calls also run. A run may still refuse values, such as an index out of range.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     Args:
         plan: A plan with firing orders.
         types: Whether every operator is called on tensors without data, if a tensor library is
-            installed. A plan that was just compiled from a captured graph does not need this, and
-            is checked faster.
+            installed. A newly compiled plan of a captured graph does not need this slow check.
 
     Raises:
         PlanError: a part is invalid (see `compile.plan_spec`); actors, registers and links do not

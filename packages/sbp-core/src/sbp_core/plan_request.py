@@ -38,10 +38,8 @@ class PlanRequest:
         family: The variants of the step, for planners that choose among them; None if `graph` is
             the only one. A strategy for another graph of the family names its `variant`.
         offloaded: States in host memory (`Storage.offloaded`), by the user's or a planner's
-            decision: every strategy for the request keeps them there, and its price includes their
-            copies.
-        kept: A cache of the last plans that were compiled for it, so that the chosen one need not
-            be compiled again.
+            decision: all strategies for the request keep them there, and count their copies.
+        kept: A cache of the last compiled plans, so that the chosen one need not be compiled again.
 
     Raises:
         ConfigError: the mesh has ranks that the cluster does not have.

@@ -200,8 +200,7 @@ class Strategy:
             backward: `num_micro_batches` everywhere is GPipe, `num_stages - stage` is 1F1B.
         orders: For each set of ranks that hold the same stages, by their first stage, the order of
             their forward and backward work, such as `0F0 0F1 0B0`: stage, F(orward), B(ackward) or
-            I(nput gradient) and W(eight gradient), micro-batch. Empty: as early as `in_flight`
-            allows.
+            I(nput gradient) and W(eight gradient), micro-batch. Empty: as `in_flight` allows.
         staleness: For each stage, the age in updates of the parameters that forward and backward of
             a micro-batch use, if a step has several updates; `num_stages - 1 - stage` is PipeDream
             with an update for each micro-batch, 1 everywhere is 2BW. Empty: none.

@@ -1,8 +1,7 @@
 """The type alias `Tensor`, for tensors of any library.
 
 Interfaces of runtimes and boxing backends use it. The core itself only passes tensors on and never
-looks into one, so it needs no tensor library; in a process that runs plans with `sbp-torch` they
-are `torch.Tensor`.
+looks into one, so it needs no tensor library; with `sbp-torch` they are `torch.Tensor`.
 """
 
 from __future__ import annotations

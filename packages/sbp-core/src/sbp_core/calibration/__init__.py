@@ -4,8 +4,8 @@ A transport is a boxing backend on one machine, such as gloo between processes. 
 which they are used: `sample` (one raw measurement), `nonnegative` (least squares with coefficients
 >= 0), `curve` (time as a function of bytes, for one kind of call), `structure` (time of any call,
 from its algorithm), `held_out` (errors of predictions), `model` (`Calibration`: the samples and
-both fits), `validate` (cross-validation). The file of a whole machine is `cluster`. Nothing here
-measures: `sbp-calibrate` does.
+both fits), `validate` (cross-validation). `cluster` has the file of a whole machine.
+`sbp-calibrate` measures.
 """
 
 from sbp_core.calibration.curve import Curve

@@ -38,8 +38,7 @@ class Calibration:
             seconds; None if no step was measured.
         operators: Measured times of operators in steps with this backend.
         in_steps: The factor by which the bytes of a call take longer between the segments of a step
-            than in the samples, whose calls follow each other; >= 1. Predictions are of calls in
-            steps.
+            than in the samples, whose calls follow each other; >= 1. Predictions are for steps.
         busy: `boxing_busy` of `Device`, for this backend; None if it was not measured.
     """
 

@@ -62,8 +62,7 @@ class FlowEdge:
         producer, consumer: Names of actors.
         produced, consumed: Tokens a firing, >= 1.
         initial: Tokens before the first firing, >= 0.
-        quota: The most tokens that may be alive, including those of running firings; None if
-            unbounded.
+        quota: The most live tokens, including those of running firings; None if unbounded.
         token_bytes: Memory of a token, >= 0.
     """
 
@@ -97,8 +96,8 @@ class Network:
         edges: The edges, with unique names.
         orders: For each processor the firings of an iteration, as (actor, index), in the order in
             which it starts them, one after the other. An actor may be on several processors at
-            once, or on none: then it fires as soon as possible. An order that contains an actor
-            contains all its firings.
+            once, or on none: then it fires as soon as possible. An order has all firings of an
+            actor or none.
     """
 
     actors: tuple[FlowActor, ...]

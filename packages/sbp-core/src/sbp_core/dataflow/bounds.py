@@ -15,8 +15,7 @@ started firings, minus tokens read in ended firings. Maximising it under differe
 the dual of a minimum-cost flow: each ending firing supplies the bytes that it frees, each starting
 firing demands the bytes that it makes, and bytes flow along the inequalities at a cost of `delay`.
 So the peak is the cost of the flow, and the node potentials are counts at which it is reached. For
-one edge this is the theorem of Commoner et al.: its most tokens are the fewest on a cycle through
-it.
+one edge, by Commoner et al., its most tokens are the fewest on a cycle through it.
 
 The flow is found by successive shortest paths. With n firings this takes about n searches, so it is
 for networks of thousands of firings, not of millions.

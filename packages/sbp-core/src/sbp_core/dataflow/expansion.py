@@ -76,8 +76,7 @@ class Expansion:
         counts: Firings of each actor in an iteration.
         first: The node of each actor's first firing; the nodes of its later firings follow it.
         duration_s: The duration of each node.
-        on, waiting, delay: For each wait the node waited for, the waiting node, and the number of
-            iterations between them.
+        on, waiting, delay: For each wait its two nodes, and the iterations between them.
         reasons: For each wait the reason, and the name of the edge, processor or actor.
     """
 

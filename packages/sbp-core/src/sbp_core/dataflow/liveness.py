@@ -22,8 +22,7 @@ def check_live(network: Network) -> None:
     """Check that a network can run for ever.
 
     Raises:
-        SbpValueError: it deadlocks (shows the cycle of waits, and sufficient quotas); or its rates
-            are not consistent.
+        SbpValueError: it deadlocks (shows the cycle and sufficient quotas); or inconsistent rates.
     """
     cycle = dead_cycle(network)
     if cycle is None:

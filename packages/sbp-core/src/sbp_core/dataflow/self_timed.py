@@ -1,8 +1,7 @@
 """Simulation of a dataflow network in time: each firing begins as early as possible (self-timed).
 
 The executor counts tokens, and knows neither iterations nor the homogeneous network, so its results
-are independent of the analyses: tests compare them. With integers and fractions its times are
-exact.
+are independent of the analyses: tests compare them. With integers or fractions it is exact.
 
 If no part of a network can run ahead for ever, it has finitely many states, so its execution
 returns to one of them: from there on it repeats, and the time between the two visits is the period.

@@ -38,8 +38,8 @@ class EarliestStarts:
     """The earliest time at which each firing of one iteration begins.
 
     Args:
-        expansion: The expansion whose waits within an iteration count. A wait that exists twice has
-            to be removed twice.
+        expansion: The expansion whose waits within an iteration count. Equal waits count
+            separately.
 
     Attributes:
         start_s: The begin of each firing, in seconds.

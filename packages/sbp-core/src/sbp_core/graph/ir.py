@@ -1,8 +1,7 @@
 """The logical graph: our own immutable IR of functional ATen ops on global shapes.
 
 Values are named and typed; a node names its argument values through `Ref`. `sbp_torch.capture`
-makes these graphs, `graph.serialize` writes them, `graph.spec` verifies them, and passes rewrite
-them.
+makes these graphs, `graph.serialize` writes them, `graph.spec` verifies them, passes rewrite them.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ _RATES = tuple(Rate)
 def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     """Check a graph against the specification and return it.
 
-    1. Names of nodes are unique; every value is made once, before it is used, and has a type of
-       known size.
+    1. Names of nodes are unique; every value is made once, before its use, and has type and size.
     2. Ops name a namespace, an operator and (for ATen) an overload.
     3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
        other nodes make tensors only.

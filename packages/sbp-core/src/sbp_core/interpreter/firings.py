@@ -43,8 +43,7 @@ class Firings:
 
     Args:
         plan: A plan with firing orders.
-        game: The token game (counts of data and credits) of that plan; the caller starts and
-            finishes firings there.
+        game: The token game (counts of data and credits) of that plan; callers start firings there.
     """
 
     def __init__(self, plan: PhysicalPlan, game: TokenGame) -> None:

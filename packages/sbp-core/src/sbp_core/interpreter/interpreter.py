@@ -110,8 +110,7 @@ class Interpreter(Generic[V]):
         """Replay one rank by itself, in a known order; counts are not kept.
 
         Only for domains in which the result of boxing on a rank follows from its own shard. Then it
-        needs no messages of other ranks, and its own messages are held until other ranks receive
-        them.
+        needs no messages of other ranks, and its own messages are held until received.
 
         Args:
             rank: The rank.

@@ -4,9 +4,8 @@
 each storage lives: `rank_events` orders the firings (executions of actors) of a rank and the
 receives of its messages, and `storages` replays the rank in that order, with the help of a
 `ledger`. `reports` finds the peaks by `memory_kinds`, and the profile over a step. The tensor
-library computes how results are laid out in memory (`storage_view`). `kept_plans` caches recent
-plans and their memory. `bound` is a cheap upper bound. `sbp_core.check` replays plans on
-`typed_values`.
+library computes how results are laid out in memory (`storage_view`). `kept_plans` caches plans and
+their memory. `bound` is a cheap bound. `sbp_core.check` replays plans on `typed_values`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
     """Return an upper bound of the memory of every rank, in bytes, as `predict_memory` counts it.
 
     It counts everything that a step makes, as though nothing were freed, shared or split. The made
-    values count twice: new states of the step before may keep buffers that are larger than they
-    are.
+    values count twice: new states of the previous step may keep larger buffers.
 
     Args:
         plan: The plan, as for `predict_memory`.

@@ -52,8 +52,7 @@ class KeptPlans:
     ) -> PhysicalPlan:
         """Return the plan of a strategy, from the cache or newly compiled.
 
-        The variant and the report of the strategy do not matter: the graph already differs between
-        variants of a step.
+        The strategy's variant and report do not matter: each variant has its own graph.
 
         Args:
             graph: The graph.

@@ -1,8 +1,7 @@
 """Bookkeeping of one rank's storages during a replayed step: making, holders, freeing, purposes.
 
-`storages` uses it to replay a rank. A compute segment whose arguments have the same memory layout
-as in an earlier firing makes and frees the same storages. So a firing is recorded in a ledger of
-its own, and repeated:
+`storages` uses it. A compute segment whose arguments have the same memory layout as in an earlier
+firing makes and frees the same storages. So a firing is recorded in its own ledger, and repeated:
 
     storage     content              from   to          ticks count from the one before the firing
     0           an argument          -      2           dropped, if nobody else holds it
@@ -69,8 +68,7 @@ class RecordedFiring:
         arguments: The layout of its arguments.
         nodes: The node of each of its ticks.
         outer: For each storage of its arguments: the change of its number of holders; the tick at
-            which the last holder in the firing drops it, or -1; and its kind, if the firing found
-            it.
+            which the last holder in the firing drops it, or -1; and its kind, if found.
         inner: For each storage that it makes: the buffer, its holders at the end, and whether its
             kind is settled.
         made: Its results by key.
@@ -143,8 +141,7 @@ class Ledger:
         """End all storages that are still held.
 
         A storage that no firing passed on to another has stayed a temporary. A storage of the batch
-        gets its kind when it is made (`new`, `name`), so an unsettled one there would be our own
-        bug.
+        gets its kind when it is made (`new`, `name`), so an unsettled one is our own bug.
         """
         for index, buffer in enumerate(self.buffers):
             if buffer.end < 0:

@@ -1,7 +1,7 @@
 """Lifetimes of storages: when each storage of each rank is made and freed, over one step of a plan.
 
-The step is replayed (`sbp_core.interpreter`) in the order of runtimes, with counts of holders
-instead of tensors:
+The step is replayed (`sbp_core.interpreter`) like in a run, with counts of holders instead of
+tensors:
 
 * An instruction's results coexist with its arguments; a value dies after the last instruction that
   uses it, unless it leaves its segment. Views keep the storage that they look at.
@@ -74,8 +74,7 @@ def each_lifetimes(
 ) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
     """Yield lifetimes and the ranks that have them, once for each set of equal ranks.
 
-    See `lifetimes`. The lifetimes of a large plan take much memory, so callers add them up one by
-    one.
+    See `lifetimes`. The lifetimes of a large plan take much memory, so add them up one by one.
     """
     yield from replayed(plan, layouts, fold(plan), _marks(plan, layouts))
 
@@ -86,8 +85,7 @@ def replayed(
     """Yield lifetimes of one rank for all ranks of a class with equal marks, and these ranks.
 
     Ranks of a class fire alike, so the order of all firings is found for the folded plan (one rank
-    for each class). Ranks of a class may still hold different parts; ranks with different marks are
-    replayed separately.
+    for each class). Ranks of a class may hold different parts; each mark is replayed separately.
 
     Args:
         plan: The plan, see `lifetimes`.
@@ -163,8 +161,7 @@ def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
 def _late_stores(folded: FoldedPlan) -> Mapping[int, Events]:
     """Return the events of ranks that offload, with the slowest possible copies to the host.
 
-    During an update, the timing decides whether the previous or the next group is on the device;
-    the larger memory counts.
+    The timing decides whether the previous or the next group is on the device; the larger counts.
     """
     ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
     if not ranks:
@@ -186,8 +183,7 @@ def _order(folded: FoldedPlan, duration: Callable[[ActorId], float] | None = Non
 
     Args:
         folded: The folded plan.
-        duration: The time that a firing keeps its thread busy; if None, every instruction takes
-            equally long.
+        duration: The time of a firing on its thread; if None, all instructions take equally long.
 
     Raises:
         PlanError: there is none.

@@ -112,8 +112,7 @@ class _Waits:
     def awaited_by(self, ranks: Sequence[int]) -> npt.NDArray[np.int32]:
         """Return for each firing and rank the first firing of the rank that waits for it.
 
-        Firings of a rank are counted in their order. If no firing of the rank waits, the number is
-        larger than all of these.
+        Firings of a rank are counted in their order. If none waits, it is larger than all.
         """
         # From the last firing to the first, because waiting is transitive.
         columns = {rank: column for column, rank in enumerate(ranks)}

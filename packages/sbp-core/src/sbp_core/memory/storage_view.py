@@ -1,7 +1,6 @@
 """Memory layouts of tensors as values: strides, storage and offset; and the interface to find them.
 
-The tensor library's plugin implements the interface (`CallLayouts`, `LayoutLibrary`): it knows the
-layout of the results of operators.
+The tensor library's plugin implements the interface (`CallLayouts`, `LayoutLibrary`).
 """
 
 from __future__ import annotations

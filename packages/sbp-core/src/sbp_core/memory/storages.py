@@ -1,7 +1,6 @@
 """The replay of one rank with tensors in numbered storages, to find when each storage lives.
 
-`lifetime` decides which plan is replayed and in which order; a `ledger` keeps the holders and the
-purpose of each storage.
+`lifetime` decides which plan is replayed and in which order; a `ledger` keeps holders and purposes.
 """
 
 from __future__ import annotations

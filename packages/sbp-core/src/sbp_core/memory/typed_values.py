@@ -1,8 +1,7 @@
 """Domains for `sbp_core.check`: a replay of a plan that counts values, or that checks their types.
 
 A domain is the kind of values that the interpreter works on. A typed value is the memory layout of
-a tensor, or a host number, as in `lifetime`; its storage matters only to operators that may ask for
-it.
+a tensor, or a host number, as in `lifetime`; its storage matters only to a few operators.
 """
 
 from __future__ import annotations

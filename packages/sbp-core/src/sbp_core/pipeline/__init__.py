@@ -3,8 +3,7 @@
 A schedule is the order of actions (forward, backward, ...) on each rank; the compiler derives the
 rest of a plan from it. In the order of use: `schedule` (the data), `policies` (the named schedules,
 such as 1F1B, and their requirements), `schedule_times` (dependencies and durations: a schedule in
-time), `automatic` (from a name to a schedule, or a search for one). No module here knows the
-computation of a stage.
+time), `automatic` (from a name to a schedule, or a search for one). Stages are opaque here.
 """
 
 from __future__ import annotations

@@ -71,12 +71,10 @@ def pipeline_schedule(
         times: `[F, I, W]` of one rank's part, or one such list for each rank, for `auto`; by
             default all three are equal.
         transfer: The time from a stage to the next one on another rank, for `auto`.
-        memory: The most activations alive on a rank, in units of its whole part; by default
-            unlimited.
+        memory: The most activations alive on a rank, in units of its whole part; unlimited if None.
 
     Raises:
-        ConfigError: The name is unknown, the schedule is undefined for these numbers, or it needs
-            more memory.
+        ConfigError: The name is unknown, or the schedule is undefined here or needs more memory.
 
     >>> [str(action) for action in pipeline_schedule("1f1b", 2, 2).orders[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -273,8 +271,7 @@ class Preference:
         limits: For each rank the most activations of chunks alive.
         forward_first: Whether a forward comes before the gradient of an input.
         depth_first: Whether, of two forwards, the one of the later stage comes first.
-        patient: Whether a weight gradient waits if it would delay an action whose input is in
-            transit.
+        patient: Whether a weight gradient waits if it would delay an action that arrives soon.
     """
 
     limits: tuple[int, ...]

@@ -2,8 +2,7 @@
 
 Most policies warm up, then do a forward and a backward in turn, then drain. They are rows of a
 table: the number of forwards that a rank does ahead (`warm_up`), and the number of weight gradients
-that it holds back (`held`). With p ranks, v chunks a rank, m micro-batches, g of them a round, on
-rank r:
+that it holds back (`held`). For p ranks, v chunks a rank, m micro-batches, g a round, on rank r:
 
     policy        warm_up                  held   alive on rank r, in parts of a rank
     gpipe         m                        -      m
@@ -14,9 +13,8 @@ rank r:
     zb_h2         2(p-1-r)                 2r     2p-1
 
 F is a forward, B a backward; a split backward is I (input gradient) and W (weight gradient). In the
-alternation each F precedes its B, so `warm_up` + 1 micro-batches are alive. Micro-batches whose
-weight gradients are held back stay alive: in ZB-H1 all ranks keep as many as the first rank has to,
-in ZB-H2 twice as many.
+alternation each F precedes its B, so `warm_up` + 1 micro-batches are alive. Micro-batches with held
+weight gradients stay alive: in ZB-H1 all ranks keep as many as the first, in ZB-H2 twice as many.
 
 Source: GPipe (arXiv 1811.06965); PipeDream (SOSP 2019) §3.2; Megatron-LM (arXiv 2104.04473) §2.2;
 Zero Bubble (arXiv 2401.10241) §2-3; torch.distributed.pipelining/schedules.py, v2.13.

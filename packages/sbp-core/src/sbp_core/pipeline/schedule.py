@@ -85,8 +85,7 @@ class PipelineSchedule:
         placement: For each rank of the pipeline the stages that it holds, ascending.
         orders: For each rank its actions in their order.
         overlapped: Forwards that run at once with the backward after them: both begin when the
-            inputs of both have arrived, and end together. A runtime may also run them one after the
-            other.
+            inputs of both have arrived, and end together. A runtime may also run them in turn.
         flushes: Whether all micro-batches of a step end before the next step begins. If not, the
             orders are those of a run of `num_micro_batches` from its first to its last, and the
             next ones would follow without a gap.

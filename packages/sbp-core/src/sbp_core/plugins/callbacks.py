@@ -22,8 +22,7 @@ class TrainerState:
     """The progress of a run. A checkpoint keeps it as a JSON value (`sbp_core.serialize`).
 
     Args:
-        step: Optimizer updates that are done, >= 0, including updates that loss scaling has
-            skipped.
+        step: Finished optimizer updates, >= 0, including those that loss scaling has skipped.
         samples: Samples that these steps took, over all ranks, >= 0.
         tokens: Tokens that these steps took, if the data are text, >= 0.
         epoch: Completed passes over the training data, >= 0.

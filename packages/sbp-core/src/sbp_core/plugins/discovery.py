@@ -196,8 +196,7 @@ def sources_of(name: str) -> list[PluginSource]:
         name: The name of the distribution or of an entry point.
 
     Raises:
-        SbpLookupError: there are none. The message mentions a folder of that name, not yet
-            installed.
+        SbpLookupError: there are none. The message mentions an uninstalled folder of that name.
     """
     sources = installed_sources()
     if found := [one for one in sources if _names(name) & _names_of(one)]:

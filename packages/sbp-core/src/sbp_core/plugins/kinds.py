@@ -85,8 +85,7 @@ class MetricSinkFactory(Protocol):
         Args:
             run_folder: The folder of the run.
             resumed_step: The step after which a stopped run continues; 0 for a new run. The sink
-                appends to its records up to this step, and drops records of later steps, which are
-                repeated.
+                keeps its records up to this step, and drops later ones, which are repeated.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Conversion of settings: a plain mapping is checked strictly and becomes a config dataclass.
 
 It supports dataclass fields and the usual annotations (numbers, text, `Optional`, unions,
-`Literal`, enums, tuples, lists, mappings, paths, nested dataclasses). It is independent of file
-formats and plugins.
+`Literal`, enums, tuples, lists, mappings, paths, nested dataclasses). It knows no file formats.
 """
 
 from __future__ import annotations

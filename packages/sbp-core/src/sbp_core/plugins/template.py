@@ -151,8 +151,7 @@ def write_template(kind: str, name: str, folder: Path) -> Path:
 
     Args:
         kind: A key of `TEMPLATES`.
-        name: The name of the distribution: `my-planner`. The plugin and the package are called
-            `my_planner`.
+        name: The name of the distribution: `my-planner`. The package and plugin are `my_planner`.
         folder: The parent of the new folder.
 
     Raises:

@@ -219,8 +219,7 @@ class Connections(ABC):
     ) -> None:
         """Wait for a collective that has begun, which is the `number`-th of its group.
 
-        Ranks that wait for long publish their counts, so that each can name the missing ranks at
-        its deadline.
+        Ranks that wait for long publish their counts, to name the missing ranks at the deadline.
 
         Args:
             call: The call that waits.

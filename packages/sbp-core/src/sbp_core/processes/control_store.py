@@ -51,8 +51,7 @@ class ControlStore(ABC):
     """The entries of one run, as one rank sees them.
 
     Only `wait_for` waits for other ranks. Once the store is lost, `failure` reports that, and every
-    other method acts as if no rank had written anything: a query about other ranks must not fail
-    for lack of an answer.
+    other method acts as if no rank had written anything: queries about other ranks must not fail.
 
     Args:
         rank: The rank that reads and writes.

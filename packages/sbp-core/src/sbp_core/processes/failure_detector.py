@@ -121,8 +121,7 @@ class FailureDetector:
     def investigate(self, limit_s: float, listen_s: float | None = None) -> str | None:
         """Look for up to `limit_s` seconds why a connection broke or a rank is missing.
 
-        For ranks on other hosts, it waits longer for heartbeats: `listen_s` seconds, or the usual
-        time.
+        For ranks on other hosts, it waits for heartbeats for `listen_s` seconds, or the usual time.
         """
         listen_s = listen_s or _SILENCE_S
         end = time.monotonic() + limit_s
@@ -142,8 +141,7 @@ class FailureDetector:
     def describe(self, ranks: Collection[int]) -> list[str]:
         """Describe each of these ranks: the state of its process, and its last location.
 
-        Further ranks are described if they are stopped or silent: some of `ranks` may wait for
-        them.
+        Stopped or silent ranks are described, too: some of `ranks` may wait for them.
         """
         silent = self._silent(self._away, _LISTEN_S)
         stopped = self._stopped()

@@ -15,8 +15,8 @@ the next backend, at the same address. A fast rank may still find the old store 
 
 So every rank counts in the store how often it has opened a backend there (`count_opening`). A rank
 that finds its own count above zero has been in this store before. `connect_current_store` waits
-until rank 0 has come back to it (which happens if the program or torchrun keeps the store) or until
-the connection breaks.
+until rank 0 has come back to it (if the program or torchrun keeps the store) or until the
+connection breaks.
 """
 
 from __future__ import annotations

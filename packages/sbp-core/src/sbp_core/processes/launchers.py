@@ -53,10 +53,8 @@ class LaunchRequest:
         command: Program and arguments of every rank; begins with `sys.executable`. A rank learns
             its number from its environment, as under torchrun, mpiexec or Slurm's srun.
         num_ranks: Processes to start, one for each rank, >= 1.
-        backend: The boxing backend that will connect them, not open; it knows how its processes are
-            started on this machine.
-        folder: The folder of the run; absolute, and the same on all hosts. Files of a launcher go
-            there.
+        backend: The boxing backend that will connect them, not open; it can start its processes.
+        folder: The folder of the run; absolute, and the same on all hosts; for files of launchers.
     """
 
     command: tuple[str, ...]

@@ -3,8 +3,8 @@
 `Member` is the process of a rank, as the rank publishes it. `Siblings` are the ranks that one
 launcher has started on this host, before they are connected. A launcher does not treat a rank that
 ends with status 0 as a failure, so the other ranks, which are not connected to it yet, would wait
-until their deadline. But they can see that it has ended: all are processes of one parent, and the
-environment of each has its rank:
+until their deadline. But they can see that it has ended: all have one parent, and each has its rank
+in its environment:
 
     torchrun            has ranks 0 and 1
       python train.py   RANK=0    waits for rank 1: does it exist?

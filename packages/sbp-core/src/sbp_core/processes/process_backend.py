@@ -48,8 +48,7 @@ def check_ranks(
 class ProcessBackend(BoxingBackend):
     """A boxing backend with one rank in each process.
 
-    A step that fails breaks the backend: pending calls, here and on other ranks, and later calls
-    raise `BoxingError`.
+    A failed step breaks the backend: pending and later calls, on all ranks, raise `BoxingError`.
     """
 
     def __init__(self) -> None:

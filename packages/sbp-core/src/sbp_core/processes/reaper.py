@@ -4,7 +4,7 @@ A process is found by its process group, and on Linux also by a variable of its 
 its children inherit: a launcher gives each rank a group of its own. The supervisor
 (`sbp_core.processes.supervise`) runs this file as a script, which waits until its standard input
 says `done`. If the input ends before, the supervisor was killed, and the reaper ends its processes.
-Uses nothing but the standard library.
+Imports only the standard library.
 """
 
 from __future__ import annotations

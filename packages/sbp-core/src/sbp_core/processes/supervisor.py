@@ -93,9 +93,8 @@ def supervise(
     Args:
         launch_specs: The processes to start.
         grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
-        more_grace_s: Returns how many further seconds they get, such as to save the remaining
-            states; it is called again while these last. Processes that a signal has stopped get
-            none.
+        more_grace_s: Returns how many further seconds they get, such as to save states; it is
+            called again while these last. Processes stopped by a signal get none.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
         stops_gently: Whether to pass these signals on, and wait until all processes have ended,

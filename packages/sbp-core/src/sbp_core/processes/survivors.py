@@ -1,15 +1,14 @@
 """The surviving processes of a run after a failure: they agree on who survived, and exchange texts.
 
 The trainer saves a checkpoint with them. The transport is broken then, on all ranks. The control
-store mostly still works:
+store mostly works:
 
     rank 0   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
     rank 1   has ended
     rank 2   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
 
 A rank that raised an exception still runs, and is a survivor. On this host, it is seen at once if a
-process has ended or a signal has stopped it; for processes on other hosts, a survivor waits until
-the time is over.
+process has ended or a signal has stopped it; on other hosts, a survivor waits for the limit.
 """
 
 from __future__ import annotations

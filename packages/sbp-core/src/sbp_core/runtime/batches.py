@@ -29,8 +29,8 @@ class BatchPart:
 
     Args:
         name: The name of the tensor.
-        shape, dtype: The shape and dtype of the part: dim 0 counts the samples that the ranks hold,
-            the other dims are whole.
+        shape, dtype: The shape and dtype of the part: dim 0 are the held samples; other dims are
+            whole.
         samples: The position of the part in dim 0 of the batch: disjoint ranges in ascending order;
             empty for a tensor without dims.
         of: The extent of dim 0 of the batch.

@@ -43,8 +43,7 @@ class NotFiniteStepError(RunError):
 
     The session can run further steps.
 
-    `outputs` are the step's losses and metrics by name, as in `StepResult`, as far as they were
-    known.
+    `outputs` are its losses and metrics by name, as in `StepResult`, as far as they were known.
     """
 
     outputs: Mapping[str, Tensor] = MappingProxyType({})
@@ -114,7 +113,7 @@ class Snapshot(ABC):
         Raises:
             RunError: a value could not be copied, such as for lack of memory: the session
                 continues, but this snapshot is useless; or it was released, or has a limit and was
-                already read.
+                read.
         """
 
     @abstractmethod
@@ -168,10 +167,10 @@ class Session(ABC):
 
         Raises:
             SbpTypeError: the batch is not a mapping, an entry no tensor, or a scalar no number.
-            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
-                the batch has an entry that is not an input and not None.
-            NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or NaN. The
-                states are unchanged.
+            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or the
+                batch has an entry that is not an input and not None.
+            NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or NaN; no
+                state has changed.
             RunError: a rank failed; names the rank, the actor, and the condition of the states:
                 either unchanged, or a mixture of two steps, if the step had overwritten some. Only
                 `shard` returns such a mixture. Or the session is closed.
@@ -218,8 +217,7 @@ class Session(ABC):
         begun. Values that no update overwrites are not copied. A runtime may also copy everything
         at once, as the reference runtime does: then it ignores the limit.
 
-        Call it between steps; nothing is sent. Processes that save together call it between the
-        same two steps.
+        Call it between steps; nothing is sent. All processes that save call it after the same step.
 
         - A snapshot while another one is not yet copied or released: each has copies of its own.
         - A step that fails or is undone: a snapshot from before it stays valid, even if the states
@@ -276,8 +274,7 @@ class Session(ABC):
         """Replace every state. Each process calls it, and keeps the shards of its ranks.
 
         The states are replaced one by one, and the old value is freed before the new one is read or
-        cut. So the old and the new states are never in memory together, except for copies of a
-        snapshot.
+        cut. So old and new states are never in memory together, except for copies of a snapshot.
 
         Args:
             states: Whole tensors by name, in a `dict`; or a mapping that makes each tensor on
@@ -313,8 +310,7 @@ class Session(ABC):
         number for each, this session can run no more steps of its own.
 
         Args:
-            plan: A plan for the same ranks that stores the states of this session as they are
-                stored here.
+            plan: A plan for the same ranks that stores the states of this session as here.
             states: Whole tensors, by the names of the states that only that plan has.
 
         Raises:
@@ -368,14 +364,12 @@ class Runtime(ABC):
             states: Whole tensors by the names of `initial_states`. Or a session of this process,
                 whose states are shared: the new session reads the values that they have when a step
                 begins, and drops the new values that its steps make, unless it `keeps` them. So an
-                evaluation uses the states of a running training. The two sessions take their steps
-                in turn.
+                evaluation uses the states of a running training. The sessions take turns.
             backend: A backend that is not yet open. None uses the backend of the session whose
                 states are shared, which closes it; a failure in one of the two sessions ends both.
             ranks: Ranks to run in this process; all that the backend has here, if None.
             keeps: Whether the shared states take the new values that steps of the new session make:
-                for another form (captured version) of the same training step. Needs a session as
-                `states`.
+                for another form (captured version) of the step. Needs a session as `states`.
 
         Raises:
             SbpValueError: a state is missing, or does not match the plan; a shared state is stored

@@ -102,8 +102,8 @@ def state_owners(
 
     Args:
         plan: The plan.
-        among: The ranks that can own, if some ranks are lost; slices that none of them holds have
-            no owner. All ranks if None.
+        among: The ranks that can own, if some ranks are lost; slices that none holds have no owner.
+            All if None.
 
     Returns:
         By the names of `state_slots`, bounds by rank. Host numbers have no dims and so no bounds;
@@ -212,8 +212,7 @@ def with_states_of(
     Args:
         plan: The plan to extend.
         like: For the name of each new state, the existing state that it belongs to, its shape and
-            its dtype. The ranks of the existing state hold it: split alike if the shapes are equal,
-            else whole.
+            its dtype. The ranks of that state hold it: split alike for equal shapes, else whole.
     """
 
     def held(part: RankPlan) -> Iterator[StateSlot]:

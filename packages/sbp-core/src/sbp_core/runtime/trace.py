@@ -35,8 +35,7 @@ class SpanKind(StrEnum):
 
     `FIRING`: one execution of an actor. `BLOCKED`: the wait before a firing, for data or for free
     places in the outputs (credits). `TURN`: inside a firing, the wait until another rank of the
-    process has computed. `OPERATOR`: inside a firing, one operator call, and freeing values after
-    it.
+    process has computed. `OPERATOR`: inside a firing, one operator call, with freeing values.
     """
 
     FIRING = "firing"
@@ -145,8 +144,7 @@ def measured_operators(
     Args:
         graph: The graph that ran.
         strategy: The strategy under which it ran.
-        spans: The spans of all ranks, including spans of operators; without them the result is
-            empty.
+        spans: The spans of all ranks, with operators; without these the result is empty.
     """
     times_s: dict[str, list[float]] = defaultdict(list)
     found: dict[str, MeasuredOperator] = {}

@@ -57,8 +57,7 @@ class Document(Generic[T]):
             where: The file that it comes from, or its lines, for messages.
 
         Raises:
-            SbpError: `error`: it is another kind of file, or of another version, or something in it
-                is missing or invalid.
+            SbpError: `error`: it is of another kind or version, or a part is missing or invalid.
         """
         name = f"{self.format.removeprefix('sbp-')} file"
         if not isinstance(value, dict):

@@ -26,8 +26,7 @@ _TAG = "type"
 class JsonForm:
     """A JSON representation of a type other than by its fields.
 
-    A class returns it from a class method `json_form`; for an alias of a type, use `Annotated[X,
-    JsonForm(...)]`.
+    A class returns it from a class method `json_form`; an alias is `Annotated[X, JsonForm(...)]`.
 
     Args:
         kind: The type that is written in its place; None for any JSON value.

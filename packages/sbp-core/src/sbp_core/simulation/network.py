@@ -2,8 +2,7 @@
 
 `sbp_core.compile.plan_network` gives the dependencies within one step. The step's time is the
 latency of that network, and each firing begins when the last of its dependencies has ended. The
-network has one rank of each class (`sbp_core.compile.symmetry`), because ranks that do the same
-have the same times.
+network has one rank of each class of equal ranks (`sbp_core.compile.symmetry`).
 """
 
 from __future__ import annotations

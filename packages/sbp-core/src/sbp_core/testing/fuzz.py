@@ -40,11 +40,10 @@ class FileKind:
 
     Args:
         name: The name of the kind.
-        suffix: The suffix of its files; `.json` and `.yaml` are also edited as values, others as
-            bytes.
+        suffix: The suffix of its files; `.json` and `.yaml` are edited as values, too.
         originals: Returns valid files.
-        use: Reads a file and uses it like a user would. Its exceptions should be `SbpError`s that
-            name the file.
+        use: Reads a file and uses it like a user would. It may only raise an `SbpError` naming the
+            file.
         names_place: Whether every refusal has to name the file or a part of it.
         edit: Makes one edit of a value, for files that are edited as values.
     """
@@ -64,8 +63,7 @@ class EditOutcome:
     Args:
         seed: The seed of the edit.
         error: The type of the exception; empty if the file was accepted.
-        fault: The fault, such as the traceback of an error that is not ours; empty if there is
-            none.
+        fault: The fault, such as the traceback of an error that is not ours; empty if none.
         time_s: CPU seconds.
     """
 

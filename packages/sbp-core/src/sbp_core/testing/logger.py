@@ -46,8 +46,7 @@ class MetricSinkConformance(ABC):
     def read(self, run_folder: Path) -> Records | None:
         """Return the metrics that a sink has written: steps in order, each with its metrics.
 
-        None if they cannot be read here, because they are sent to a server: then they are not
-        compared.
+        None if they cannot be read here, because they are sent to a server: then no test compares.
         """
 
     def test_what_is_logged_survives_without_close(self, tmp_path: Path) -> None:
