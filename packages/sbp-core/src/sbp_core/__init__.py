@@ -1,6 +1,6 @@
-"""sbp-core: the algebra, the graph, the compiler, the contracts.
+"""sbp-core: the SBP algebra, the logical graph, sharding propagation, the compiler, and interfaces.
 
-Everything is loaded when first used.
+All names are loaded lazily, when first used.
 """
 
 from __future__ import annotations

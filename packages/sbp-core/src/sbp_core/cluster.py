@@ -1,10 +1,10 @@
-"""The machine: its devices, its links, what was measured of them, and the file that says all this.
+"""The cluster: devices, links and measured times of a machine, and the file that stores them.
 
     {"format": "sbp-cluster", "version": 2, "name": ..., "device": {...}, "intra_node": {...},
      "calibrations": {"torch": {"samples": [...], "curves": [...], ...}}, "machine": {...}, ...}
 
-`sbp-calibrate` writes such files; they may be edited by hand. Numbers are in SI base units, as in
-the classes that they are read into.
+`sbp-calibrate` writes such files; they may be edited by hand. Planners and the simulator predict
+times with them. Numbers are in SI base units, as in the classes that they are read into.
 
 Links form a tree of groups of ranks. Nodes are the groups that every machine has; `Cluster.groups`
 adds smaller ones inside nodes and larger ones around them, at any depth:
@@ -14,9 +14,9 @@ adds smaller ones inside nodes and larger ones around them, at any depth:
     level 1  node        (0 1 2 3)(4 5 6 7) ...         intra_node
     level 0  socket     (0 1)(2 3)(4 5)(6 7) ...        groups[0].link
 
-A message takes the latency of the smallest group that holds both its ranks. It passes the links of
-all levels up to there, and the narrowest counts; but what leaves a group of level 0 does not pass
-the link inside it: GPUs reach their network cards next to NVLink, not through it.
+A message has the latency of the smallest group that contains both its ranks. It passes the links of
+all levels up to that group, and the narrowest one limits its rate. But a message that leaves a
+group of level 0 does not pass its link: GPUs reach their network cards next to NVLink.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Cluster", "Device", "Link", "LinkLevel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a message costs: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
+    """The cost of a message: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
 
     latency_s: float
     bytes_per_s: float
@@ -55,13 +55,12 @@ class LinkLevel:
     """One level of the tree of links: groups of consecutive ranks, and the link inside a group.
 
     Args:
-        name: What one group is, such as `socket`, `node` or `rack`.
+        name: The name of one group, such as `socket`, `node` or `rack`.
         num_ranks: Ranks of one group: 0 .. num_ranks - 1 are the first group.
-        link: Between two ranks of one group that share no smaller group.
-        shared: Whether all ranks of one group of the next smaller level divide one link to the
-            others of this group, in each direction; otherwise each rank has its own. At the
-            innermost level, whether all messages inside one group divide one link, as on CPUs that
-            share a memory bus.
+        link: The link between two ranks of one group that share no smaller group.
+        shared: Whether all ranks of one group of the next smaller level divide one link to the rest
+            of this group, in each direction; otherwise each rank has its own. At the innermost
+            level, whether all messages in a group share one link, as CPUs share a memory bus.
     """
 
     name: str
@@ -79,7 +78,7 @@ class LinkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one rank computes with.
+    """The device of one rank.
 
     Args:
         kind: `cpu` or `cuda`.
@@ -87,16 +86,16 @@ class Device:
         flop_per_s: Matrix-multiplication rate by dtype name.
         memory_bytes_per_s: Memory bandwidth.
         launch_s: Time to start one operator.
-        boxing_launch_s: Time that a runtime takes to start one boxing step, besides what its
-            transport takes: an actor fires, and so do those of the segments that it parts.
-        boxing_busy: Part of the time of a boxing step under way in which its rank cannot compute,
-            in [0, 1]: the transport works on the core that the rank computes with, or moves data
-            only while it is called. What overlap can hide is the rest.
-        operators: What calls of operators were measured to take; the rates say it of all others.
+        boxing_launch_s: Time of a runtime to start one boxing step, in addition to the transport's
+            time: for the firings of its actor and of the segments that it separates.
+        boxing_busy: The part of the time of a boxing step in which its rank cannot compute, in [0,
+            1]: the transport works on the core that the rank computes with, or moves data only
+            while it is called. Overlap can hide the rest.
+        operators: Measured times of operator calls; all other calls are predicted from the rates.
         host_memory_bytes: This rank's share of its host's memory, to which states can be offloaded;
-            None if nothing is known of it. Of a CPU it is a second part of the same memory: enough
-            to try out a plan for devices that have their own.
-        host_link: Between the device and that memory, in each direction.
+            None if it is unknown. For a CPU it is a second part of the same memory: enough to try
+            out a plan for devices that have their own.
+        host_link: The link between the device and that memory, in each direction.
     """
 
     kind: str = "cpu"
@@ -109,12 +108,12 @@ class Device:
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
     host_memory_bytes: int | None = None
     host_link: Link | None = None
-    #: The one table of `operators`, made when it is needed.
+    #: The table of `operators` as the only entry, made when it is needed.
     _table: list[OperatorTable] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
-        # NaN is neither above nor below.
+        # NaN is not above 0.
         is_fast = bool(self.flop_per_s) and all(rate > 0 for rate in rates)
         if not is_fast or not (self.launch_s >= 0 and self.boxing_launch_s >= 0):
             raise SbpValueError(
@@ -143,8 +142,8 @@ class Device:
 
         Args:
             flop: Its work.
-            num_bytes: What it reads and writes.
-            dtype: Whose rate it computes with; one that is not listed has the slowest listed rate.
+            num_bytes: The bytes that it reads and writes.
+            dtype: The dtype whose rate applies; an unlisted dtype has the slowest listed rate.
 
         Source: Williams, Waterman, Patterson, "Roofline", CACM 52 (2009).
         """
@@ -153,7 +152,7 @@ class Device:
 
     @property
     def operator_table(self) -> OperatorTable:
-        """What `operators` say of all calls."""
+        """The times of all calls, by `operators`."""
         if not self._table:
             rooflines_s = [
                 self.roofline_s(one.flop, one.num_bytes, one.dtype) if one.flop else 0.0
@@ -165,33 +164,31 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The machine: equal devices in nodes of equal size, the links, and what was measured of them.
+    """A machine: equal devices in nodes of equal size, the links, and measured times.
 
     The links are a tree; see the module. Without `groups` it has two levels: inside a node, and
     between nodes.
 
     Args:
-        name: How reports call it.
-        machine: What was measured, in words, such as its processor and the versions used.
+        name: The name in reports.
+        machine: A description of the measured machine, such as its processor and the versions used.
         num_devices: Ranks 0 .. num_devices - 1; consecutive ranks share a node.
         devices_per_node: Ranks of one node.
-        device: What one rank computes with while all others of its node do, too: ranks that share
-            cores, memory bandwidth or an interpreter get their share here.
+        device: The device of one rank while all other ranks of its node compute, too: ranks that
+            share cores, memory bandwidth or an interpreter get their share here.
         intra_node: Link between two ranks of one node.
         inter_node: Link between two ranks of different nodes.
-        intra_node_shared: Whether all messages inside a node that are under way at the same time
-            divide one link's bandwidth, as on CPUs that share a memory bus; otherwise each pair
-            of ranks has its own.
+        intra_node_shared: Whether all simultaneous messages inside a node divide one link's
+            bandwidth, as on CPUs that share a memory bus; otherwise each pair of ranks has its own.
         inter_node_shared: Whether all ranks of a node divide one link to the other nodes, in each
             direction; otherwise each rank has its own.
-        groups: Levels with a link of their own besides these two, innermost first: groups inside
-            nodes, such as sockets, and groups of nodes, such as racks. Those of one level hold a
-            whole number of those of the next smaller one. Then `intra_node` and `inter_node` link
-            ranks that share no smaller group than the node, and no group at all; and whose link
-            is shared is as `LinkLevel` says.
-        backend: The boxing backend whose calibration says what steps take; empty: the only one
-            that there is. Without a calibration the links say it.
-        calibrations: What was measured of transports, by the name of their boxing backend.
+        groups: Further levels with a link of their own, innermost first: groups inside nodes, such
+            as sockets, and groups of nodes, such as racks. A group contains whole groups of the
+            next smaller level. Then `intra_node` and `inter_node` link ranks that share no smaller
+            group than the node, and no group at all; see `LinkLevel` for shared links.
+        backend: The boxing backend whose calibration predicts boxing steps; empty: the only one
+            that there is. Without a calibration, steps are predicted from the links.
+        calibrations: Measured times of transports, by the name of their boxing backend.
     """
 
     name: str
@@ -274,7 +271,7 @@ class Cluster:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration that prices: that of `backend`, or the only one if that is empty."""
+        """The calibration for predictions: that of `backend`, or the only one if empty."""
         if self.backend:
             return self.calibrations.get(self.backend)
         return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
@@ -302,7 +299,7 @@ class Cluster:
         return rank // self.devices_per_node
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return what the slowest message among `ranks` takes: latency, and narrowest link."""
+        """Return the link of the slowest message among `ranks`: latency, and narrowest link."""
         levels = self.levels
         outermost = sum(len({rank // size for rank in ranks}) > 1 for size in self.group_sizes)
         return path_link(tuple(level.link for level in levels), outermost)
@@ -324,10 +321,10 @@ class Cluster:
 
     @classmethod
     def nominal(cls, num_devices: int) -> Cluster:
-        """Return a machine of round numbers, for what is planned for no machine in particular.
+        """Return a machine with round numbers, for plans for no particular machine.
 
         Args:
-            num_devices: Of one node.
+            num_devices: The devices, which are in one node.
         """
         return cls(
             name="nominal",
@@ -343,7 +340,7 @@ class Cluster:
         )
 
     def save(self, path: Path) -> None:
-        """Write a cluster file: one line a sample and a curve, so that people read and edit it."""
+        """Write a cluster file, one line for each sample and curve, so that people can edit it."""
         CLUSTER.write(self, path)
 
     @classmethod
@@ -351,17 +348,17 @@ class Cluster:
         """Read a cluster file.
 
         Raises:
-            ConfigError: there is no such file, or it is no cluster file of this version.
+            ConfigError: there is no such file, or it is not a cluster file of this version.
         """
         return CLUSTER.read(path)
 
 
 def path_link(links: tuple[Link, ...], level: int) -> Link:
-    """Return what a message takes whose ranks share a group of this level, and no smaller one.
+    """Return the link between ranks whose smallest common group is of this level.
 
     Args:
-        links: Of each level, innermost first.
-        level: Counted from 0.
+        links: The link of each level, innermost first.
+        level: The level, counted from 0.
     """
     own = links[level]
     passed = min((link.bytes_per_s for link in links[1:level]), default=own.bytes_per_s)

@@ -1,24 +1,25 @@
-"""The cost model of planners: the time of one operator, and of one boxing, on the fullest rank.
+"""The cost model of planners: predicted time of one operator, and of one boxing (resharding).
 
     operator = max(local flop / rate, local bytes / bandwidth) + launch                  [s]
     boxing   = sum over steps of: link + launches + target bytes / bandwidth             [s]
 
+Times are those of the rank with the largest shards.
+
 * local flop: `work_flop` of the call times the fraction of it that one rank does. A mesh axis on
-  which any tensor of the call is split divides the work by ceil(n / p) / n, n being the extent of
-  the split dim that is left by the axes before, p the ranks of the axis; on an axis on which all
-  tensors are B or P every rank does all of the work.
+  which any tensor of the call is split divides the work by ceil(n / p) / n, where n is the extent
+  of the split dim that the previous axes leave, and p the ranks of the axis; on an axis on which
+  all tensors are B or P every rank does all of the work.
 * rate: `Device.flop_per_s` of the dtype of the first floating tensor, in flop/s. A dtype that the
-  device does not list is given the slowest listed rate.
+  device does not list has the slowest listed rate.
 * local bytes: every distinct tensor argument and every output once, as the rank holds them.
-* launch: `Device.launch_s`, once for a call; launches of a boxing step: that, and
+* launch: `Device.launch_s`, once for a call; launches of a boxing step: the same, and
   `Device.boxing_launch_s`, unless it is a local step, which is an operator like others.
 
-A view moves and computes nothing: 0. Where calls of operators were measured on the device, their
-times are taken in place of the roofline, and what `sbp_core.operators` makes of them for other
-calls. The time that a step spends on links is `boxing.price`; the
-rest of a boxing is handling its steps and writing their results, so that a slice is not free
-either. Where a calibration measured whole calls of the transport, that rest is in it already, but
-for what the runtime does around a call.
+A view moves and computes nothing: 0. If calls of operators were measured on the device, their times
+replace the roofline, and `sbp_core.operators` corrects the roofline of other calls. `boxing.price`
+gives the time that a step spends on links; the rest of a boxing is handling its steps and writing
+their results, so that a slice is not free either. If a calibration measured whole calls of the
+transport, it includes that rest, except for the work of the runtime around a call.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _shard(tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int]) -> tuple[i
 
 
 def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) -> float:
-    """Return the share of the call's work that the rank with the largest shard does, in (0, 1]."""
+    """Return the fraction of a call's work that the rank with the largest shard does, in (0, 1]."""
     tensors = [
         *zip(call.inputs, signature.inputs, strict=True),
         *zip(call.outputs, signature.outputs, strict=True),
@@ -71,7 +72,7 @@ def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int])
         shares = []
         for tensor, sbp in tensors:
             if isinstance(entry := sbp[axis], Split):
-                # What the axes before have left of the extent that this one splits.
+                # The part of the split extent that the previous axes leave.
                 before = NdSbp(*sbp[:axis]), mesh_shape[:axis], (0,) * axis
                 extent = local_shape(tensor.shape, *before)[entry.dim]
                 shares.append(split_bounds(extent, ranks, 0)[1] / extent if extent else 1.0)
@@ -80,21 +81,21 @@ def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int])
 
 
 def rate_dtype(call: OpCall) -> str:
-    """Return the dtype whose rate a call computes with; "" if it has no floating tensor."""
+    """Return the dtype whose rate applies to a call; "" if it has no floating tensor."""
     dtypes = [tensor.dtype for tensor in (*call.outputs, *call.inputs)]
     return next((dtype for dtype in dtypes if dtype in _FLOATING), "")
 
 
 def local_call(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) -> str:
-    """Return what the rank with the largest shards calls, as text: `aten.mm.default(...)->...`.
+    """Return the call of the rank with the largest shards, as text: `aten.mm.default(...)->...`.
 
-    Equal texts take about equal times: of what is no tensor only truth values are in it, such as
-    which gradients are asked for. Sizes are told by the results.
+    Equal texts take about equal times. Among non-tensor arguments the text contains only booleans,
+    such as which gradients are needed. Sizes follow from the results.
 
     Args:
         call: Op, arguments and logical types.
-        signature: How it is cut.
-        mesh_shape: Of its mesh.
+        signature: How it is split.
+        mesh_shape: The shape of its mesh.
     """
 
     def text(tensors: Sequence[TensorType], sbps: Sequence[NdSbp]) -> str:
@@ -109,7 +110,7 @@ def local_call(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) ->
 
 
 def _flags(value: Argument) -> Iterator[str]:
-    """Yield the truth values in an argument, as `t` and `f`."""
+    """Yield the booleans in an argument, as `t` and `f`."""
     if isinstance(value, bool):
         yield "ft"[value]
     elif isinstance(value, tuple):
@@ -127,7 +128,7 @@ def fastest_route(
     """Return the faster of two routes of the fewest bytes: in few steps, or with few far bytes.
 
     Args:
-        shape: Of the logical tensor.
+        shape: The shape of the logical tensor.
         dtype: Its dtype name.
         source: (placement, nd-SBP) before.
         target: (placement, nd-SBP) after.
@@ -147,7 +148,7 @@ def boxing_time_s(route: Route, cluster: Cluster) -> float:
     """Return the time of one boxing, in seconds; 0 if there is nothing to do.
 
     Args:
-        route: What is done.
+        route: The boxing steps.
         cluster: Links and rates.
     """
     return sum(boxing_step_time_s(step, cluster) for step in route.steps)
@@ -157,9 +158,9 @@ def boxing_step_time_s(step: BoxingStep, cluster: Cluster) -> float:
     """Return the time of one boxing step, in seconds: to move, to start, and to write its result.
 
     Args:
-        step: What is done.
-        cluster: Links, rates and calibrations. A calibration measured whole calls, so only what
-            the runtime does around a call is added to what it says.
+        step: The boxing step.
+        cluster: Links, rates and calibrations. A calibration measured whole calls, so only the work
+            of the runtime around a call is added to its prediction.
     """
     device, moved = cluster.device, step_time(step, cluster)
     time_s = moved.time_s + (device.boxing_launch_s if step.kind is not StepKind.LOCAL else 0.0)
@@ -174,19 +175,19 @@ def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:
     """Return the time of copies, in seconds.
 
     Args:
-        num_bytes: Read and written, in all.
+        num_bytes: Bytes read and written, in total.
         num_calls: Operators that copy.
-        device: What runs them.
+        device: The device that runs them.
     """
     return num_calls * device.launch_s + num_bytes / device.memory_bytes_per_s
 
 
 def host_copy_time_s(num_bytes: int, device: Device) -> float:
-    """Return the time of a copy between a device and the memory of its host, in seconds.
+    """Return the time of a copy between a device and its host's memory, in seconds.
 
     Args:
-        num_bytes: Of the tensor.
-        device: Which; one without a link to its host copies in its own memory.
+        num_bytes: The size of the tensor.
+        device: The device; if it has no link to its host, it copies in its own memory.
     """
     link = device.host_link
     if link is None:
@@ -195,7 +196,7 @@ def host_copy_time_s(num_bytes: int, device: Device) -> float:
 
 
 def is_free(call: OpCall, flop: float) -> bool:
-    """Return whether a call takes no time: its tag calls it a view, or its rule says no work."""
+    """Return whether a call takes no time: its tag marks a view, or its rule declares no work."""
     return "view" in call.tags or flop == 0
 
 
@@ -204,8 +205,8 @@ def op_time_s(call: OpCall, signature: Signature, mesh: Placement, cluster: Clus
 
     Args:
         call: Op, arguments and logical types.
-        signature: How it is cut on `mesh`.
-        mesh: Where it runs.
+        signature: How it is split on `mesh`.
+        mesh: The mesh on which it runs.
         cluster: Rates of the devices.
 
     Source: Williams, Waterman, Patterson, "Roofline", CACM 52 (2009).
@@ -216,13 +217,13 @@ def op_time_s(call: OpCall, signature: Signature, mesh: Placement, cluster: Clus
 def grid_time_s(
     call: OpCall, signature: Signature, mesh_shape: Sequence[int], device: Device, flop: float
 ) -> float:
-    """Return what `op_time_s` returns, for callers that know the mesh's shape and the work.
+    """Return the result of `op_time_s`, for callers that know the mesh's shape and the work.
 
     Args:
         call: See `op_time_s`.
-        signature: How it is cut.
-        mesh_shape: Shape of the mesh that the signature has an entry for each axis of.
-        device: What runs it.
+        signature: How it is split.
+        mesh_shape: The shape of the mesh; the signature has an entry for each of its axes.
+        device: The device that runs it.
         flop: Work of the whole call, `work_flop(call)`.
     """
     table = device.operator_table if device.operators else None
@@ -239,12 +240,12 @@ def grid_time_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """What one rank does of a call.
+    """The work of one rank for a call.
 
     Args:
-        dtype: Whose rate it computes with.
-        flop: Its work; 0 of what is free.
-        num_bytes: Of the tensors that it reads and writes.
+        dtype: The dtype whose rate applies.
+        flop: Its work; 0 if the call is free.
+        num_bytes: The size of the tensors that it reads and writes.
     """
 
     dtype: str
@@ -255,7 +256,7 @@ class OperatorWork:
 def operator_work(
     call: OpCall, signature: Signature, mesh_shape: Sequence[int], flop: float
 ) -> OperatorWork:
-    """Return what the rank with the largest shards does of a call; see `grid_time_s`."""
+    """Return the work of the rank with the largest shards for a call; see `grid_time_s`."""
     held: dict[object, int] = {}
     for name, tensor, sbp in zip(call.tensor_names, call.inputs, signature.inputs, strict=True):
         held[name, sbp] = local_bytes(tensor, sbp, mesh_shape)

@@ -1,7 +1,7 @@
-"""The errors that users see: one shape of message, and subclasses of the builtins they would catch.
+"""Errors for users: a common form of messages, and subclasses of the builtins to catch.
 
-A message says, in this order: what does not hold (with the values), where, what would be accepted,
-and what to do. Errors pickle, so that a worker process can hand one to its launcher.
+A message names, in this order: the violated condition (with the values), the place, the accepted
+values, and the advice. Errors can be pickled, so a worker process can send one to its launcher.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ErrorT = TypeVar("ErrorT", bound="SbpError")
 
 
 class SbpError(Exception):
-    """Report something a user can mend.
+    """An error that a user can correct.
 
     Args:
-        what: What does not hold, with the values.
+        what: The violated condition, with the values.
         where: Op, module path and source line, rank, file or config key; one a line.
-        accepted: What would have been accepted.
-        todo: What to do about it.
+        accepted: The values that would have been accepted.
+        todo: The advice.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SbpError(Exception):
         accepted: str | None = None,
         todo: str | None = None,
     ) -> ErrorT:
-        """Return an error of some kind that says the same, but for what is given."""
+        """Return an error of another class with the same content, except for the given parts."""
         return kind(
             self.what if what is None else what,
             where=self.where if where is None else where,
@@ -85,7 +85,7 @@ class SbpError(Exception):
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an error says, and where, to be quoted; of other errors also the type."""
+    """Return the message and place of an error, to be quoted; for other errors also the type."""
     if isinstance(error, SbpError):
         return "\n  in ".join([error.what, *filter(None, error.where)])
     name = type(error).__name__
@@ -99,7 +99,7 @@ def _rebuild(
 
 
 class SbpValueError(SbpError, ValueError):
-    """A value that cannot be meant."""
+    """An invalid value."""
 
 
 class SbpTypeError(SbpError, TypeError):
@@ -111,11 +111,11 @@ class SbpAttributeError(SbpError, AttributeError):
 
 
 class SbpLookupError(SbpError, LookupError):
-    """A name that is not known."""
+    """An unknown name."""
 
 
 class ConfigError(SbpError, ValueError):
-    """A setting that cannot be meant; the apps answer it with exit code 2."""
+    """An invalid setting; for it, the apps exit with code 2."""
 
 
 class CaptureError(SbpError, RuntimeError):
@@ -135,7 +135,7 @@ class PlanError(SbpError, RuntimeError):
 
 
 class MemoryLimitError(PlanError, ConfigError):
-    """No plan that was found fits the memory of a rank, which is a setting."""
+    """No plan that was found fits the memory limit of a rank, which is a setting."""
 
 
 class BoxingError(SbpError, RuntimeError):
@@ -147,13 +147,13 @@ class PluginError(SbpError, RuntimeError):
 
 
 class RunError(SbpError, RuntimeError):
-    """A run that stopped: which rank, which actor, and why."""
+    """A run that stopped: the message names the rank, the actor, and the reason."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name most like `name`, or `""` if none is near.
+    """Return the known name most similar to `name`, or `""` if none is similar.
 
-    Few slips of the pen change the first letter: such a name must be nearer.
+    Few typos change the first letter: such a name must be more similar.
 
     >>> nearest("gtp", ["gpt", "llama"]), nearest("mine", ["infer", "osdp"])
     ('gpt', '')
@@ -166,12 +166,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return what to do about an unknown name: take the known one that is nearest.
+    """Return the advice for an unknown name: use the most similar known name.
 
     Args:
         name: The unknown name.
         known: Names that are known.
-        otherwise: What to do if none of them is near.
+        otherwise: The advice if none of them is similar.
     """
     near = nearest(name, known)
     return f"did you mean {near!r}?" if near else otherwise

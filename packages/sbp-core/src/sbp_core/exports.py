@@ -1,4 +1,7 @@
-"""How packages export names: loaded when first used, and under old names with a warning."""
+"""Lazy exports of packages: names are loaded when first used, and old names work with a warning.
+
+The `__init__` of each room (a package with declared exports) uses it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ __all__ = ["lazy", "lazy_room", "moved_module", "moved_names"]
 def lazy(
     room: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that loads what it offers when asked for it.
+    """Return `__getattr__` and `__dir__` of a package that loads its exports on first use.
 
     Args:
         room: Name of the package.
         homes: Name -> module of the package that defines it, or the whole path of another module;
-            `name -> name` for a submodule that is offered itself.
+            `name -> name` for a submodule that is exported itself.
     """
     top = room.partition(".")[0]
 
@@ -41,7 +44,7 @@ def lazy(
 
 
 def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return what `lazy` does, of names that are listed by the module that defines them.
+    """Return the result of `lazy` for names that are listed by the module that defines them.
 
     Args:
         room: Name of the package.
@@ -51,7 +54,7 @@ def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[
 
 
 def moved_names(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return `__getattr__` of a room that finds names under their new address, with a warning.
+    """Return `__getattr__` of a room that finds moved names at their new place, with a warning.
 
     Args:
         room: Name of the room that had them.
@@ -70,9 +73,9 @@ def moved_names(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def moved_module(old: str, new: str) -> None:
-    """Let `from old import name` still work, with a warning, for a module that is called `new` now.
+    """Make `from old import name` still work, with a warning, for a module with the new name `new`.
 
-    The package's attribute is left alone: it may be a function that has the old name to itself.
+    The package's attribute is unchanged: it may be a function with the same name as the old module.
     """
 
     def find(name: str) -> Any:

@@ -1,12 +1,11 @@
-"""Variants of a step: the ways to write it that compute the same, and differ in time and memory.
+"""Variants of a step: ways to write it that compute the same, with different time and memory.
 
     variant     micro-batches    recomputed                 operators in slices
     (as given)  1                -                          -
     ...         4                to at most 2 GB            head.weight in 4, along its output
 
-A planner that chooses among them gets a `GraphFamily` (`PlanRequest.family`), asks it for graphs,
-and names the variant that it has decided for in its strategy. Which passes make them is the
-business of who makes the family.
+A planner that chooses among them gets a `GraphFamily` (`PlanRequest.family`), requests graphs from
+it, and names the chosen variant in its strategy. The family decides which passes make the graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["GraphFamily", "GraphVariant", "OperatorSlices", "SliceAlong"]
 
 
 class SliceAlong(StrEnum):
-    """What the slices of an operator are."""
+    """The dims along which an operator is sliced: of its output, or the dim that is summed over."""
 
     OUTPUT = "output"
     CONTRACTION = "contraction"
@@ -30,15 +29,15 @@ class SliceAlong(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSlices:
-    """In how many slices the operators of some parameters run.
+    """The number of slices in which the operators of some parameters run.
 
     Args:
-        pattern: Of parameters or modules, as of `fnmatch`.
-        count: Slices, >= 2.
-        along: What a slice is: a part of the output, or of what is summed over.
+        pattern: A pattern of names of parameters or modules, as for `fnmatch`.
+        count: The number of slices, >= 2.
+        along: What a slice is a part of: the output, or the dim that is summed over.
 
     Raises:
-        SbpValueError: there are fewer than two.
+        SbpValueError: there are fewer than two slices.
     """
 
     pattern: str
@@ -55,13 +54,12 @@ class GraphVariant:
     """One way to write a step.
 
     Args:
-        num_micro_batches: Of one step, >= 1.
+        num_micro_batches: The micro-batches of one step, >= 1.
         recompute_bytes: The most bytes of activations of one micro-batch, of whole logical tensors,
-            that the backward phase may hold; what does not fit is made again. None: what the model
-            and the settings say is recomputed, and nothing else.
-        slices: Operators that run in slices, their parameters gathered slice by slice.
-        splits_classes: Whether cross-entropies over many classes are written so that their classes
-            may be split, where they are many enough.
+            that the backward phase may hold; further activations are recomputed. None: only those
+            are recomputed that the model and the settings name.
+        slices: Operators that run in slices, with their parameters gathered slice by slice.
+        splits_classes: Whether cross-entropies over many classes are rewritten to be splittable.
 
     Raises:
         SbpValueError: a number is out of range.
@@ -86,12 +84,12 @@ class GraphFamily(Protocol):
 
     @property
     def variant(self) -> GraphVariant:
-        """The variant that is asked for, and that `PlanRequest.graph` is of."""
+        """The requested variant, which is the variant of `PlanRequest.graph`."""
         ...
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of micro-batches that a planner may choose; one if it is settled."""
+        """The numbers of micro-batches that a planner may choose; a single one if it is fixed."""
         ...
 
     @property
@@ -106,21 +104,21 @@ class GraphFamily(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step, of all its micro-batches together."""
+        """Samples of a step, summed over all its micro-batches."""
         ...
 
     def with_batch(self, batch_size: int) -> GraphFamily:
-        """Return the variants of the step on another number of samples, to compare them.
+        """Return the variants of the step with another number of samples, to compare them.
 
         Raises:
-            SbpError: they do not divide into the micro-batches that are settled.
+            SbpError: the fixed number of micro-batches does not divide the samples.
         """
         ...
 
     def graph(self, variant: GraphVariant) -> LogicalGraph:
-        """Return the graph of a variant; asked for again, the same one.
+        """Return the graph of a variant; the same object for each call.
 
         Raises:
-            SbpError: there is no such variant, such as of a budget that nothing can keep to.
+            SbpError: there is no such variant, such as for a memory budget that is too small.
         """
         ...

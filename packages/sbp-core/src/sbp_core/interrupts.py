@@ -1,8 +1,8 @@
-"""Deferred interrupts: what signal handlers raise waits until the end of a block.
+"""Deferred interrupts: exceptions of signal handlers are raised at the end of a block.
 
-Python runs signal handlers in the main thread, between any two of its instructions. So what they
-raise, such as the `KeyboardInterrupt` of Ctrl-C, may separate two changes that belong together.
-Inside the block handlers run as usual, but their exceptions are raised at its end:
+Python runs signal handlers in the main thread, between any two of its instructions. So their
+exceptions, such as the `KeyboardInterrupt` of Ctrl-C, may separate two changes that belong
+together. Inside the block handlers run as usual, but their exceptions are raised at its end:
 
     with HeldInterrupts():
         take_step()               <- Ctrl-C: noted
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 __all__ = ["HeldInterrupts"]
 
-#: Signals whose handlers raise, in programs that people write; Windows lacks most of them.
+#: Signals for which user programs install handlers that raise; Windows lacks most of them.
 _NAMES = ("ALRM", "HUP", "INT", "PROF", "TERM", "USR1", "USR2", "VTALRM")
 _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
 
@@ -33,7 +33,7 @@ class HeldInterrupts:
 
     Args:
         heard: Called by the handler with each exception that is held.
-        most: How many are held; the next one is raised at once. None holds all.
+        most: The number of exceptions to hold; the next one is raised at once. None holds all.
         signals: The signals whose handlers are wrapped; None for all.
 
     Attributes:
@@ -60,7 +60,7 @@ class HeldInterrupts:
                     self._before[number] = handler
                     signal.signal(number, self._hear)
             # Last: an exception before this line ends the block without `__exit__`, and wrappers
-            # that stay installed have to pass on what they hear.
+            # that stay installed have to pass exceptions on.
             self._holds = True
         return self
 
@@ -72,10 +72,10 @@ class HeldInterrupts:
         self.raise_held()
 
     def raise_held(self) -> None:
-        """Raise what is held now, if anything is.
+        """Raise the exception that is held now, if there is one.
 
         Raises:
-            BaseException: what a handler has raised.
+            BaseException: raised by a handler.
         """
         error, self.error, self._num_held = self.error, None, 0
         if error is not None:
@@ -88,7 +88,7 @@ class HeldInterrupts:
             if not self._holds or self._num_held == self._most:
                 raise
             self._num_held += 1
-            # Without the frames of what is interrupted, which would be kept alive.
+            # Without the interrupted frames, which would be kept alive.
             self.error = self.error or error.with_traceback(None)
             if self._heard is not None:
                 self._heard(error)

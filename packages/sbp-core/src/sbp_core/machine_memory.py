@@ -1,4 +1,4 @@
-"""The memory of this machine or container, and how much of it is free."""
+"""The memory of this machine or container, in total and free; calibration and snapshots use it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ __all__ = ["free_memory_bytes", "room_bytes", "total_memory_bytes"]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
-#: Memory that is assumed where the system does not say how much there is.
+#: Memory that is assumed if the system does not report its size.
 _UNKNOWN_BYTES = 4 * 2**30
 
 
 def total_memory_bytes() -> int:
-    """Return the memory that the processes of this machine, or container, may use together."""
+    """Return the memory that all processes of this machine, or container, may use together."""
     known = [size for size in (_meminfo("MemTotal"), _container_bytes()) if size]
     return min(known, default=_UNKNOWN_BYTES)
 
 
 def free_memory_bytes() -> int:
-    """Return the memory that can be had without taking it from another program."""
+    """Return the memory that is available without taking it from another program."""
     return min(_meminfo("MemAvailable") or total_memory_bytes() // 2, total_memory_bytes())
 
 
 def room_bytes() -> int | None:
-    """Return what can be held at most: free memory and swap; None if the system does not say."""
+    """Return the most memory that can be used: free memory and swap; None if unknown."""
     free = _meminfo("MemAvailable")
     return min(free, _container_bytes() or free) + _meminfo("SwapFree") if free else None
 
 
 def _meminfo(name: str) -> int:
-    """Return an entry of /proc/meminfo in bytes; 0 where there is none."""
+    """Return an entry of /proc/meminfo in bytes; 0 without one."""
     try:
         lines = (_PROC / "meminfo").read_text("ascii").splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def _meminfo(name: str) -> int:
 
 
 def _container_bytes() -> int:
-    """Return the memory limit of a container; 0 where there is none."""
+    """Return the memory limit of a container; 0 without one."""
     try:
         text = _CGROUP.read_text("ascii").strip()
     except OSError:

@@ -1,12 +1,12 @@
-"""What operators were measured to take, and what that says of those that were not measured.
+"""Measured times of operator calls, and estimates for calls that were not measured.
 
     {"call": "aten.mm.default(float32[64,128], float32[128,128])->float32[64,128]", ...}
 
-A call is known by its operator and by the types of its tensors on one rank, so that one measurement
-serves every layout that leaves a rank such a call. Of a call that was never seen the roofline of
-`sbp_core.cost` is taken, times what the nearest known call of the same operator and dtype took over
-its own roofline: nearest by roofline time, as a ratio. An operator that was never seen keeps its
-roofline.
+A call is identified by its operator and by the types of its tensors on one rank, so one measurement
+serves every layout with that call on a rank. The estimate for an unknown call is its roofline (see
+`sbp_core.cost`), times a correction: the ratio of measured time to roofline of the nearest known
+call of the same operator and dtype. Nearest is by the ratio of rooflines. An operator that was
+never measured keeps its roofline. `Device.operator_table` uses this.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class MeasuredOperator:
 
     Args:
         call: `sbp_core.cost.local_call`: operator, and types of its tensors on the rank.
-        dtype: Whose rate its roofline has.
-        flop: Its work on the rank, in flop; 0 of a view.
-        num_bytes: What it reads and writes on the rank, in bytes.
+        dtype: The dtype whose rate its roofline uses.
+        flop: Its work on the rank, in flop; 0 for a view.
+        num_bytes: The bytes that it reads and writes on the rank.
         time_s: Seconds from its start until the next operator can start.
     """
 
@@ -55,8 +55,8 @@ class OperatorTable:
     """Finds the time of calls.
 
     Args:
-        measured: What was measured.
-        rooflines_s: The roofline of each, aligned.
+        measured: The measured calls.
+        rooflines_s: The roofline of each, in the same order.
     """
 
     def __init__(self, measured: Iterable[MeasuredOperator], rooflines_s: Sequence[float]) -> None:
@@ -70,11 +70,11 @@ class OperatorTable:
                 self._ratios.setdefault((one.op, one.dtype), []).append(entry)
 
     def measured_s(self, call: str) -> float | None:
-        """Return the time of a call that was measured, in seconds; None of any other."""
+        """Return the time of a call that was measured, in seconds; else None."""
         return self._times_s.get(call)
 
     def estimated_s(self, op: str, dtype: str, roofline_s: float) -> float:
-        """Return what is expected of a call that was not measured, in seconds."""
+        """Return the expected time of a call that was not measured, in seconds."""
         known = self._ratios.get((op, dtype))
         if not known or roofline_s <= 0:
             return roofline_s

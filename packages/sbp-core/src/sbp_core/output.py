@@ -1,4 +1,4 @@
-"""The outputs of commands: text for any encoding, and what to do when an output is lost."""
+"""Robust output of commands: text for any encoding, and the handling of a closed or full output."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 __all__ = ["legible", "standard_output"]
 
-#: The name of the error handler of `str.encode` that writes what an encoding lacks in ASCII.
+#: The name of the error handler of `str.encode` that replaces missing characters by ASCII.
 _LEGIBLE = "sbp.legible"
 
-#: Signs that commands draw with, for outputs that lack them. What is not here is escaped.
+#: Replacements for the signs that commands draw with. All other characters are escaped.
 _IN_ASCII = str.maketrans("─│┬└┘·…′×→≤≥▁▂▃▄▅▆▇█▢²µ", "-|+++..'x><>______##o2u", "")
 
-#: The exit code of a command whose reader went away, as shells have it: 128 + SIGPIPE.
+#: The exit code of a command whose reader has closed the pipe, as in shells: 128 + SIGPIPE.
 _READER_GONE = 141
 
 
 def legible(text: str, stream: TextIO) -> str:
-    """Return a text that a stream can take: what its encoding lacks is drawn in ASCII, or escaped.
+    """Return a text that a stream can encode: missing characters are drawn in ASCII, or escaped.
 
     Args:
         text: The text.
-        stream: Where it goes; one without an encoding takes all.
+        stream: The stream; one without an encoding accepts all characters.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, _LEGIBLE).decode(encoding)
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Answer `str.encode`, as `codecs.register_error` says."""
+    """Return the replacement and the next position, as `codecs.register_error` requires."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end].translate(_IN_ASCII)
@@ -50,19 +50,18 @@ codecs.register_error(_LEGIBLE, _in_ascii)
 
 @contextmanager
 def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
-    """Let a command write in this block to outputs of any encoding, also if they are lost.
+    """Let a command write in this block to outputs of any encoding, even if they are lost.
 
-    Descriptors 0, 1 and 2 that are closed are opened on /dev/null. Otherwise a file that is opened
-    later would get such a number, and child processes would write to it.
+    Closed descriptors 0, 1 and 2 are opened on /dev/null. Otherwise a file that is opened later
+    would get such a number, and child processes would write to it.
 
     Args:
         command: The name of the command.
-        outlives: Whether the command goes on when its output is lost, because its work is not what
-            it prints.
+        outlives: Whether the command continues without its output, which is not its main work.
 
     Raises:
-        SystemExit: the output takes no more, and the command does not go on without it. The code is
-            141 if the reader of a pipe went away (`| head`), else 1, and says why.
+        SystemExit: the output is lost, and the command does not continue without it. The code is
+            141 if the reader has closed a pipe (`| head`), else 1, with a message.
     """
     for number in (0, 1, 2):
         try:
@@ -84,19 +83,19 @@ def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
         yield
     finally:
         try:
-            sys.stdout.flush()  # also of a command that exits inside of the block
+            sys.stdout.flush()  # even if the command exits inside the block
         finally:
             sys.stdout, sys.stderr = before
 
 
 def _lasting(stream: TextIO | None, lost: Callable[[OSError], None]) -> TextIO:
-    """Return a stream to the same file that takes every character, and calls when it is lost."""
+    """Return a stream to the same file that accepts every character; `lost` is called on loss."""
     if stream is None:
         return Path(os.devnull).open("w", encoding="utf-8")
     try:
         stream.flush()
         number = stream.fileno()
-    except (OSError, ValueError):  # one of a notebook or a test, which has no file
+    except (OSError, ValueError):  # the stream of a notebook or a test, which has no file
         return stream
     return io.TextIOWrapper(
         io.BufferedWriter(_Lasting(number, lost)),
@@ -107,7 +106,7 @@ def _lasting(stream: TextIO | None, lost: Callable[[OSError], None]) -> TextIO:
 
 
 class _Lasting(io.FileIO):
-    """A file of the process that leads to nothing from its first error on.
+    """A file of the process that discards all writes from its first error on.
 
     Args:
         number: Its descriptor, which stays open.

@@ -1,6 +1,6 @@
 """Placements: meshes of ranks with named axes, and the groups that collectives work in.
 
-Holds no tensors and no policy.
+A placement is what PyTorch calls a `DeviceMesh`. This module holds no tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement"]
 
-#: Ranks of the largest machine; NumPy counts in 64 bits what some products of them are.
+#: Ranks of the largest machine; products of some of them fit into NumPy's 64 bits.
 MOST_RANKS = 2**24
 
 Nested = int | Sequence["Nested"]
@@ -30,7 +30,7 @@ def _flatten(nested: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (mesh shape, ranks in row-major order) of a nested list of ranks."""
     if type(nested) is int:
         return (), (nested,)
-    # A text is a sequence of texts, without end.
+    # A text is a sequence of texts, infinitely nested.
     nests = isinstance(nested, Sequence) and not isinstance(nested, str | bytes)
     parts = [_flatten(part) for part in cast("Sequence[Nested]", nested)] if nests else []
     if not parts or any(shape != parts[0][0] for shape, _ in parts):
@@ -48,7 +48,7 @@ class Placement:
     Args:
         ranks: Nested lists of ranks, one level for each axis.
         axes: One name for each axis; `axis0`, `axis1`, ... if omitted.
-        device: Kind of device behind every rank: `cpu` or `cuda`.
+        device: Kind of device of every rank: `cpu` or `cuda`.
 
     Raises:
         SbpValueError: the lists are not rectangular, a rank repeats, or axes do not match.
@@ -58,13 +58,13 @@ class Placement:
     rank_list: tuple[int, ...]
     axes: tuple[str, ...]
     device: str
-    #: Its hash, as it is asked for again and again; of numbers alone, so equal in all processes.
+    #: Its hash, cached because it is used often; of numbers alone, so equal in all processes.
     _hash: int = field(repr=False, compare=False)
 
     def __init__(
         self, ranks: Sequence[Nested], axes: Sequence[str] | None = None, device: str = "cpu"
     ) -> None:
-        # A rank alone, as a file may have it, is no mesh.
+        # A single number, as a file may have it, is not a mesh.
         shape, flat = _flatten(ranks if isinstance(ranks, Sequence) else [])
         names = tuple(axes) if axes is not None else tuple(f"axis{i}" for i in range(len(shape)))
         if len(set(flat)) != len(flat) or not all(0 <= rank < MOST_RANKS for rank in flat):
@@ -84,7 +84,7 @@ class Placement:
         object.__setattr__(self, "_hash", hash((shape, flat)))
 
     def __hash__(self) -> int:
-        """Return the same for equal meshes."""
+        """Return a hash that is equal for equal meshes."""
         return self._hash
 
     @classmethod
@@ -187,7 +187,7 @@ class Placement:
 
     @classmethod
     def json_form(cls) -> JsonForm:
-        """Return how it is serialised: by the fields that it was constructed from."""
+        """Return its JSON form: the fields that it was constructed from."""
         return JsonForm(
             _PlacementFields,
             lambda self: _PlacementFields(ranks=self.ranks, axes=self.axes, device=self.device),
@@ -209,7 +209,7 @@ class _PlacementFields:
 
 @lru_cache(maxsize=1024)
 def _groups(placement: Placement, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return what `Placement.groups` returns, without a look at every rank's group."""
+    """Return the result of `Placement.groups`, without computing every rank's group."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in placement.coordinates():
         rest = tuple(part for axis, part in enumerate(at) if axis not in axes)

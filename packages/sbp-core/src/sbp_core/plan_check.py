@@ -1,26 +1,26 @@
-"""Check a plan before any device is touched: it is live, and its registers are bounded.
+"""The checker of plans: prove, before any device is used, that a plan is live and bounded.
 
-Within a step the plan is a deterministic dataflow program on counted tokens: whichever order ready
-actors fire in, the same firings happen (Kahn). So replaying the fixed thread orders once is a
-proof: either all firings happen, and the step ends in the marking it began with, so every later
-step goes the same way; or the replay stops, and the threads that wait for each other are the guilty
-cycle. Whether it fits the memory of its devices says `sbp_core.memory`.
+An actor (a segment of operators, or a boxing step) fires when its inputs have values and its output
+registers have room. Within a step the plan is a dataflow program on counted tokens: in whatever
+order ready actors fire, the same firings happen (Kahn). So replaying the fixed thread orders once
+is a proof. Either all firings happen, and the step ends with the tokens with which it began, so
+every later step is the same; or the replay stops, and the threads that wait for each other form the
+cycle of the deadlock. `sbp_core.memory` checks the memory of the devices.
 
-The replay lets a send wait until its receivers are through with the message that is the link's
-quota before it. Between ranks of one process that is what happens, by acknowledgements. Between
-processes a posted receive is the credit (`Communicator.send`):
+In the replay, a send waits until its receivers have finished with the message that was sent `quota`
+messages before. Between ranks of one process, acknowledgements implement this. Between processes a
+posted receive is the credit (`Communicator.send`):
 
-    sender      before message i it waits until message i - quota is received, or being so:
+    sender      before message i it waits until message i - quota is received, or being received:
                 it holds at most `quota` messages
     receiver    a receive is posted when it fires, or ahead of that, at most one run of receives of
                 a thread (`compile.early_receives`): it holds these besides its registers
 
-A receive is posted at the latest when it fires, so whoever waits for that waits no longer than in
-the replay. To wait less never stops a marked graph, so the proof holds for processes, too.
+A receive is posted at the latest when it fires, so a rank that waits for it waits no longer than in
+the replay. Shorter waits never stop a marked graph, so the proof holds for processes, too.
 
-The values that are replayed are types: each operator is called on tensors without data, by the
-tensor library that is installed, so that what is accepted also runs. Values may still be refused in
-a run, such as an index that is too large.
+The replayed values are types: the installed tensor library calls each operator on tensors without
+data, so that accepted calls also run. A run may still refuse values, such as an index out of range.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ __all__ = ["CheckReport", "check"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What the replay of one step showed, and what the plan's network says of its times.
+    """The result of the replay of one step, and the times by the plan's network.
 
     Args:
         num_firings: Firings of all ranks in a step.
-        occupancy: Most fillings that were alive, by (rank, register).
-        plan: That was checked.
+        occupancy: Most fillings (values in a register) that were alive, by (rank, register).
+        plan: The plan that was checked.
     """
 
     num_firings: int
@@ -77,7 +77,7 @@ class CheckReport:
     def period_s(self) -> float:
         """Time from one step to the next if steps follow without a pause, in seconds.
 
-        Each rank begins its next step when it is through with the last one, as processes do (see
+        Each rank begins its next step when it has finished the last one, as processes do (see
         `compile.plan_network`).
         """
         return float(self._critical.period_s)
@@ -89,9 +89,9 @@ class CheckReport:
 
     @cached_property
     def critical_cycle(self) -> tuple[str, ...]:
-        """Why steps cannot follow each other faster: a line for each wait, the last for the first.
+        """The cycle of waits that limits the rate of steps, one line each, the last for the first.
 
-        Of ranks that do the same, the first is named.
+        Among ranks that do the same, it names the first.
         """
         return tuple(self._network.cycle_lines(self._critical.waits))
 
@@ -108,21 +108,20 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     """Prove that a plan is live and bounded, and that its operators accept their arguments.
 
     Args:
-        plan: With firing orders.
+        plan: A plan with firing orders.
         types: Whether every operator is called on tensors without data, if a tensor library is
-            installed. A plan that was just compiled of a captured graph needs it not, and is
-            checked faster.
+            installed. A newly compiled plan of a captured graph does not need this slow check.
 
     Raises:
-        PlanError: a part is none that there can be (see `compile.plan_spec`), actors, registers and
-            links do not fit together, an actor is missing from the orders, the plan would deadlock
-            (with the cycle), or a register would overflow; an operator is none that plans may name,
-            or does not take what it is given; a state is overwritten before all are through with
-            its old value, whatever the timing (see `compile.hazards`).
+        PlanError: a part is invalid (see `compile.plan_spec`); actors, registers and links do not
+            fit together; an actor is missing from the orders; the plan would deadlock (with the
+            cycle), or a register would overflow; an operator is not allowed in plans, or does not
+            accept its arguments; a state may be overwritten before all readers have finished with
+            its old value (see `compile.hazards`).
     """
     verify_plan(plan)
     partners = _Partners(plan)
-    # What ranks share is looked at once.
+    # Parts that ranks share are checked once.
     seen: set[tuple[int, ...]] = set()
     boxing: dict[int, list[BoxingActor]] = {}
     for part in plan.ranks:
@@ -141,7 +140,7 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)
     layouts = installed_layouts() if types else None
-    # What is equal for ranks of one class, one of them proves for all (`compile.symmetry`).
+    # One rank represents all equal ranks of its class (`compile.symmetry`).
     marks = None if layouts is None else shard_shapes(plan.steps)
     folded = fold(plan, marks, numbers=layouts is not None)
     few, stands_for = folded.plan, folded.stands_for
@@ -157,7 +156,7 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
 def _replayed(
     plan: PhysicalPlan, folded: FoldedPlan, domain: CountedFillings[V], replay: Interpreter[V]
 ) -> CheckReport:
-    """Replay a step of a folded plan, and return what it showed of the whole one.
+    """Replay a step of a folded plan, and return the report for the whole plan.
 
     Raises:
         PlanError: it deadlocks, or a state is overwritten too early.
@@ -181,9 +180,9 @@ def _replayed(
 
 
 def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
-    """Check that what an actor takes is there, once, and that it is given what it overwrites."""
+    """Check that an actor's inputs exist, once each, and that it takes the states it overwrites."""
     where = f"actor {actor.name!r} of rank {part.rank}"
-    # What it may write over of what it takes are copies for it alone.
+    # It may overwrite only inputs that are copies for it alone.
     given = {
         key
         for register in part.inputs_of[actor.name]
@@ -215,7 +214,7 @@ def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
 
 
 class _Partners:
-    """Who does the other part of boxing actors' steps."""
+    """The partners of boxing actors: the actors of other ranks that do the same boxing step."""
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self.plan = plan
@@ -224,17 +223,17 @@ class _Partners:
         for link in plan.links:
             self._receivers[link.sender].append(link.receiver)
             self._senders[link.receiver].append(link.sender)
-        #: Of each transfer, by sender its receivers, and by receiver its senders.
+        #: For each transfer, by sender its receivers, and by receiver its senders.
         self._transfers = {
             index: transfer_partners(step)
             for index, step in enumerate(plan.steps)
             if step.kind is StepKind.TRANSFER
         }
-        #: Collectives whose whole group is there, as one of its ranks has found.
+        #: Collectives whose whole group is complete, by the check of one of its ranks.
         self._there: set[ActorId] = set()
 
     def check(self, rank: int, actor: BoxingActor) -> None:
-        """Check that those are there with whom a boxing actor does its step."""
+        """Check that the partners of a boxing actor exist."""
         plan, where = self.plan, f"actor {actor.name!r} of rank {rank}"
         if actor.step not in range(len(plan.steps)):
             raise PlanError(
@@ -251,14 +250,14 @@ class _Partners:
             )
 
     def _missing(self, rank: int, actor: BoxingActor) -> list[int]:
-        """Return the ranks on which no actor does the other part of a boxing actor's step.
+        """Return the ranks that lack the partner of a boxing actor.
 
-        Only actors of the same step and rate count: others would move something else, or not as
+        Only actors of the same step and rate count: others would move another tensor, or less
         often.
         """
         step = self.plan.steps[actor.step]
-        # A collective must not name a transfer, nor one end of a transfer anything else; what a
-        # rank does by itself is no actor, but an instruction.
+        # A collective must not name a transfer, and the ends of a transfer must name one; a local
+        # step is not an actor, but an instruction.
         if step.kind is StepKind.LOCAL or isinstance(actor, Collective) == (
             step.kind is StepKind.TRANSFER
         ):
@@ -289,7 +288,7 @@ class _Partners:
 
 
 def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> None:
-    """Check that a register is filled and read equally often, by actors that there are."""
+    """Check that a register is filled and read equally often, by existing actors."""
     where = f"register {register.name!r} of rank {part.rank}"
     unknown = sorted({register.producer, *register.consumers} - set(part.by_name))
     if unknown or not register.consumers or register.quota < 1:
@@ -303,7 +302,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     if lacking:
         raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
     producer = part.by_name[register.producer]
-    # A register without values may say that the last micro-batch of a step is through.
+    # A register without values may signal that the last micro-batch of a step has finished.
     is_token = not register.keys and register.rate is Rate.STEP
     # With one micro-batch all rates are the same number of fillings.
     if register.rate is not producer.fill_rate and plan.num_micro_batches > 1 and not is_token:
@@ -317,7 +316,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     fillings = plan.repetitions[register.rate]
     for name in register.consumers:
         reads = part.by_name[name].num_firings(plan.repetitions)
-        # Those of an update read the states that it begins with for each of its micro-batches.
+        # Readers at the rate of an update read its initial states for each of its micro-batches.
         if reads % fillings if register.carries else reads != fillings:
             raise PlanError(
                 f"filled {fillings} times a step, read {reads} by {name!r}", where=where
@@ -330,7 +329,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
 
 
 def _check_carried(part: RankPlan, register: Register) -> None:
-    """Check that what a register carries are states, which its producer writes."""
+    """Check that a register carries only states that its producer writes."""
     if register.staleness < 0 or (register.staleness and not register.carries):
         raise PlanError(
             f"is stale by {register.staleness} updates, and carries {list(register.carries)}",
@@ -379,7 +378,7 @@ def _check_orders(plan: PhysicalPlan) -> None:
 
 
 class _Tokens(CountedFillings[None]):
-    """The domain of a replay that counts: a value is nothing but there."""
+    """The domain of a replay that only counts: values have no content."""
 
     def compute(self, firing: Firing[Compute], taken: Values[None]) -> Values[None]:
         """See `Domain.compute`."""
@@ -415,9 +414,8 @@ def _cycle(replay: Interpreter[V]) -> list[str]:
     thread = next(firings.waiting())
     lines: dict[tuple[int, str], str] = {}
     while thread not in lines:
-        # Each waiting thread waits for one actor, that is for one thread. There are finitely many,
-        # so the walk comes back to one of them: from there on it is the cycle, before it only the
-        # way to it.
+        # Each waiting thread waits for one actor, and so for one thread. There are finitely many
+        # threads, so the walk returns to one of them: the cycle begins there.
         actor_id = firings.head(thread)
         assert actor_id is not None, "a finished thread keeps nobody waiting"
         reason, on = firings.blocker(actor_id)

@@ -1,7 +1,7 @@
-"""The contract of planners: what they are asked, and what they answer.
+"""The interface of planners: `PlanRequest`, their input, and the protocol `Planner`.
 
-`sbp_core.planning` offers both names; they are here because inference, which is below the search
-around planners, takes requests, too.
+`sbp_core.planning` exports both names. They are defined here because sharding propagation
+(`sbp_core.infer`), which may not import `sbp_core.planning`, takes requests, too.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ __all__ = ["PlanRequest", "Planner"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The input of a planner: a graph, a mesh, a cluster and the pins of the user.
+    """The input of a planner: a graph, a mesh, a cluster and the user's pins (fixed shardings).
 
     Args:
         graph: The training step at micro-batch size, with accumulation made explicit.
         mesh: All ranks, with named axes.
         cluster: Rates and links of the machine.
         pins: User constraints: name pattern (`fnmatch`; `batch` means every batch input) of an
-            input, parameter or value -> `"S(0)"` on a 1-axis mesh, `"S(0), B"`, or
-            `{axis name: "S(0)"}` which leaves other axes free.
+            input, parameter or value -> `"S(0)"` on a 1-axis mesh, `"S(0), B"`, or `{axis name:
+            "S(0)"}` which leaves other axes free.
         progress: Called with (what, fraction done in [0, 1]).
         options: How the plan will be compiled; the compiler's defaults for the cluster if None.
-        regather: Of the strategies that are made; see `Strategy`.
+        regather: The `regather` of the resulting strategies; see `Strategy`.
         family: The variants of the step, for planners that choose among them; None if `graph` is
-            the only one. A strategy for another graph of it names its `variant`.
-        offloaded: States that are in the memory of the host (`Storage.offloaded`), whoever decided
-            that: every strategy for the request has them there, and is priced with their copies.
-        kept: The last plans that were compiled for it, so that the chosen one need not be compiled
-            again.
+            the only one. A strategy for another graph of the family names its `variant`.
+        offloaded: States in host memory (`Storage.offloaded`), by the user's or a planner's
+            decision: all strategies for the request keep them there, and count their copies.
+        kept: A cache of the last compiled plans, so that the chosen one need not be compiled again.
 
     Raises:
         ConfigError: the mesh has ranks that the cluster does not have.
@@ -61,7 +60,7 @@ class PlanRequest:
         self.cluster.check_ranks(self.mesh)
 
     def of(self, variant: GraphVariant) -> PlanRequest:
-        """Return the request to plan a variant of the step, and no other.
+        """Return a request to plan only one variant of the step.
 
         Raises:
             SbpError: see `GraphFamily.graph`.
@@ -71,8 +70,8 @@ class PlanRequest:
 
 
 class Planner(Protocol):
-    """Kind `planner`: `build(config)` returns an object that plans."""
+    """Interface of kind `planner`: `build(config)` returns an object that plans."""
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return a legal strategy for the graph, or raise `PlanError` saying which limit fails."""
+        """Return a legal strategy for the graph, or raise `PlanError` naming the violated limit."""
         ...

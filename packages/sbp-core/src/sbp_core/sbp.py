@@ -1,9 +1,9 @@
-"""The SBP algebra: how a logical tensor is placed on mesh axes, and which slice a rank holds.
+"""The SBP algebra: how mesh axes hold a logical tensor (split, broadcast, partial), as values.
 
 `S(dim)` splits, `B` broadcasts, `P` (`P("sum")`, `P("max")`, `P("min")`) leaves partial values that
 are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,
-meshes have *axes*. This module holds values, text and geometry; which signatures an operator allows
-is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`.
+meshes have *axes*. This module also computes the slice that a rank holds. `sbp_core.signatures` has
+the legal signatures of operators, and `sbp_core.boxing` converts one `NdSbp` into another.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def parse_sbp(text: str) -> Sbp:
     """Read one entry: `S(0)`, `B`, `P`, `P(max)`.
 
     Raises:
-        SbpValueError: `text` is no such entry.
+        SbpValueError: `text` is not such an entry.
     """
     match = _ENTRY.fullmatch(text)
     if match is None:
@@ -141,7 +141,7 @@ class NdSbp(tuple[Sbp, ...]):
         """Read `"S(0), B"`; also with parentheses around the whole.
 
         Raises:
-            SbpValueError: an entry is no SBP value.
+            SbpValueError: an entry is not an SBP value.
         """
         inner = text.strip()
         if inner.startswith("(") and inner.endswith(")"):
@@ -150,7 +150,7 @@ class NdSbp(tuple[Sbp, ...]):
 
     @classmethod
     def json_form(cls) -> JsonForm:
-        """Return what is written of it: its text."""
+        """Return its JSON form: its text."""
         return JsonForm(str, str, cls.parse)
 
     def replace(self, axis: int, entry: Sbp) -> NdSbp:
@@ -204,8 +204,8 @@ def check_sbp(
     """Check that `sbp` can describe a tensor of `shape` on a mesh of `mesh_shape`.
 
     Args:
-        shape: Of the whole tensor.
-        sbp: What is checked.
+        shape: The shape of the whole tensor.
+        sbp: The nd-SBP to check.
         mesh_shape: Ranks along each axis.
         stored: Whether the tensor is stored, for messages: nothing is stored as `P`.
 
@@ -232,7 +232,7 @@ def local_bounds(
 ) -> tuple[tuple[int, int], ...]:
     """Return, for each dim, the half-open bounds of the slice held at a mesh coordinate.
 
-    Mesh axes apply in order, each to what the one before left.
+    Mesh axes apply in order, each to the part that the previous axes leave.
 
     Raises:
         SbpValueError: see `check_sbp`.

@@ -1,7 +1,8 @@
-"""What a planner decides: the stage and signature of every op, the storage of every state.
+"""Strategies, the results of planners: stage and signature of every op, storage of every state.
 
-A `Strategy` is a value, readable and editable as a file. It says nothing about how it was found
-beyond `report`, and nothing about how it is run.
+A signature is the nd-SBP (distribution over the mesh) of each input and output of an op. A
+`Strategy` is immutable, and readable and editable as a file. It is compiled into a plan. Only its
+`report` mentions how it was found.
 
 In files, a decision on an op or a state is a text as errors print it, with its stage:
 
@@ -30,7 +31,7 @@ from sbp_core.serialize import Document, JsonForm, Lines
 
 __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
-#: What an entry of a storage may be.
+#: The accepted entries of a storage.
 _STORED = "S(dim), B"
 
 #: Written after the nd-SBP of a state that is offloaded.
@@ -39,7 +40,7 @@ _HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How one call is cut: the nd-SBP of its tensor arguments and of its outputs, in order.
+    """How one call is split: the nd-SBP of its tensor arguments and of its outputs, in order.
 
     `inputs` has one entry for each tensor argument in argument order (list arguments flattened,
     repeated tensors repeated, host scalars left out); `outputs` one for each output value.
@@ -58,7 +59,7 @@ class Signature:
         """Read the text of a signature.
 
         Raises:
-            SbpValueError: it is none.
+            SbpValueError: the text is not a signature.
         """
         left, arrow, right = text.partition("->")
         if not arrow:
@@ -70,7 +71,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Where one op runs and how it is cut."""
+    """The stage and the signature of one op."""
 
     stage: int
     signature: Signature
@@ -80,32 +81,32 @@ class Assignment:
 
     @classmethod
     def parse(cls, text: str) -> Assignment:
-        """Read the text of an assignment; the stage is 0 if it names none.
+        """Read the text of an assignment; without a stage, it is 0.
 
         Raises:
-            SbpValueError: it is none.
+            SbpValueError: the text is not an assignment.
         """
         rest, stage = _staged(text)
         return cls(stage=stage, signature=Signature.parse(rest))
 
     @classmethod
     def json_form(cls) -> JsonForm:
-        """Return what is written of it: its text."""
+        """Return its JSON form: its text."""
         return JsonForm(str, str, cls.parse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Where a graph input (state or batch tensor) lives, and how it is cut there.
+    """The stage on which a graph input (state or batch tensor) is stored, and its nd-SBP there.
 
     Args:
-        stage: Whose ranks hold it.
-        sbp: How it is cut there.
-        offloaded: Whether each rank keeps its part in the memory of its host between updates; only
-            of states that the optimizer alone reads (see `sbp_core.compile.offload`).
+        stage: The stage whose ranks hold it.
+        sbp: Its nd-SBP there.
+        offloaded: Whether each rank keeps its part in host memory between updates; only for states
+            that the optimizer alone reads (see `sbp_core.compile.offload`).
 
     Raises:
-        SbpValueError: an entry is `P`; nothing is stored so.
+        SbpValueError: an entry is `P`, which cannot be stored.
     """
 
     stage: int
@@ -125,10 +126,10 @@ class Storage:
 
     @classmethod
     def parse(cls, text: str) -> Storage:
-        """Read the text of a storage; the stage is 0 if it names none.
+        """Read the text of a storage; without a stage, it is 0.
 
         Raises:
-            SbpValueError: it is none.
+            SbpValueError: the text is not a storage.
         """
         rest, stage = _staged(text)
         before = rest.removesuffix(_HOST).rstrip()
@@ -137,7 +138,7 @@ class Storage:
         try:
             found = list(_parsed(rest))
         except SbpValueError as error:
-            # What operators may leave is not among what is stored.
+            # Partial values, which operators may return, cannot be stored.
             accepted = error.accepted.partition(", P, ")[0]
             raise SbpValueError(error.what, accepted=accepted) from error
         if len(found) != 1:
@@ -146,7 +147,7 @@ class Storage:
 
     @classmethod
     def json_form(cls) -> JsonForm:
-        """Return what is written of it: its text."""
+        """Return its JSON form: its text."""
         return JsonForm(str, str, cls.parse)
 
 
@@ -154,7 +155,7 @@ def _staged(text: str) -> tuple[str, int]:
     """Return the text of a decision without its stage, and the stage.
 
     Raises:
-        SbpValueError: what is after the `@` is no stage.
+        SbpValueError: the text after the `@` is not a stage.
     """
     rest, at, stage = text.rpartition("@")
     if not at:
@@ -169,7 +170,7 @@ def _parsed(text: str) -> Iterator[NdSbp]:
     """Yield the nd-SBPs of a text such as `(S(0), B) (B, B)`.
 
     Raises:
-        SbpValueError: something else is in it.
+        SbpValueError: the text contains anything else.
     """
     depth, start = 0, 0
     for index, letter in enumerate(text):
@@ -199,17 +200,15 @@ class Strategy:
             backward: `num_micro_batches` everywhere is GPipe, `num_stages - stage` is 1F1B.
         orders: For each set of ranks that hold the same stages, by their first stage, the order of
             their forward and backward work, such as `0F0 0F1 0B0`: stage, F(orward), B(ackward) or
-            I(nput gradient) and W(eight gradient), micro-batch. Empty: what the quotas allow, as
-            early as they do.
-        staleness: For each stage, how many updates the parameters that forward and backward of a
-            micro-batch use are behind the newest ones, if a step has several updates;
-            `num_stages - 1 - stage` is PipeDream with an update for each micro-batch, 1 everywhere
-            is 2BW. Empty: none.
-        regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
-            the boxed copy of any other one lives from its forward use to its last backward use.
-            `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
-        variant: Of the step, which the graph is of, if the planner has chosen it.
-        report: What the planner predicts and why it chose so; plain JSON values, SI base units.
+            I(nput gradient) and W(eight gradient), micro-batch. Empty: as `in_flight` allows.
+        staleness: For each stage, the age in updates of the parameters that forward and backward of
+            a micro-batch use, if a step has several updates; `num_stages - 1 - stage` is PipeDream
+            with an update for each micro-batch, 1 everywhere is 2BW. Empty: none.
+        regather: Patterns (`*`, `?`) of the parameters that are gathered again for the backward
+            phase; the gathered copy of any other parameter lives from its forward use to its last
+            backward use. `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
+        variant: The variant of the step, if the planner has chosen it.
+        report: The planner's predictions and reasons; plain JSON values, SI base units.
         storage: Stage and SBP of every tensor input, and which are offloaded.
         nodes: Stage and signature of every node that computes tensors.
     """
@@ -254,7 +253,7 @@ class Strategy:
 
     @property
     def actions(self) -> Mapping[int, tuple[Action, ...]]:
-        """The order of the actions of each rank; empty if the quotas decide."""
+        """The order of the actions of each rank; empty if `in_flight` decides."""
         if not self.orders:
             return {}
         pipeline = self._pipeline()
@@ -263,7 +262,7 @@ class Strategy:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether input gradients and weight gradients are fired apart."""
+        """Whether input gradients and weight gradients are separate actions."""
         return any("W" in order for order in self.orders)
 
     def _stages_of(self) -> dict[int, tuple[int, ...]]:
@@ -275,11 +274,11 @@ class Strategy:
         return found
 
     def _pipeline(self) -> PipelineSchedule:
-        """Return the schedule that `orders` says.
+        """Return the schedule of `orders`.
 
         Raises:
-            SbpValueError: it is none: an action is no action, too often or missing, or there is not
-                one order for each set of ranks.
+            SbpValueError: it is invalid: the text of an action is invalid, an action is repeated or
+                missing, or there is not one order for each set of ranks.
         """
         placement = tuple(sorted(set(self._stages_of().values())))
         return PipelineSchedule(
@@ -291,7 +290,7 @@ class Strategy:
         )
 
     def is_regathered(self, parameter: str) -> bool:
-        """Whether a parameter is boxed anew for the backward phase."""
+        """Whether a parameter is gathered again for the backward phase."""
         return any(fnmatchcase(parameter, pattern) for pattern in self.regather)
 
     @property
@@ -300,13 +299,13 @@ class Strategy:
         return tuple(sorted({rank for stage in self.stages for rank in stage.rank_list}))
 
     def on_its_stages(self, lines: Lines | None = None) -> Strategy:
-        """Return it, if every decision is on a stage that there is.
+        """Return the strategy itself after checking that every decision is on an existing stage.
 
         Args:
-            lines: Those of the file that it comes from, for the message.
+            lines: The lines of the file that it comes from, for the message.
 
         Raises:
-            SbpValueError: one is not.
+            SbpValueError: a decision is on another stage.
         """
         count = len(self.stages)
         for section, entries in (("storage", self.storage), ("nodes", self.nodes)):
@@ -325,15 +324,15 @@ class Strategy:
 
     @classmethod
     def from_json(cls, value: object) -> Strategy:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
-            SbpValueError: it is no strategy, or was written by another version.
+            SbpValueError: it is not a strategy, or was written by another version.
         """
         return STRATEGY.load(value).on_its_stages()
 
     def save(self, path: Path) -> None:
-        """Write the strategy as JSON, one line an op, for people to read and edit."""
+        """Write the strategy as JSON, one line for each op, for people to read and edit."""
         STRATEGY.write(self, path)
 
     @classmethod
@@ -341,16 +340,16 @@ class Strategy:
         """Read a file that `save` wrote.
 
         Raises:
-            SbpValueError: there is none, or see `from_json`.
+            SbpValueError: it does not exist, or see `from_json`.
         """
         return cls.load_with_lines(path)[0]
 
     @classmethod
     def load_with_lines(cls, path: Path) -> tuple[Strategy, Lines]:
-        """Read a file that `save` wrote; return also in which lines its decisions stand.
+        """Read a file that `save` wrote; return also the lines of its decisions.
 
         Raises:
-            SbpValueError: there is none, or see `from_json`.
+            SbpValueError: it does not exist, or see `from_json`.
         """
         read, lines = STRATEGY.read_with_lines(path)
         return read.on_its_stages(lines), lines

@@ -1,4 +1,4 @@
-"""Strategies as YAML that a person can read, compare and edit. Needs PyYAML.
+"""Strategies as YAML files for people to read, compare and edit. Needs PyYAML.
 
     planner: manual
     graph_hash: 0123456789abcdef
@@ -13,10 +13,11 @@
       blocks.{0-31}.up:
         mm: (S(0)) (B) -> (S(0))
 
-Signatures read as errors print them: the nd-SBP of each tensor argument, an arrow, that of each
-output. Layers that are cut alike share a line: `{0-31}` or `{0-3,8}` stands for the number of the
-layer. With several stages, `@1` after a decision is its stage. Besides names, a reader of the file
-may use the patterns `*` and `?`; they hold for what nothing else names, the first one first.
+Signatures are written as in error messages: the nd-SBP of each tensor argument, an arrow, the
+nd-SBP of each output. Layers with equal decisions share a line: `{0-31}` or `{0-3,8}` stands for
+the number of the layer. With several stages, `@1` after a decision is its stage. In an edited file,
+the patterns `*` and `?` may stand for names. They apply to names without an entry; the first
+pattern that matches counts.
 
 >>> from sbp_core.strategy import Strategy
 >>> from sbp_core.placement import Placement
@@ -71,14 +72,14 @@ ROOT = "(root)"
 
 _BRACES = re.compile(r"\{(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\}", re.ASCII)
 
-#: Written before a name that holds characters of patterns, and is meant as it stands.
+#: Prefix of a name that contains pattern characters, but is not a pattern.
 _AS_IT_STANDS = "="
 _SPECIAL = re.compile(r"[{}*?\[\]=]")
 
-#: Names that a section may decide on, where no graph says which there are.
+#: The most names in a section of a file that is read without a graph.
 _MOST_NAMES = 100_000
 
-#: Ranges in one name.
+#: The most ranges in one name.
 _MOST_RANGES = 8
 
 _TODO = "correct that line, or let a planner write the file anew"
@@ -109,11 +110,11 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
     """Read a strategy.
 
     Args:
-        text: As `to_yaml` writes it, edited or not.
+        text: A text by `to_yaml`, edited or not.
         graph: The graph that it is for: names are checked against it, and patterns may be used.
 
     Raises:
-        SbpValueError: the text is no strategy; names the line or the entry.
+        SbpValueError: the text is not a strategy; names the line or the entry.
         SbpLookupError: a name of the graph is unknown (with the closest match); PyYAML is not
             installed.
     """
@@ -123,12 +124,12 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
 def _read(
     text: str, graph: LogicalGraph | None, file: str, *, patterns_stand: bool = False
 ) -> tuple[Strategy, Lines]:
-    """Read a strategy; return also in which lines its parts stand.
+    """Read a strategy; return also the lines of its parts.
 
     Args:
-        text: Of the file.
+        text: The text of the file.
         graph: See `from_yaml`.
-        file: What messages call the file.
+        file: The name of the file in messages.
         patterns_stand: Without a graph, whether patterns are read as if they were names.
 
     Raises:
@@ -156,7 +157,7 @@ def _read(
         read["nodes"] = _decisions(
             "nodes", named, ops, of_keys, found, patterns_stand=patterns_stand
         )
-    # Names that share a line in the file are parts of their own to readers of the strategy.
+    # Names that share a line in the file are separate parts in the strategy.
     lines = Lines(
         file,
         lambda: chain(
@@ -174,7 +175,7 @@ def save(strategy: Strategy, path: Path) -> None:
 
 
 def load(path: Path, graph: LogicalGraph | None = None) -> Strategy:
-    """Read a file that `save` wrote, or a person; see `from_yaml`."""
+    """Read a file by `save` or by a person; see `from_yaml`."""
     return load_with_lines(path, graph)[0]
 
 
@@ -188,12 +189,12 @@ def load_with_lines(path: Path, graph: LogicalGraph | None = None) -> tuple[Stra
 
 
 def load_form(path: Path) -> tuple[Strategy, Lines]:
-    """Read a file without its graph, to see whether its form is right.
+    """Read a file without its graph, to check its syntax.
 
-    Names may be any, and patterns of names are read as if they were names.
+    Any names are accepted, and patterns are read as if they were names.
 
     Raises:
-        SbpValueError, SbpLookupError: it is not; the file and the line are named.
+        SbpValueError, SbpLookupError: the syntax is wrong; the file and the line are named.
     """
     return _read(serialize.read_text(path), None, str(path), patterns_stand=True)
 
@@ -202,10 +203,9 @@ def load_form(path: Path) -> tuple[Strategy, Lines]:
 
 
 def _grouped(entries: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries with equal ones of several layers in one.
+    """Return the entries with equal ones of several layers merged.
 
-    before: a.0.w: (B)   a.1.w: (B)   a.2.w: (S(0))
-    after:  a.{0-1}.w: (B)   a.2.w: (S(0))
+    before: a.0.w: (B)   a.1.w: (B)   a.2.w: (S(0)) after:  a.{0-1}.w: (B)   a.2.w: (S(0))
     """
     layers: dict[tuple[str, str, str], list[int]] = {}
     for name, value in entries.items():
@@ -226,10 +226,10 @@ def _grouped(entries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _split_number(name: str) -> tuple[str, int | None, str]:
-    """Return a name before, in and after its first part that is a number; with dots."""
+    """Return the parts of a name before, at and after its first number; with dots."""
     parts = name.split(".")
     for index, part in enumerate(parts):
-        # As short as `_BRACES` reads them.
+        # No longer than the numbers that `_BRACES` reads.
         is_plain = part.isascii() and part.isdigit() and len(part) < 10 and part == str(int(part))
         if is_plain and not _SPECIAL.search(name):
             before = "".join(f"{piece}." for piece in parts[:index])
@@ -278,7 +278,7 @@ def _flat(keys: Keys, section: Any, lines: Lines) -> dict[str, Any]:
 
 
 def _named(sections: Any, lines: Lines) -> dict[str, tuple[Keys, Any]]:
-    """Return operators by their whole names; modules hold them by their last part."""
+    """Return operators by whole names; in the file, modules contain them by their last part."""
     found: dict[str, tuple[Keys, Any]] = {}
     for module, section in _flat(("nodes",), sections, lines).items():
         for op, value in _flat(("nodes", module), section, lines).items():
@@ -296,7 +296,7 @@ def _names(graph: LogicalGraph) -> tuple[Collection[str], Collection[str]]:
     """Return the names of a graph that a strategy decides on: inputs, and nodes."""
     inputs = [e.name for e in graph.inputs if isinstance(graph.types[e.name], TensorType)]
     ops = [node.name for node in graph.nodes if not node.is_host]
-    # In order, and found at once.
+    # A dict keeps the order, and has fast lookups.
     return dict.fromkeys(inputs), dict.fromkeys(ops)
 
 
@@ -309,15 +309,15 @@ def _decisions(
     *,
     patterns_stand: bool,
 ) -> dict[str, Any]:
-    """Return what the type of a strategy reads, by exact names and in the order of the graph.
+    """Return decisions by exact names, in the order of the graph, for the type of a strategy.
 
     Args:
         section: `storage` or `nodes`.
-        entries: What the file says, with the keys that lead there, by names and patterns of them.
-        names: Those of the graph, if it is known.
-        lines: Those of the file.
-        found: Is told which keys of the file decide on a name.
-        patterns_stand: Whether patterns are names like others.
+        entries: The entries of the file, each with its keys, by names and patterns of them.
+        names: The names of the graph, if it is known.
+        lines: The lines of the file.
+        found: Output: the keys of each decision -> the keys of its entry in the file.
+        patterns_stand: Whether patterns are read as if they were names.
     """
     exact: dict[str, Any] = {}
     patterns: dict[str, tuple[Keys, Any]] = {}
@@ -355,7 +355,7 @@ def _decisions(
 
 
 def _unknown(kind: str, name: str, names: Iterable[str], where: tuple[str, ...]) -> SbpLookupError:
-    """Make the error of an unknown name; of long lists only the closest are listed."""
+    """Return the error of an unknown name; of long lists only the closest names are listed."""
     error = unknown_name(kind, name, names, where=where)
     if len(error.accepted) > 300:
         error = error.replaced(
@@ -391,7 +391,7 @@ def _filled(
 
 
 def _expanded(name: str, keys: Keys, lines: Lines) -> Iterator[str]:
-    """Yield the names that a name with ranges of numbers stands for.
+    """Yield the names for which a name with ranges of numbers stands.
 
     Raises:
         SbpValueError: it has too many ranges, or one that ends before it begins.

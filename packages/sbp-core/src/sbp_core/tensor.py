@@ -1,8 +1,7 @@
-"""What the core calls a tensor.
+"""The type alias `Tensor`, for tensors of any library.
 
-The contracts of runtimes and boxing backends say where tensors go in and come out. The core itself
-hands them on and never looks into one, so that it needs no tensor library; in a process that runs
-plans with `sbp-torch` they are `torch.Tensor`.
+Interfaces of runtimes and boxing backends use it. The core itself only passes tensors on and never
+looks into one, so it needs no tensor library; with `sbp-torch` they are `torch.Tensor`.
 """
 
 from __future__ import annotations

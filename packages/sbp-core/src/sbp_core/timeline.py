@@ -1,6 +1,6 @@
-"""What ran when, as lanes of bars: simulated or measured, of a schedule or of a plan.
+"""Timelines: lanes of bars over time, for Gantt charts of simulated or measured schedules.
 
-It says nothing of how it is shown; `sbp_launch.explaining.timelines` draws it.
+This module has only the data; `sbp_launch.explaining.timelines` draws it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ __all__ = ["Bar", "Lane", "Timeline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Something that took time.
+    """A bar: one activity with its time.
 
     Args:
         label: A few letters to write on it, such as the number of the micro-batch.
-        kind: Bars of a kind look alike: `F`, `B`, `I` and `W` as in `sbp_core.pipeline`, or words
-            such as `collective`.
-        start_s: When it began, in seconds.
-        end_s: When it ended, in seconds.
-        micro_batch: Which micro-batch it worked on, if on one.
-        chunk: Which of the chunks of a rank it belongs to.
-        detail: What else there is to say of it, for who asks.
+        kind: Bars of one kind have the same colour: `F`, `B`, `I` and `W` as in
+            `sbp_core.pipeline`, or words such as `collective`.
+        start_s: Its begin, in seconds.
+        end_s: Its end, in seconds.
+        micro_batch: The micro-batch that it works on, if there is one.
+        chunk: The number of its model chunk on the rank.
+        detail: A longer text, for a tooltip.
 
     Raises:
         SbpValueError: It ends before it begins.
@@ -51,7 +51,7 @@ class Lane:
     """Bars of one rank, thread or link, drawn in one row.
 
     Args:
-        name: What is in front of the row.
+        name: The label of the row.
         bars: In the order in which they began.
     """
 
@@ -64,9 +64,9 @@ class Timeline:
     """Lanes over one axis of time.
 
     Args:
-        title: What the picture shows.
+        title: The title of the picture.
         lanes: From top to bottom.
-        unit: What one unit of the axis is called: `s`, or empty for times without a unit.
+        unit: The unit of the axis: `s`, or empty for times without a unit.
     """
 
     title: str
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last bar ends, in seconds; 0.0 if there is none."""
+        """The end of the last bar, in seconds; 0.0 if there is none."""
         return max((bar.end_s for lane in self.lanes for bar in lane.bars), default=0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers for people to read and write; inside, everything is in SI base units."""
+"""Format and parse numbers with units for people; inside, everything is in SI base units."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def format_count(number: int, word: str, plural: str = "s") -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes that a text with a unit says: `90MB`, `1.5 GiB`; None if it says none.
+    """Return the bytes of a text with a unit: `90MB`, `1.5 GiB`; None if there is no unit.
 
     >>> parse_bytes("90 MB"), parse_bytes("4GiB"), parse_bytes("4")
     (90000000, 4294967296, None)

@@ -1,6 +1,7 @@
-"""Paths of the user who runs this: the one place that asks for the home folder.
+"""Paths in the user's home folder: expansion of `~`, and the cache folder.
 
-A user of a container often has none: no `HOME`, and no entry among the users of the system.
+Only this module looks up the home folder. A user of a container often has none: no `HOME`, and no
+entry among the users of the system.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 def user_path(path: str | Path, *, key: str = "", where: str = "") -> Path:
-    """Return the path that a user names, with `~` and `~USER` replaced by a home folder.
+    """Return a path given by the user, with `~` and `~USER` replaced by a home folder.
 
     Args:
-        path: As it is written.
-        key: The setting that names it, if one does.
-        where: The call that names it, or the command line.
+        path: The path as it is written.
+        key: The setting that contains it, if there is one.
+        where: The call that contains it, or the command line.
 
     Raises:
-        ConfigError: there is no such home folder, or the text is no path.
+        ConfigError: there is no such home folder, or the text is not a path.
     """
     named = f"{key}=" if key else ""
     if "\0" in str(path):
@@ -47,9 +48,9 @@ def user_path(path: str | Path, *, key: str = "", where: str = "") -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return where this user keeps what can be made again, as the XDG standard says.
+    """Return this user's folder for a cache, by the XDG standard.
 
-    Of a user without a home it is a folder that lasts as long as this process.
+    For a user without a home it is a folder that lasts as long as this process.
 
     Args:
         kind: Name of the folder below `sbp`, such as `signatures`.
@@ -68,7 +69,7 @@ def _passing_folder() -> Path:
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # and not a process that was forked from it
+        if os.getpid() == owner:  # not in a forked child
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

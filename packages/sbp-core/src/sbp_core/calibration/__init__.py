@@ -1,10 +1,11 @@
-"""What was measured of a transport, and what that says about calls that were not measured.
+"""Calibration: measured times of a transport, and predictions of the times of all other calls.
 
-In the order in which they are used: `sample` (one raw measurement), `nonnegative` (least squares
-whose coefficients are >= 0), `curve` (time over bytes of one kind of call), `structure` (time of
-any call from what all kinds have in common), `held_out` (errors of predictions), `model`
-(`Calibration`: the samples and both fits), `validate` (how far the fit is off where it did not
-look). The file of a whole machine is `cluster`. Measures nothing itself.
+A transport is a boxing backend on one machine, such as gloo between processes. In the order in
+which they are used: `sample` (one raw measurement), `nonnegative` (least squares with coefficients
+>= 0), `curve` (time as a function of bytes, for one kind of call), `structure` (time of any call,
+from its algorithm), `held_out` (errors of predictions), `model` (`Calibration`: the samples and
+both fits), `validate` (cross-validation). `cluster` has the file of a whole machine.
+`sbp-calibrate` measures.
 """
 
 from sbp_core.calibration.curve import Curve

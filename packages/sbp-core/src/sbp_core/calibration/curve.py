@@ -1,9 +1,9 @@
-"""Time over bytes of one kind of call: a latency and a few pieces, each with its time per byte.
+"""Time of one kind of call as a function of its bytes: piecewise linear, fitted to measurements.
 
     time = α + Σ β_j · (bytes of the call between knot j and knot j + 1)
 
-Real transports have regimes (eager and rendezvous messages, caches), so one β is not enough. α and
-all β are >= 0: time never falls with size. Beyond the last knot the last β goes on.
+Real transports have regimes (eager and rendezvous messages, caches), so one β is not enough. α (the
+latency) and all β are >= 0: time never falls with size. Beyond the last knot the last β continues.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Curve:
         return self._starts_s[at] + self.s_per_byte[at] * (size_bytes - self.knots_bytes[at])
 
     def stretched(self, factor: float) -> Curve:
-        """Return the curve of calls whose bytes take that many times as long."""
+        """Return the curve for calls whose bytes take `factor` times as long."""
         rates = tuple(factor * rate for rate in self.s_per_byte)
         return Curve(latency_s=self.latency_s, knots_bytes=self.knots_bytes, s_per_byte=rates)
 
 
 def through(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
-    """Return the curve through points: sizes from 0 on, ascending, and times that never fall."""
+    """Return the curve through points: sizes ascending from 0, and times that never fall."""
     rates = [
         max(0.0, (late - soon) / (large - small))
         for (small, large), (soon, late) in zip(
@@ -78,7 +78,7 @@ def through(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
 
 
 def segments(size_bytes: NDArray[np.float64], knots: Sequence[int]) -> NDArray[np.float64]:
-    """Return how many bytes of each size are in each segment: (sizes, knots), float64."""
+    """Return the number of bytes of each size in each segment: (sizes, knots), float64."""
     starts = np.asarray(knots, dtype=np.float64)
     lengths = np.append(np.diff(starts), np.inf)
     return np.clip(size_bytes[:, None] - starts, 0.0, lengths)
@@ -87,13 +87,13 @@ def segments(size_bytes: NDArray[np.float64], knots: Sequence[int]) -> NDArray[n
 def fit_curve(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
     """Fit a curve to measured times: as few segments as explain them.
 
-    Segments are added one by one, at the size that helps most; the number of them that is best by
-    Akaike's criterion, corrected for few samples, is kept. Errors count relative to the measured
-    time.
+    Segments are added one by one, each at the size that reduces the error most; then the number of
+    segments that is best by Akaike's criterion, corrected for few samples, is kept. Errors are
+    relative to the measured time.
 
     Args:
-        sizes_bytes: One or more, in any order; they may repeat.
-        times_s: Measured, above 0.
+        sizes_bytes: One or more sizes, in any order; they may repeat.
+        times_s: The measured times, above 0.
 
     Source: Hurvich and Tsai, "Regression and time series model selection in small samples" (1989).
     """
@@ -102,7 +102,7 @@ def fit_curve(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
 
 @lru_cache(maxsize=1024)
 def _fit_curve(sizes_bytes: tuple[int, ...], times_s: tuple[float, ...]) -> Curve:
-    """Return what `fit_curve` returns; cached, as cross-validation fits most cases often."""
+    """Return the result of `fit_curve`; cached, because cross-validation repeats most fits."""
     sizes = np.asarray(sizes_bytes, dtype=np.float64)
     times = np.asarray(times_s, dtype=np.float64)
     best, score = _fit(sizes, times, (0,))
@@ -113,7 +113,7 @@ def _fit_curve(sizes_bytes: tuple[int, ...], times_s: tuple[float, ...]) -> Curv
         tried = [_fit(sizes, times, tuple(sorted((*grown.knots_bytes, knot)))) for knot in free]
         if not tried:
             break
-        # Two knots may help where one of them alone does not, so growing goes on for a while.
+        # Two knots may help where each of them alone does not, so a few more knots are tried.
         grown, lower = min(tried, key=lambda pair: pair[1])
         if lower < score:
             best, score = grown, lower
@@ -135,7 +135,7 @@ def _fit(
     count, unknowns = len(sizes), len(knots) + 1
     if count <= unknowns + 1:
         return curve, inf
-    # A thousandth is as good as exact: more segments than that needs fit the noise.
+    # An error of a thousandth counts as exact: further segments would fit the noise.
     spread = max(residual / count, 1e-6)
     penalty = 2 * unknowns * count / (count - unknowns - 1)
     return curve, count * log(spread) + penalty

@@ -1,4 +1,4 @@
-"""How far predictions are off measurements that a fit did not see."""
+"""Errors of predictions for measurements that a fit did not see (held-out samples)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from sbp_core.calibration.sample import Measurement
 from sbp_core.units import format_bytes, format_seconds
 
-#: What the samples of one cross-validation fold share; see `validate`.
+#: The property that the samples of one cross-validation fold share; see `validate`.
 HELD_OUT_BY = ("size", "group", "collective")
 
 #: The least error that is printed as a factor, not in percent.
@@ -51,10 +51,10 @@ class FitError:
 
     Args:
         way: How they were left out, one of `HELD_OUT_BY`.
-        num_samples: How many there were, >= 1.
-        median: Of |predicted - measured| / measured.
+        num_samples: The number of samples, >= 1.
+        median: Median of |predicted - measured| / measured.
         p90: 90th percentile of the same.
-        worst: The largest.
+        worst: The largest of the same.
     """
 
     way: str
@@ -65,7 +65,7 @@ class FitError:
 
     @classmethod
     def of(cls, way: str, held_out: Sequence[HeldOut]) -> FitError:
-        """Sum up predictions, of which there is at least one."""
+        """Summarise predictions, of which there is at least one."""
         errors = sorted(entry.error for entry in held_out)
         return cls(
             way=way,
@@ -85,5 +85,5 @@ class FitError:
 
 
 def _share(error: float, digits: int) -> str:
-    """Return an error in percent, or in how many times too much where that is easier to read."""
+    """Return an error in percent, or as a factor if it is large."""
     return f"{error:.{digits}%}" if error < _MANY else f"{1 + error:,.0f} times"

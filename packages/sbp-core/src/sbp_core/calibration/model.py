@@ -1,4 +1,4 @@
-"""The calibration of one transport: its samples, what was fitted to them, and how well it fits."""
+"""The calibration of one transport: its samples, the fits to them, and the errors of the fits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from sbp_core.operators import MeasuredOperator
 #: Kind, group size, groups at once, nodes.
 _Key = tuple[str, int, int, int]
 
-#: Sizes between which the curve of a case that was not measured is straight.
+#: The knots of curves of cases that were not measured.
 _GRID_BYTES = (0, *(2**power for power in range(8, 33)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What is known of a backend's times; make one with `calibrate(samples)`.
+    """The known times of a boxing backend; make one with `calibrate(samples)`.
 
-    A call that was measured is predicted by its own curve; any other by the structural model, which
-    knows what the measured kinds take beyond the others. See `curve` and `structure`.
+    A call that was measured is predicted by its own curve; any other by the structural model,
+    including the correction of each measured kind. See `curve` and `structure`.
 
     Args:
         backend: Name of the transport.
         samples: The raw measurements, all of this backend.
         curves: The fitted curve of each case that was measured in two sizes or more.
-        errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
-        launch_s, boxing_launch_s: What `Device` calls so, in seconds, in steps that box through
-            this backend; None if no step was measured.
-        operators: What operators take besides boxing through this backend.
-        in_steps: How many times as long the bytes of a call take between the segments of a step as
-            in the samples, whose calls follow each other; >= 1. Predictions are of calls in steps.
-        busy: What `Device` calls `boxing_busy`, of this backend; None if it was not measured.
+        errors: The errors of such fits on samples that they did not see, by `cross_validate`.
+        launch_s, boxing_launch_s: See `Device`; measured in steps that box through this backend, in
+            seconds; None if no step was measured.
+        operators: Measured times of operators in steps with this backend.
+        in_steps: The factor by which the bytes of a call take longer between the segments of a step
+            than in the samples, whose calls follow each other; >= 1. Predictions are for steps.
+        busy: `boxing_busy` of `Device`, for this backend; None if it was not measured.
     """
 
     backend: str
-    # Thousands of numbers: they would drown whatever shows a cluster.
+    # Thousands of numbers: they would clutter the text of a cluster.
     samples: tuple[Measurement, ...] = field(repr=False)
     curves: Mapping[MeasuredCase, Curve] = field(repr=False)
     errors: tuple[FitError, ...] = ()
@@ -52,13 +52,13 @@ class Calibration:
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
     in_steps: float = 1.0
     busy: float | None = None
-    #: The structural model of groups within a node (False), and of those on several (True); made
-    #: when it is needed, because most plans only need the curves. None without samples of such
+    #: The structural model of groups within a node (False), and of groups on several nodes (True);
+    #: made when it is needed, because most plans only need the curves. None without samples of such
     #: groups.
     _structures: dict[bool, TransportModel | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    #: Curves and origins of the calls that were asked for so far.
+    #: Curves and origins of the calls that were requested so far.
     _found: dict[_Key, tuple[Curve | None, str | None]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -108,7 +108,7 @@ class Calibration:
         """Predict the time of one whole call, in seconds.
 
         Args:
-            kind: One of `KINDS`.
+            kind: One of `CALL_KINDS`.
             group_size: Ranks of one group; below 2 there is nothing to do, which takes 0 s.
             concurrent_groups: Groups at work at the same time, >= 1; see `Measurement`.
             shared_bytes: S of `Measurement`, >= 0.
@@ -128,13 +128,13 @@ class Calibration:
     def origin(
         self, kind: str, group_size: int, concurrent_groups: int, *, num_nodes: int = 1
     ) -> str | None:
-        """Say in a few words what `time_s` predicts this call from; None if from nothing."""
+        """Describe the data from which `time_s` predicts this call; None if there are none."""
         return self._look_up(kind, group_size, concurrent_groups, num_nodes)[1]
 
     def _look_up(
         self, kind: str, group_size: int, concurrent_groups: int, num_nodes: int
     ) -> tuple[Curve | None, str | None]:
-        """Return the curve of a case, measured or not, and where it comes from."""
+        """Return the curve of a case, measured or not, and a description of its origin."""
         key = (kind, group_size, concurrent_groups, num_nodes)
         found = self._found.get(key)
         if found is None:
@@ -152,7 +152,7 @@ class Calibration:
         return found
 
     def _derive(self, case: MeasuredCase) -> tuple[Curve | None, str | None]:
-        """Return the curve of a case that was not measured, and what it is made of."""
+        """Return the curve of a case that was not measured, and a description of its origin."""
         structure = self._structure(case.num_nodes > 1)
         if structure is None:
             return None, None

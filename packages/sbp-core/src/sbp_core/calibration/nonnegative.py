@@ -1,4 +1,4 @@
-"""Least squares whose coefficients are >= 0: costs add up, none is negative."""
+"""Least squares with coefficients >= 0 (NNLS), because costs add up and none is negative."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TOLERANCE = 1e-10
 
 
 def solve(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the x >= 0 for which |matrix · x - target| is least.
+    """Return the x >= 0 that minimises |matrix · x - target|.
 
     Args:
         matrix: (rows, columns), float64.
@@ -40,7 +40,7 @@ def solve(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[n
 
 
 def _unconstrained(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the optimum over all numbers, the shortest if there are several."""
+    """Return the unconstrained optimum, the shortest one if there are several."""
     return np.asarray(np.linalg.lstsq(gram, moment, rcond=None)[0], dtype=np.float64)
 
 
@@ -50,7 +50,7 @@ def _step_inside(
     x: NDArray[np.float64],
     free: NDArray[np.bool_],
 ) -> NDArray[np.float64]:
-    """Go towards the optimum of the free coefficients; those that would turn negative are fixed."""
+    """Move to the optimum of the free coefficients; fix coefficients that would become negative."""
     while True:
         best = np.zeros(len(x))
         at = np.flatnonzero(free)

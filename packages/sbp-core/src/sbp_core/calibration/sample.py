@@ -7,10 +7,10 @@ from statistics import median
 
 from sbp_core.errors import SbpValueError, unknown_name
 
-#: Kinds of steps that can be measured: the values of `boxing.StepKind`, less the local one.
+#: Kinds of steps that can be measured: the values of `boxing.StepKind`, except the local one.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
-#: What nobody has measured more or less of; within, no fit overflows.
+#: Limits that no real measurement exceeds; within them, no fit overflows.
 _MOST_RANKS = 2**24
 _MOST_BYTES = 2**60
 _LEAST_S, _MOST_S = 1e-12, 1e9
@@ -52,7 +52,7 @@ class MeasuredCase:
             )
 
     def __str__(self) -> str:
-        """In words, such as `all-reduce of 4 ranks, 2 groups at once`."""
+        """Return a description, such as `all-reduce of 4 ranks, 2 groups at once`."""
         words = f"{self.kind} of {self.group_size} ranks"
         if self.num_nodes > 1:
             words += f" on {self.num_nodes} nodes"
@@ -61,22 +61,22 @@ class MeasuredCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The seconds that one call of a backend took, from all ranks being ready to all being done.
+    """The seconds of one call of a backend, from all ranks being ready to all having finished.
 
     Args:
         backend: Name of the transport, such as `torch`.
         kind: One of `CALL_KINDS`.
         group_size: n, ranks of one group, >= 2; 2 for a transfer.
         num_nodes: Nodes that one group spans.
-        concurrent_groups: Groups at work at the same time. For a transfer: messages under way at
+        concurrent_groups: Groups at work at the same time. For a transfer: messages in transit at
             the same time; two ranks that send to each other are 2.
         shared_bytes: S, the bytes of the tensor piece that the ranks of one group hold together:
 
-            * all-reduce, reduce-scatter: what each rank gives, its whole addend;
-            * all-gather: what each rank gets, the whole result;
-            * all-to-all: what all ranks of the group give, added up;
+            * all-reduce, reduce-scatter: the input of each rank, its whole addend;
+            * all-gather: the result of each rank, the whole tensor;
+            * all-to-all: the sum of the inputs of all ranks of the group;
             * transfer: the one message.
-        times_s: Of each repetition, in seconds: of the slowest rank.
+        times_s: The time of each repetition on the slowest rank, in seconds.
     """
 
     backend: str
@@ -104,7 +104,7 @@ class Measurement:
 
     @property
     def case(self) -> MeasuredCase:
-        """What was called, without the size."""
+        """The case of the call, without the size."""
         return MeasuredCase(
             kind=self.kind,
             group_size=self.group_size,
@@ -114,10 +114,10 @@ class Measurement:
 
     @property
     def time_s(self) -> float:
-        """First quartile of the repetitions, in seconds: what fits and their errors go by.
+        """First quartile of the repetitions, in seconds: used by fits and their errors.
 
         Other work on a machine only ever adds to a time. The quartile is disturbed less than the
-        median, and hangs on one lucky repetition less than the least.
+        median, and depends less on one lucky repetition than the minimum.
         """
         return _quartile(self.times_s)
 
@@ -128,9 +128,9 @@ class Measurement:
 
     @property
     def doubt(self) -> float:
-        """How far `time_s` of every other repetition is off that of the rest, over the lesser.
+        """The relative difference of `time_s` between every other repetition and the rest.
 
-        As far as a measurement predicts the same call: no model can be much closer.
+        It shows how well a measurement predicts the same call: no model can be much more precise.
         """
         halves = [_quartile(half) for half in (self.times_s[::2], self.times_s[1::2]) if half]
         return max(halves) / min(halves) - 1

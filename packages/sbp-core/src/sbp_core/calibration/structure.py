@@ -1,8 +1,7 @@
-"""The time of any call, also of one that was never measured, from what its algorithm does.
+"""A model of the time of any call, also of one that was never measured, from its algorithm.
 
 n ranks of a group, g groups at once, S bytes that a group shares (see `Measurement`). Each rank
-sends b
-bytes, and gets a result of o bytes:
+sends b bytes, and gets a result of o bytes:
 
     kind             b              o
     all-reduce       2 (n-1) S/n    S
@@ -14,15 +13,15 @@ bytes, and gets a result of o bytes:
     time = (call + round · L + moving(x) + fresh · [o >= T] o) · own(kind, x)
 
 Small calls take L = ceil(log2 n) rounds whatever their kind: libraries choose such algorithms.
-`moving` is a piecewise linear rate of x, which is b; or S, for ranks that are threads and write one
-result together. `fresh` is what it takes to touch memory for the first time: a result of T bytes
-or more has new memory in every call. Each of these has a part that one rank feels alone, and a part
-that grows with the n · g ranks at work (they share cores, memory bus or link). x and T are those
-that explain the samples best. All rates are >= 0 and found by least squares of log(time), over all
-kinds alike; but collectives and transfers, which share no code, are fitted apart.
+`moving` is a piecewise linear time of x, which is b; or S, for ranks that are threads and write one
+result together. `fresh` is the time to touch memory for the first time: a result of T bytes or more
+has new memory in every call. Each of these has a part for one rank alone, and a part that grows
+with the n · g ranks at work (they share cores, memory bus or link). x and T are chosen to fit the
+samples best. All rates are >= 0 and found by least squares of log(time), over all kinds together;
+but collectives and transfers, which share no code, are fitted separately.
 
-`own` is what calls of a kind take over what all kinds take on average, by size; a kind that was not
-measured has none.
+`own` is a correction factor of each kind, relative to the average of all kinds, by size; for a kind
+that was not measured it is 1.
 
 Source: rounds and bytes of the algorithms for short and for long messages in Thakur, Rabenseifner
 and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4; mmap
@@ -43,24 +42,24 @@ from sbp_core.calibration.curve import segments
 from sbp_core.calibration.nonnegative import solve
 from sbp_core.calibration.sample import MeasuredCase, Measurement
 
-#: Where the rate of moving may change, in bytes.
+#: Sizes in bytes at which the rate of `moving` may change.
 _KNOTS_BYTES = (0, 2**12, 2**16, 2**20, 2**23)
 
-#: Sizes T to choose from, in bytes; the first is that of the GNU C library.
+#: Candidates for T, in bytes; the first is the threshold of the GNU C library.
 _FRESH_BYTES = (2**25, 2**17, 2**20, 2**23, 2**26, 2**27, 2**28)
 
 #: Weight that pulls rates towards 0, which the samples may leave open.
 _RIDGE = 1e-3
 
-#: Steps from least squares of relative errors to those of logarithms.
+#: Iterations from least squares of relative errors to least squares of logarithms.
 _REWEIGHTINGS = 4
 
 
 def volumes(kind: str, n: int, S: float) -> tuple[float, float]:  # noqa: N803
-    """Return the bytes that one rank sends, and those of its result.
+    """Return the bytes that one rank sends, and the bytes of its result.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `CALL_KINDS`.
         n: Ranks of the group.
         S: Bytes that they share.
     """
@@ -74,13 +73,13 @@ def volumes(kind: str, n: int, S: float) -> tuple[float, float]:  # noqa: N803
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmFamily:
-    """What calls of one family, the collectives or the transfers, take.
+    """The time model of one family of calls: the collectives, or the transfers.
 
     Args:
         by_sent: Whether x is b, and not S.
         fresh_bytes: T.
         rates: One for each column of `_columns`, in seconds or seconds per byte, >= 0.
-        own: Of each kind that was measured: points (log x, log own), x ascending.
+        own: For each measured kind: points (log x, log own), x ascending.
     """
 
     by_sent: bool
@@ -90,7 +89,7 @@ class AlgorithmFamily:
 
     @classmethod
     def fit(cls, samples: Sequence[Measurement]) -> AlgorithmFamily:
-        """Find what explains these samples, of which there is at least one."""
+        """Fit the model to samples, of which there is at least one."""
         first, *others = _FRESH_BYTES
         tried = [_fit(samples, by_sent, first) for by_sent in (True, False)]
         best = min(tried, key=lambda found: found[0])
@@ -139,7 +138,7 @@ class TransportModel:
         return family.time_s(case, shared_bytes)
 
     def knows(self, kind: str) -> bool:
-        """Say whether there were samples of a kind."""
+        """Return whether there were samples of a kind."""
         return any(kind in family.own for family in self._families.values())
 
 
@@ -150,7 +149,7 @@ def _size(case: MeasuredCase, shared_bytes: float, by_sent: bool) -> float:
 def _columns(
     case: MeasuredCase, shared_bytes: float, by_sent: bool, fresh_bytes: int
 ) -> NDArray[np.float64]:
-    """Return how often each rate counts in a call: (rates,), float64."""
+    """Return the coefficient of each rate in the time of a call: (rates,), float64."""
     n = case.group_size
     _, result = volumes(case.kind, n, shared_bytes)
     size = np.array([_size(case, shared_bytes, by_sent)])
@@ -162,7 +161,7 @@ def _columns(
 def _fit(
     samples: Sequence[Measurement], by_sent: bool, fresh_bytes: int
 ) -> tuple[float, AlgorithmFamily]:
-    """Return how badly the best rates explain the samples, and these rates."""
+    """Return the remaining error with the best rates, and the family with these rates."""
     times = np.array([sample.time_s for sample in samples])
     rows = [_columns(of.case, of.shared_bytes, by_sent, fresh_bytes) for of in samples]
     matrix = np.vstack(rows) / times[:, None]
@@ -173,7 +172,7 @@ def _fit(
         target = np.concatenate([weights, np.zeros(len(ridge))])
         rates = solve(np.vstack([weighted, ridge]), target)
         logs = np.log(np.maximum(matrix @ rates, 1e-3))
-        # With these weights, a relative error counts as much as that of its logarithm.
+        # With these weights, a relative error counts as much as the error of the logarithm.
         errors = np.expm1(logs)
         weights = np.where(np.abs(errors) < 1e-6, 1.0, logs / errors)
     family = AlgorithmFamily(

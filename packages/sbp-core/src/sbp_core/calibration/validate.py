@@ -1,12 +1,12 @@
-"""How far a calibration is off where it did not look: fit on a part, predict the rest.
+"""Cross-validation of a calibration: fit on a part of the samples, and predict the rest.
 
-Three ways to leave something out, from the mildest to the hardest:
+Three ways to leave samples out, from the mildest to the hardest:
 
 * `size`: one size of one case; its curve is fitted to the sizes around it. The smallest and the
-  largest size are never left out: that would be extrapolation.
-* `group`: all of one case (a kind, a group size, a number of groups at once).
-* `collective`: all of one collective, in groups of any size. Transfers are none, and stay: no
-  collective says what a message takes.
+  largest size are never left out, because that would be extrapolation.
+* `group`: all samples of one case (a kind, a group size, a number of groups at once).
+* `collective`: all samples of one collective, in groups of any size. Transfers always stay, because
+  no collective determines the time of a message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sbp_core.errors import SbpValueError
 
 
 def calibrate(samples: Iterable[Measurement]) -> Calibration:
-    """Fit the samples of one backend, and find out how far the fit can be trusted.
+    """Fit the samples of one backend, and estimate the errors of the fit.
 
     Raises:
         SbpValueError: there are no samples, or they are of several backends.
@@ -36,7 +36,7 @@ def cross_validate(
     """Return the errors of each way that the samples allow, and all predictions.
 
     Args:
-        samples: Of one backend.
+        samples: The samples of one backend.
         ways: Some of `HELD_OUT_BY`.
 
     Raises:
@@ -58,7 +58,7 @@ def cross_validate(
 
 
 def _folds(samples: Sequence[Measurement], way: str) -> Iterator[tuple[Measurement, ...]]:
-    """Yield the samples to leave out together."""
+    """Yield sets of samples that are left out together."""
     if way == "collective":
         for kind in dict.fromkeys(sample.kind for sample in samples if sample.kind != "transfer"):
             yield tuple(sample for sample in samples if sample.kind == kind)
@@ -67,8 +67,8 @@ def _folds(samples: Sequence[Measurement], way: str) -> Iterator[tuple[Measureme
     if way == "group":
         yield from map(tuple, cases.values())
         return
-    # One size of every case at once: the cases keep their own curves, so that is the same as one
-    # at a time, and needs fewer fits.
+    # One size of every case at once: the cases have their own curves, so this equals leaving out
+    # one at a time, and needs fewer fits.
     inner = {case: sorted({s.shared_bytes for s in of})[1:-1] for case, of in cases.items()}
     for turn in range(max(map(len, inner.values()), default=0)):
         yield tuple(

@@ -1,22 +1,23 @@
-"""Networks of synchronous dataflow: what holds of them before they run.
+"""Analysis of synchronous dataflow networks (SDF): rates, deadlock, period, and memory bounds.
 
-An actor takes a fixed number of tokens from each edge that leads to it, works for a while, and puts
-a fixed number onto each edge that leaves it (Lee and Messerschmitt 1987). So all that matters is
-decided by the network alone, whatever its actors compute (Kahn 1974). In the order of use:
+An actor takes a fixed number of tokens from each of its input edges, works for a while, and puts a
+fixed number on each of its output edges (Lee and Messerschmitt 1987). So these properties follow
+from the network alone, whatever its actors compute (Kahn 1974). `sbp_core.compile` models plans as
+such networks. In the order of use:
 
-| module | says |
+| module | content |
 |---|---|
 | `actor_network` | actors, edges with initial tokens and quotas, orders of processors |
 | | and how often each actor fires in an iteration, or the cycle that contradicts itself |
-| `expansion` | the firings of an iteration, and which waits for which: rates of one |
-| `liveness` | that an iteration ends, or who waits for whom, and quotas that would be enough |
-| `cycle_ratio` | Howard's algorithm on arrays |
-| `timing` | when firings begin at the earliest, while a search changes waits; period, latency |
+| `expansion` | the firings of an iteration and their dependencies: all rates are one |
+| `liveness` | whether an iteration ends, or the cycle of waits, and sufficient quotas |
+| `cycle_ratio` | maximum cycle ratio by Howard's algorithm, on arrays |
+| `timing` | earliest starts of firings, also while a search changes waits; period, latency |
 | `bounds` | the most tokens on an edge, and the most bytes of all edges, over all executions |
-| `self_timed` | an executor in simulated time: the oracle of all others |
+| `self_timed` | an executor in simulated time: the oracle of all other modules |
 
 An actor may fire any number of times in an iteration, so a rate between micro-batch and step, such
-as once every k-th micro-batch, is a number on an edge. Nothing here knows plans or tensors.
+as once every k-th micro-batch, is a number on an edge. No module here knows plans or tensors.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Networks: actors, edges with initial tokens and quotas, orders of processors; their rates.
+"""Synchronous dataflow networks: actors, edges with initial tokens and quotas, processors' orders.
 
     data      producer -- produced | initial tokens | consumed --> consumer
     credit    producer <-- produced | quota - initial | consumed -- consumer
 
-A quota is an edge back: the credits that are left. Place for a token is taken when the producer's
-firing starts, and given back when the consumer's ends, so that what a firing reads or writes counts
-as alive all the while. An order says in which turn a processor starts its firings; it begins anew
-with each iteration.
+A quota limits the tokens of an edge. It is an edge back that carries the free places (credits). The
+place of a token is taken when the producer's firing starts, and freed when the consumer's firing
+ends, so the tokens that a firing reads or writes count as alive throughout. An order fixes the
+sequence in which a processor starts its firings; it repeats in each iteration.
 
 Source: Lee and Messerschmitt, "Synchronous Data Flow", Proc. IEEE 75(9), 1987. Orders and the edges
 that they stand for: Sriram and Bhattacharyya, "Embedded Multiprocessors", 2nd ed., ch. 5 and 7.
@@ -24,18 +24,18 @@ from typing import TypeAlias
 
 from sbp_core.errors import SbpValueError
 
-#: A time in seconds. What is computed of integers and fractions is exact.
+#: A time in seconds. Results for integers and fractions are exact.
 Seconds: TypeAlias = int | Fraction | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowActor:
-    """What fires.
+    """An actor: a node that fires.
 
     Args:
         name: Unique in its network.
-        duration_s: Of one firing, in seconds, >= 0.
-        most_at_once: How many firings may be under way at once, >= 1; None if there is no limit.
+        duration_s: The time of one firing, in seconds, >= 0.
+        most_at_once: Most concurrent firings, >= 1; None if there is no limit.
     """
 
     name: str
@@ -62,7 +62,7 @@ class FlowEdge:
         producer, consumer: Names of actors.
         produced, consumed: Tokens a firing, >= 1.
         initial: Tokens before the first firing, >= 0.
-        quota: The most tokens that may be alive, those under way included; None if unbounded.
+        quota: The most live tokens, including those of running firings; None if unbounded.
         token_bytes: Memory of a token, >= 0.
     """
 
@@ -92,12 +92,12 @@ class Network:
     """Actors that exchange tokens.
 
     Args:
-        actors: With unique names.
-        edges: With unique names.
+        actors: The actors, with unique names.
+        edges: The edges, with unique names.
         orders: For each processor the firings of an iteration, as (actor, index), in the order in
             which it starts them, one after the other. An actor may be on several processors at
-            once, and on none: then it fires when it can. An order with an actor has all its
-            firings in it.
+            once, or on none: then it fires as soon as possible. An order has all firings of an
+            actor or none.
     """
 
     actors: tuple[FlowActor, ...]
@@ -139,33 +139,32 @@ class Network:
 
 # Rates.
 
-#: From this number of firings in an iteration on, a network is refused: rates that multiply along
-#: a chain make it grow with the product of all of them.
+#: The most firings in an iteration; larger networks are refused: if rates multiply along a chain,
+#: the number is the product of all of them.
 MOST_FIRINGS = 10_000_000
 
 
 def repetitions(network: Network) -> Mapping[str, int]:
-    """Return how often each actor fires in an iteration: the smallest numbers that there are.
+    """Return how often each actor fires in an iteration: the smallest possible numbers.
 
-    Until then all edges hold what they began with.
+    After an iteration, each edge holds as many tokens as before.
 
         theorem    a network can go on for ever in bounded memory only if there are q > 0 with
                    q[producer] * produced = q[consumer] * consumed    for every edge.
                    In each connected part the smallest such integers are unique.
 
-    One walk over a spanning tree finds the only candidates; an edge that they do not fit closes a
-    cycle around which the rates multiply to something else than one: tokens would pile up or run
-    out.
+    One walk over a spanning tree finds the only candidates. An edge that they do not satisfy closes
+    a cycle on which the product of the rates is not one: tokens would pile up or run out.
 
     Source: Lee and Messerschmitt, "Static Scheduling of Synchronous Data Flow Programs for Digital
     Signal Processing", IEEE Trans. Computers C-36(1), 1987.
 
     Connected parts that share no edge have no common rate: each fires as often as orders list its
-    actors; in none, as seldom as it can.
+    actors; if no order does, as seldom as possible.
 
     Raises:
-        SbpValueError: no numbers fit, with the cycle of edges that contradicts itself; an iteration
-            has more than `MOST_FIRINGS`; or an order lacks firings of its actors.
+        SbpValueError: no numbers satisfy all edges (names the contradictory cycle of edges); an
+            iteration has more than `MOST_FIRINGS`; or an order lacks firings of its actors.
     """
     near: dict[str, list[tuple[FlowEdge, str, Fraction]]] = defaultdict(list)
     for edge in network.edges:
@@ -202,7 +201,7 @@ def repetitions(network: Network) -> Mapping[str, int]:
 def _part(
     network: Network, root: str, near: Mapping[str, list[tuple[FlowEdge, str, Fraction]]]
 ) -> Mapping[str, int]:
-    """Return the repetitions of the part that a root is connected to, whichever way edges lead."""
+    """Return the repetitions of the connected part of a root, ignoring the direction of edges."""
     rates = {root: Fraction(1)}
     tree: dict[str, tuple[FlowEdge, str]] = {}
     todo = [root]
@@ -231,7 +230,7 @@ def _contradiction(edge: FlowEdge, tree: Mapping[str, tuple[FlowEdge, str]]) -> 
             name = tree[name][1]
         return found
 
-    # From the consumer up to where both ways meet, and down to the producer.
+    # From the consumer up to the common ancestor, and down to the producer.
     up, down = way_up(edge.consumer), way_up(edge.producer)
     while up and down and up[-1] == down[-1]:
         up.pop()

@@ -1,7 +1,7 @@
-"""The most memory that any execution of a live network can need, whatever its times: exact.
+"""Exact memory bounds: the most memory of a live network over all executions, for any durations.
 
-Let s[f] and e[f] count how often a firing f of the iteration has started and ended. Which counts
-can be reached is said by inequalities between two of them, each with a whole number:
+Let s[f] and e[f] count how often a firing f of the iteration has started and ended. The reachable
+counts are described by inequalities between two of them, each with a whole number:
 
     e[f] <= s[f]                      a firing ends after it starts
     s[g] <= e[f] + delay              g waits for f
@@ -10,15 +10,15 @@ can be reached is said by inequalities between two of them, each with a whole nu
     theorem    in a live marked graph all counts that satisfy them are reached by some execution
                (Commoner et al. 1971; Murata, "Petri Nets", Proc. IEEE 77(4), 1989, sect. VI).
 
-The bytes of the tokens that are alive are a sum of counts, times bytes: initial tokens, plus those
-made in started firings, less those read in ended ones. To maximise it under differences is the dual
-of a flow of least cost: each firing that ends supplies the bytes that it gives back, each one that
-starts takes what it makes, and bytes flow along the inequalities at a cost of `delay`. So the peak
-is the cost of the flow, and the potentials of the nodes are counts at which it is reached. For one
-edge this is the theorem of Commoner et al.: its most tokens are the fewest on a cycle through it.
+The bytes of the live tokens are a linear function of the counts: initial tokens, plus tokens of
+started firings, minus tokens read in ended firings. Maximising it under difference constraints is
+the dual of a minimum-cost flow: each ending firing supplies the bytes that it frees, each starting
+firing demands the bytes that it makes, and bytes flow along the inequalities at a cost of `delay`.
+So the peak is the cost of the flow, and the node potentials are counts at which it is reached. For
+one edge, by Commoner et al., its most tokens are the fewest on a cycle through it.
 
-The flow is found by successive shortest paths: with n firings about n searches, so this is for
-networks of thousands of firings, not of millions.
+The flow is found by successive shortest paths. With n firings this takes about n searches, so it is
+for networks of thousands of firings, not of millions.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from sbp_core.errors import SbpValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that is alive in any execution, and when.
+    """The peak of live tokens or bytes over all executions, and a moment at which it is reached.
 
     Args:
         amount: Bytes, or tokens.
-        started, ended: A moment at which that much is alive: firings of each actor by then.
+        started, ended: The firings of each actor that have started and ended at that moment.
     """
 
     amount: int
@@ -75,7 +75,7 @@ def memory_bound(network: Network) -> Peak | None:
     if not flow.run():
         return None
     potentials = flow.potentials
-    # All counts may be raised by the same number: an iteration more.
+    # Adding the same number to all counts adds iterations, so it is allowed.
     least = min(potentials, default=0)
 
     def total(name: str, side: int) -> int:
@@ -97,7 +97,7 @@ def memory_bound(network: Network) -> Peak | None:
 
 
 def _supply(flow: _Flow, expansion: Expansion, edge: FlowEdge) -> None:
-    """Let the firings of an edge's consumer supply its bytes, those of its producer take them."""
+    """Set the supply of an edge's consumer firings and the demand of its producer firings."""
     num = len(expansion.duration_s)
     for index in range(expansion.counts[edge.consumer]):
         node = num + expansion.first[edge.consumer] + index
@@ -107,11 +107,11 @@ def _supply(flow: _Flow, expansion: Expansion, edge: FlowEdge) -> None:
 
 
 class _Flow:
-    """A flow of least cost on arcs without capacities.
+    """A minimum-cost flow on arcs without capacities.
 
     Attributes:
-        excess: Of each node what it still has to send; what it still lacks, below 0.
-        potentials: Of each node; no arc's is more than its cost above that of the arc before it.
+        excess: For each node the amount that it still has to send; negative if it demands.
+        potentials: A number for each node; along an arc it grows by at most the cost of the arc.
     """
 
     def __init__(self, expansion: Expansion) -> None:
@@ -129,7 +129,7 @@ class _Flow:
                 arcs.append((base + count - 1, base, 1))
         self.excess = [0] * (2 * num)
         self.potentials = [0] * (2 * num)
-        # Of each arc an entry forth, at an even number, and one back, that takes flow away again.
+        # For each arc a forward entry, at an even number, and a backward one, which removes flow.
         self._ends: list[int] = []
         self._costs: list[int] = []
         self._room: list[float] = []
@@ -142,7 +142,7 @@ class _Flow:
                 self._room.append(room)
 
     def run(self) -> bool:
-        """Send all that there is to where it lacks; whether that is possible."""
+        """Send all supply to the demand; return whether that is possible."""
         while sources := [node for node, amount in enumerate(self.excess) if amount > 0]:
             found = self._nearest(sources)
             if found is None:
@@ -151,7 +151,7 @@ class _Flow:
         return True
 
     def _nearest(self, sources: list[int]) -> tuple[int, dict[int, int]] | None:
-        """Find the cheapest way from any source to any node that lacks; raise the potentials."""
+        """Find the cheapest path from any source to any node with demand; raise the potentials."""
         distance: dict[int, int] = dict.fromkeys(sources, 0)
         by: dict[int, int] = {}
         done: set[int] = set()
@@ -169,7 +169,7 @@ class _Flow:
                 if self._room[entry] <= 0:
                     continue
                 other = self._ends[entry]
-                # Costs that the potentials have paid already; never below 0.
+                # The cost reduced by the potentials; never below 0.
                 step = self._costs[entry] + self.potentials[node] - self.potentials[other]
                 if other not in distance or far + step < distance[other]:
                     distance[other] = far + step

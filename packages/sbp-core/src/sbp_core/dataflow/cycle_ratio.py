@@ -2,15 +2,17 @@
 
     maximise    sum of the weights of a cycle / sum of its delays
 
+The period of a dataflow network is this ratio (`timing.critical_cycle`).
+
     policy      one edge of each node; following it leads from every node into a cycle
     evaluate    ratio r of the best cycle of the policy; nodes whose walk leads into another cycle
-                are turned towards it. Value of a node: the weights - r * delays on its walk there
+                are redirected to it. Value of a node: the weights - r * delays on its walk there
     improve     a node takes another edge if the value at its end, with the edge, is greater
 
 If no node improves, then value[from] >= weight - r * delay + value[to] on all edges. Summed around
-any cycle this says 0 >= weights - r * delays: no cycle has a greater ratio. The end is its own
-proof, and with integers it is exact. Each change of policy raises r, or the values at the same r,
-so no policy comes back.
+any cycle this gives 0 >= weights - r * delays: no cycle has a greater ratio. So the final policy
+proves its own optimality, and with integers it is exact. Each change of policy raises r, or the
+values at the same r, so no policy repeats.
 
 Source: A. Dasdan, "Experimental analysis of the fastest optimum cycle ratio and mean algorithms",
 ACM TODAES 9(4), 2004; Cochet-Terrasson et al., "Numerical computation of spectral elements in
@@ -35,7 +37,7 @@ _Array = npt.NDArray[Any]
 #: With floating-point weights, an improvement below this share of the largest value is rounding.
 _ROUNDING = 1e-12
 
-#: Integers up to here are added and doubled safely in 64 bits.
+#: Integers up to this one are added and doubled safely in 64 bits.
 _MOST_INT64 = 2**61
 
 
@@ -46,9 +48,9 @@ def maximum_cycle_ratio(
 
     Args:
         edges: (from, to, delay); no cycle has only delays of 0.
-        weights: Of each edge, >= 0.
-        values: Of each node, 0, 1, ..., a guess of the weights on walks from it: what the policy
-            begins with. The better the guess, the sooner the end.
+        weights: The weight of each edge, >= 0.
+        values: For each node, 0, 1, ..., a guess of the weights on walks from it, for the first
+            policy. A better guess needs fewer iterations.
 
     Returns:
         The ratio, exact if no weight is a float, and the edges of the cycle as they follow each
@@ -70,7 +72,7 @@ def maximum_cycle_ratio(
 def _howard(
     edges: Sequence[tuple[int, int, int]], weights: Sequence[Seconds], values: Sequence[Seconds]
 ) -> tuple[Seconds, list[int]]:
-    """Do the same for a strongly connected graph, whose nodes have any numbers."""
+    """Return the same for a strongly connected graph, whose nodes have any numbers."""
     is_float = any(isinstance(weight, float) for weight in weights)
     kind: Any = float if is_float else object
     # As integers: the weights times the least common denominator.
@@ -90,7 +92,7 @@ def _howard(
         return Fraction(sum(int(weight[i]) for i in cycle), tokens)
 
     guess = np.array([values[node] * unit for node in nodes.tolist()], dtype=kind)
-    # No iteration takes longer than by itself, so to go back by one is worth at most that.
+    # An iteration takes at most the time that it needs alone, so a delay counts at most that.
     policy = _argmax(weight + guess[end] - (guess.max() + weight.max()) * delay, start, first)
     while True:
         cycles = _cycles(end[policy], policy)
@@ -151,14 +153,14 @@ def _cycles(following: _Array, policy: _Array) -> list[list[int]]:
 
 
 def _turned(policy: _Array, best: list[int], start: _Array, end: _Array) -> _Array:
-    """Turn the nodes whose walks do not lead to a cycle so that they do."""
+    """Redirect the nodes whose walks do not lead to a cycle so that they do."""
     into = np.argsort(end, kind="stable")
     bounds = np.searchsorted(end[into], np.arange(len(policy) + 1))
     policy = policy.copy()
     reached = np.zeros(len(policy), dtype=bool)
     todo = [int(start[i]) for i in best]
     reached[todo] = True
-    # First along the policy itself, so that what leads there already stays as it is.
+    # First along the policy itself, so that nodes that lead there already keep their edge.
     for keep in (True, False):
         todo = np.flatnonzero(reached).tolist()
         while todo:

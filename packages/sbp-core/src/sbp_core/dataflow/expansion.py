@@ -1,6 +1,6 @@
-r"""The homogeneous network of a network: one node for each firing of an iteration.
+r"""Expansion of a dataflow network: one node for each firing of an iteration, all rates one.
 
-    a --2|0|3--> b      q = (3, 2)
+    a --2|0|3--> b      produces 2, 0 initial, consumes 3 tokens; so q = (3, 2) firings
 
     a[0]  a[1]  a[2]          b[0] needs tokens 0..2, the last of them from a[1]
             \     \           b[1] needs tokens 3..5, the last of them from a[2]
@@ -10,14 +10,14 @@ Firing j of the consumer needs `consumed * (j + 1)` tokens, so the producer's fi
 
     n = ceil((consumed * (j + 1) - initial) / produced)      (counted from 1)
 
-has to be over; that of q firings earlier is the same node one iteration before: a *delay* of 1.
-Edges have no negative tokens, so no delay is negative. A credit, a limit of firings at once, and
-the turn of a processor are waits of the same form. So each wait is
+has to be over; the firing q earlier is the same node one iteration before: a *delay* of 1. Edges
+have no negative tokens, so no delay is negative. A credit, a limit of concurrent firings, and the
+turn of a processor are waits of the same form. So each wait is
 
     start of firing >= end of the other, `delay` iterations before
 
-There are as many nodes as firings, and at most two waits for each firing of each edge: the rates
-are what makes an iteration large, nothing else (`network.MOST_FIRINGS`).
+There are as many nodes as firings, and at most two waits for each firing of each edge. So only high
+rates make an iteration large (`actor_network.MOST_FIRINGS`).
 
 Source: Sriram and Bhattacharyya, "Embedded Multiprocessors", 2nd ed., ch. 3.8 and 7.
 """
@@ -33,18 +33,18 @@ from sbp_core.dataflow.actor_network import Network, Seconds, repetitions
 
 
 class Reason(Enum):
-    """What a firing waits for."""
+    """The reason why a firing waits."""
 
     DATA = "data"
     CREDIT = "credit"
     #: An earlier firing of the same actor.
     ITSELF = "itself"
-    #: The firing before it on a processor.
+    #: The previous firing on a processor.
     TURN = "turn"
 
 
 class FlowFiring(NamedTuple):
-    """A firing of an iteration: the actor, and which of its firings, from 0."""
+    """A firing of an iteration: the actor, and the index of the firing, from 0."""
 
     actor: str
     number: int
@@ -55,9 +55,9 @@ class Dependency(NamedTuple):
 
     Args:
         waiting, on: The firings.
-        delay: How many iterations before the waiting one the other is.
-        reason: Why.
-        name: The edge, the processor, or the actor itself, as the reason is.
+        delay: The number of iterations by which the firing `on` is earlier.
+        reason: The reason of the wait.
+        name: The name of the edge, the processor, or the actor itself, depending on the reason.
     """
 
     waiting: FlowFiring
@@ -69,16 +69,15 @@ class Dependency(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """The firings of an iteration as nodes, and which waits for which.
+    """The firings of an iteration as nodes, and their waits.
 
     Args:
-        network: What it is of.
+        network: The expanded network.
         counts: Firings of each actor in an iteration.
-        first: Number of the node that is each actor's first firing; the others follow it.
-        duration_s: Of each node.
-        on, waiting, delay: For each wait the node waited for, the one that waits, and how many
-            iterations are between them.
-        reasons: For each wait why, and the name of the edge, processor or actor.
+        first: The node of each actor's first firing; the nodes of its later firings follow it.
+        duration_s: The duration of each node.
+        on, waiting, delay: For each wait its two nodes, and the iterations between them.
+        reasons: For each wait the reason, and the name of the edge, processor or actor.
     """
 
     network: Network
@@ -91,11 +90,11 @@ class Expansion:
     reasons: list[tuple[Reason, str]]
 
     def firings(self) -> list[FlowFiring]:
-        """Return the firing that each node stands for."""
+        """Return the firing of each node."""
         return [FlowFiring(name, i) for name, count in self.counts.items() for i in range(count)]
 
     def dependencies(self, waits: list[int]) -> tuple[Dependency, ...]:
-        """Return waits by their numbers, in words of firings."""
+        """Return waits, given by their numbers, as `Dependency` values."""
         firings = self.firings()
         return tuple(
             Dependency(
@@ -109,7 +108,7 @@ def expand(network: Network) -> Expansion:
     """Return the homogeneous network.
 
     Raises:
-        SbpValueError: the rates are not consistent (see `network.repetitions`).
+        SbpValueError: the rates are not consistent (see `actor_network.repetitions`).
     """
     counts = repetitions(network)
     first, duration_s = dict[str, int](), list[Seconds]()
@@ -117,8 +116,8 @@ def expand(network: Network) -> Expansion:
         first[name] = len(duration_s)
         duration_s += [network.by_name[name].duration_s] * count
     on, waiting, delay, reasons = list[int](), list[int](), list[int](), []
-    # Turns first: of waits that keep a firing equally long, the first one is named, and turns are
-    # told in fewest words.
+    # Turns first: if several waits delay a firing equally, messages name the first one, and turns
+    # need the fewest words.
     for processor, order in network.orders.items():
         nodes = [first[name] + index for name, index in order]
         on += nodes
@@ -150,7 +149,7 @@ def waited_for(
         num_waiting: Firings of the actor.
         produced: Tokens that a firing of the other produces, or credits that it gives back.
         consumed: Tokens that a firing of the actor consumes, or credits that it takes.
-        initial: Tokens that are there before, or credits that are free.
+        initial: Initial tokens, or credits that are free at the begin.
     """
     for index in range(num_waiting):
         needed = -((initial - consumed * (index + 1)) // produced)
@@ -159,7 +158,7 @@ def waited_for(
 
 
 def _waits(network: Network) -> Iterator[tuple[Reason, str, str, str, tuple[int, int, int]]]:
-    """Yield (reason, name, waited for, waiting, rates) of edges, credits and firings at once."""
+    """Yield (reason, name, waited for, waiting, rates) of edges, credits and concurrency limits."""
     in_order = {name for order in network.orders.values() for name, _ in order}
     for edge in network.edges:
         rates = edge.produced, edge.consumed, edge.initial
@@ -168,7 +167,7 @@ def _waits(network: Network) -> Iterator[tuple[Reason, str, str, str, tuple[int,
             back = edge.consumed, edge.produced, edge.quota - edge.initial
             yield Reason.CREDIT, edge.name, edge.consumer, edge.producer, back
     for actor in network.actors:
-        # A processor's turns keep firings of its actors apart already.
+        # A processor's order already prevents concurrent firings of its actors.
         if actor.most_at_once is not None and actor.name not in in_order:
             once = 1, 1, actor.most_at_once
             yield Reason.ITSELF, actor.name, actor.name, actor.name, once

@@ -1,10 +1,10 @@
-"""Live, or the firings that wait for each other.
+"""Deadlock analysis of dataflow networks: liveness, cycles of waits, and sufficient quotas.
 
     theorem    a marked graph is live exactly when each cycle carries a token (Commoner, Holt, Even
                and Pnueli 1971). A network is live exactly when its homogeneous network is (Lee and
                Messerschmitt 1987): when no cycle of waits is within one iteration.
 
-If an iteration ends, all edges hold what they began with, so every later one ends, too.
+If an iteration ends, each edge holds as many tokens as before, so every later iteration ends, too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from sbp_core.errors import SbpValueError
 
 
 def check_live(network: Network) -> None:
-    """Check that a network goes on for ever.
+    """Check that a network can run for ever.
 
     Raises:
-        SbpValueError: it does not: with the cycle of waits, and quotas that would be enough; or
-            its rates are not consistent.
+        SbpValueError: it deadlocks (shows the cycle and sufficient quotas); or inconsistent rates.
     """
     cycle = dead_cycle(network)
     if cycle is None:
@@ -41,18 +40,18 @@ def check_live(network: Network) -> None:
 
 
 def dead_cycle(network: Network) -> tuple[Dependency, ...] | None:
-    """Return waits that close a cycle without a token, the next one's for the last; or None."""
+    """Return waits that form a cycle without a token, each on the next one's firing; or None."""
     expansion = expand(network)
     waits = dead_waits(expansion)
     return None if waits is None else expansion.dependencies(waits)
 
 
 def dead_waits(expansion: Expansion) -> list[int] | None:
-    """Return the numbers of waits that close a cycle within an iteration; None if there is none."""
+    """Return the numbers of waits that form a cycle within an iteration; None if there is none."""
     order, blocked = topological(expansion)
     if len(order) == len(expansion.duration_s):
         return None
-    # Each node that is left waits for another one that is left: a walk comes back to one of them.
+    # Each remaining node waits for another remaining one: a walk returns to one of them.
     seen: dict[int, int] = {}
     waits: list[int] = []
     node = next(iter(blocked))
@@ -64,7 +63,7 @@ def dead_waits(expansion: Expansion) -> list[int] | None:
 
 
 def topological(expansion: Expansion) -> tuple[list[int], dict[int, int]]:
-    """Return the nodes in an order in which they can fire, and of each other a wait for another."""
+    """Return the nodes in a valid firing order, and a wait of each node that can never fire."""
     num = len(expansion.duration_s)
     after: list[list[int]] = [[] for _ in range(num)]
     missing = [0] * num
@@ -87,14 +86,14 @@ def topological(expansion: Expansion) -> tuple[list[int], dict[int, int]]:
 
 
 def sufficient_quotas(network: Network) -> Mapping[str, int] | None:
-    """Return quotas that make a network live, of the edges whose own do not.
+    """Return larger quotas that make a network live.
 
-    As long as there is a cycle without a token, the quota that has to grow least, of those whose
-    credits it waits for, grows until this wait is over. Those that need not have grown, with what
-    the others are by then, are left as they were.
+    As long as there is a cycle without a token, one quota grows until one of the cycle's waits for
+    credit is over: the quota that has to grow least. At the end, quotas that need not have grown,
+    given the final values of the others, are reset.
 
     Returns:
-        The quota of each edge that needs a larger one, none of which can be left out; none if the
+        The quota of each edge that needs a larger one, all of which are necessary; empty if the
         network is live; None if a cycle waits for no credit, so that no quota helps.
     """
     raised: dict[str, int] = {}
@@ -126,13 +125,13 @@ def _with_quotas(network: Network, quotas: Mapping[str, int]) -> Network:
 
 
 def _enough(edge: FlowEdge, wait: Dependency) -> int:
-    """Return the least quota with which a firing waits no more for credit of another firing."""
-    # The credits that the consumer's firings before the one waited for have given back.
+    """Return the least quota with which a firing does not wait for credit of another firing."""
+    # The credits that the consumer's earlier firings have given back.
     free = edge.consumed * wait.on.number
     return edge.initial + edge.produced * (wait.waiting.number + 1) - free
 
 
-# In words.
+# Messages.
 
 
 def cycle_lines(
@@ -142,15 +141,15 @@ def cycle_lines(
     iteration: str = "iteration",
     named: Callable[[FlowFiring], str] | None = None,
 ) -> list[str]:
-    """Return who waits for whom, a line for each wait; turns of one processor share a line.
+    """Return one line for each wait of a cycle; turns of one processor share a line.
 
-    A cycle of nothing but the turns of one iteration says that this processor never pauses.
+    A cycle that consists of all turns of one iteration means that the processor never pauses.
 
     Args:
-        network: With the edges that are named.
+        network: The network with the named edges.
         cycle: Each waits for the firing that waits in the next one; the last for the first.
-        iteration: What an iteration is called, such as a step.
-        named: What a firing is called; without, `actor[number]`.
+        iteration: The word for an iteration, such as "step".
+        named: Returns the name of a firing; by default `actor[number]`.
     """
     if not cycle:
         return []
@@ -163,7 +162,7 @@ def cycle_lines(
     named = named or numbered
     if (never_idle := _never_idle(cycle, iteration, named)) is not None:
         return [never_idle]
-    # A cycle may begin anywhere: not in the middle of a run of turns.
+    # A cycle may begin anywhere; begin it outside of a run of turns.
     turns = [(wait.reason is Reason.TURN, wait.name) for wait in cycle]
     start = next((i for i in range(len(cycle)) if turns[i] != turns[i - 1]), 0)
     lines = []
@@ -190,7 +189,7 @@ def cycle_lines(
 def _never_idle(
     cycle: Sequence[Dependency], iteration: str, named: Callable[[FlowFiring], str]
 ) -> str | None:
-    """Return that one processor works through an iteration without a pause; None if none does."""
+    """Return a line about a processor that works through an iteration without a pause, or None."""
     wraps = [wait for wait in cycle if wait.delay]
     same = {wait.name for wait in cycle if wait.reason is Reason.TURN}
     is_turns = all(wait.reason is Reason.TURN for wait in cycle)

@@ -1,10 +1,10 @@
-"""Self-timed execution: a network in simulated time, each firing as early as it can begin.
+"""Simulation of a dataflow network in time: each firing begins as early as possible (self-timed).
 
-The executor counts tokens, and knows neither iterations nor the homogeneous network, so what it
-shows is independent of what the analyses say. With integers and fractions its times are exact.
+The executor counts tokens, and knows neither iterations nor the homogeneous network, so its results
+are independent of the analyses: tests compare them. With integers or fractions it is exact.
 
-A network in which no part can run ahead for ever has finitely many states, so its execution comes
-back to one of them: from there on it repeats, and the time between the two visits is the period.
+If no part of a network can run ahead for ever, it has finitely many states, so its execution
+returns to one of them: from there on it repeats, and the time between the two visits is the period.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sbp_core.dataflow.actor_network import FlowActor, FlowEdge, Network, Second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What an execution showed.
+    """The result of an execution.
 
     Args:
-        is_done: Whether all firings that were asked for have happened; else it deadlocked.
+        is_done: Whether all requested firings have happened; else it deadlocked.
         end_s: Time of the last end of a firing, in seconds.
         period_s: Time of an iteration in the steady state; None if it was not reached.
         most_tokens: The most tokens that were alive, by edge.
@@ -72,10 +72,10 @@ def execute(network: Network, num_iterations: int) -> Execution:
 
 
 class SelfTimed:
-    """A network under way.
+    """A running execution of a network.
 
     Args:
-        network: What is executed.
+        network: The network.
         limits: How often each actor may fire.
     """
 
@@ -100,13 +100,13 @@ class SelfTimed:
         for processor, order in network.orders.items():
             for name in dict.fromkeys(name for name, _ in order):
                 self._processors[name].append(processor)
-        #: How many firings of its order each processor has started, and ended.
+        #: The number of firings of its order that each processor has started, and ended.
         self._begun = dict.fromkeys(network.orders, 0)
         self._ended = dict.fromkeys(network.orders, 0)
         self._ready = list(network.by_name)
 
     def step(self) -> bool:
-        """Begin what can, then go to the next time at which firings end; False if none does."""
+        """Begin all possible firings, then advance to the next end; False if none runs."""
         while self._ready:
             name = self._ready.pop()
             while self.can_start(name):
@@ -119,10 +119,10 @@ class SelfTimed:
         return True
 
     def state(self) -> object:
-        """Return all that later events depend on, but the time."""
+        """Return everything that later events depend on, except the time."""
         under_way = sorted((end - self.now, number) for end, number, _ in self._under_way)
         positions = [self._begun[name] % len(order) for name, order in self.network.orders.items()]
-        # What is not read yet, and what is alive: between them are the firings under way.
+        # Live tokens and running firings; the unread tokens follow from both.
         return tuple(self._alive.values()), tuple(under_way), tuple(positions)
 
     def can_start(self, name: str) -> bool:
@@ -149,7 +149,7 @@ class SelfTimed:
         return actor.most_at_once is None or under_way < actor.most_at_once
 
     def start(self, name: str) -> None:
-        """Begin a firing: take its turn and the places for what it makes."""
+        """Begin a firing: take its turn and the places for its results."""
         self.started[name] += 1
         for processor in self._processors[name]:
             self._begun[processor] += 1
@@ -162,7 +162,7 @@ class SelfTimed:
         heappush(self._under_way, (end_s, self._numbers[name], name))
 
     def finish(self, name: str) -> None:
-        """End a firing: hand on what it made, and give back the places of what it read."""
+        """End a firing: pass on its results, and free the places of the tokens that it read."""
         self.finished[name] += 1
         changed = {name}
         for edge in self._inputs[name]:

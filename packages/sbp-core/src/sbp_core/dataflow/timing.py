@@ -1,18 +1,18 @@
-"""When the firings of an iteration begin at the earliest; the period and latency of networks.
+"""Timing of dataflow networks: earliest starts of the firings of an iteration, period and latency.
 
-The times are kept up to date while waits change:
+`EarliestStarts` keeps the times up to date while waits change:
 
     place         0    1    2    3    4          firings in an order in which they can happen
     firing        a    b    c    d    e
     a -> d, b -> e                               waits within the iteration
 
-    e -> b comes   b waits for e, which is placed after it: what follows b up to the place of e
-                   goes after what e follows from the place of b on. If b leads to e: a cycle.
+    e -> b comes   b waits for e, which is placed after it: the successors of b up to the place of e
+                   go after the predecessors of e from the place of b on. If b leads to e: a cycle.
 
 A search for quotas or orders changes a few waits and asks for the end, thousands of times. So only
-firings between the two ends of a new wait are placed anew, and only those are timed anew whose
-times change. What comes out is that of a network that is timed from scratch, to the last bit: a
-firing begins at the latest end of those that it waits for, whichever way that was found.
+firings between the two ends of a new wait are reordered, and only firings whose times change are
+timed again. The result equals that of timing the network from scratch, to the last bit: a firing
+begins at the latest end of the firings that it waits for, in whatever way that was found.
 
 Source: the order as in D. Pearce and P. Kelly, "A dynamic topological sort algorithm for directed
 acyclic graphs", ACM JEA 11, 2006.
@@ -38,12 +38,12 @@ class EarliestStarts:
     """The earliest time at which each firing of one iteration begins.
 
     Args:
-        expansion: Of which the waits within an iteration count. One that is there twice has to be
-            removed twice.
+        expansion: The expansion whose waits within an iteration count. Equal waits count
+            separately.
 
     Attributes:
-        start_s: When each firing begins, in seconds.
-        is_live: Whether there is no cycle. If there is one, nothing else holds.
+        start_s: The begin of each firing, in seconds.
+        is_live: Whether there is no cycle. If there is one, all other attributes are invalid.
     """
 
     def __init__(self, expansion: Expansion) -> None:
@@ -65,11 +65,11 @@ class EarliestStarts:
 
     @property
     def end_s(self) -> Seconds:
-        """When the last firing is over, in seconds."""
+        """The end of the last firing, in seconds."""
         return max(map(operator.add, self.start_s, self._duration_s), default=0)
 
     def change(self, removed: Sequence[Wait], added: Sequence[Wait]) -> bool:
-        """Take some waits away and put others there; return whether there is no cycle then.
+        """Remove some waits and add others; return whether there is no cycle then.
 
         If there is one, nothing is changed.
         """
@@ -98,7 +98,7 @@ class EarliestStarts:
         self._after[on].append(waiting)
 
     def _place_behind(self, on: int, waiting: int) -> bool:
-        """Place firings so that one comes after another; return whether that is possible."""
+        """Reorder firings so that one comes after another; return whether that is possible."""
         place = self._place
         if place[on] < place[waiting]:
             return True
@@ -112,9 +112,9 @@ class EarliestStarts:
         return True
 
     def _retime(self, firings: Iterable[int]) -> None:
-        """Time some firings anew, and all whose times change with theirs, in the order of places.
+        """Recompute the times of some firings and of all that depend on them, in order.
 
-        None is looked at before all that it waits for, so each is timed once.
+        A firing is visited after all firings that it waits for, so each is timed once.
         """
         due = [(self._place[firing], firing) for firing in firings]
         heapify(due)
@@ -138,7 +138,7 @@ class EarliestStarts:
 def _reached(
     start: int, neighbours: Sequence[Sequence[int]], is_between: Callable[[int], bool]
 ) -> set[int]:
-    """Return what can be reached from a firing over those between two places."""
+    """Return the firings that are reachable from a firing over firings between two places."""
     found, todo = {start}, [start]
     while todo:
         for other in neighbours[todo.pop()]:
@@ -150,12 +150,12 @@ def _reached(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalCycle:
-    """The cycle of waits that an iteration cannot be faster than.
+    """The cycle of waits that limits the rate of iterations.
 
     Args:
         period_s: Time from one iteration to the next, in seconds; exact if no duration is a float.
-        waits: Each for the firing that waits in the next one, the last for the first; none if
-            nothing keeps iterations from being done all at once.
+        waits: Each for the firing that waits in the next one, the last for the first; empty if
+            nothing prevents all iterations from running at once.
     """
 
     period_s: Seconds
@@ -163,7 +163,7 @@ class CriticalCycle:
 
 
 def critical_cycle(network: Network) -> CriticalCycle:
-    """Return the period of a network, and what it comes from.
+    """Return the period of a network, and the cycle that causes it.
 
         theorem    the period of an iteration is the maximum cycle ratio of the homogeneous network:
                    the durations on a cycle of waits, divided by the iterations that it spans
@@ -177,7 +177,7 @@ def critical_cycle(network: Network) -> CriticalCycle:
     """
     expansion = expand(network)
     start_s = _starts(expansion).start_s
-    # From the waiting firing to the one waited for, so that a cycle reads as its words do.
+    # From the waiting firing to the firing waited for, in the order of messages.
     edges = list(zip(expansion.waiting, expansion.on, expansion.delay, strict=True))
     weights = [expansion.duration_s[node] for node in expansion.on]
     found = maximum_cycle_ratio(edges, weights, start_s)
@@ -187,7 +187,7 @@ def critical_cycle(network: Network) -> CriticalCycle:
 
 
 def latency(network: Network) -> Seconds:
-    """Return how long the first iteration takes by itself, in seconds: its longest path of waits.
+    """Return the time of one iteration by itself, in seconds: its longest path of waits.
 
     Raises:
         SbpValueError: the network is not live, or its rates are not consistent.
@@ -196,7 +196,7 @@ def latency(network: Network) -> Seconds:
 
 
 def _starts(expansion: Expansion) -> EarliestStarts:
-    """Return when each firing of the first iteration begins: the longest path of waits to it."""
+    """Return the begin of each firing of the first iteration: the longest path of waits to it."""
     found = EarliestStarts(expansion)
     if not found.is_live:
         check_live(expansion.network)

@@ -1,4 +1,4 @@
-"""The logical graph: one training step as a value, its file format, and what is legal in it."""
+"""The logical graph: one training step as an immutable value, its file format, and its verifier."""
 
 from __future__ import annotations
 

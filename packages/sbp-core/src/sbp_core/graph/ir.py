@@ -1,8 +1,7 @@
-"""The logical graph: our own frozen IR of functional ATen ops on global shapes.
+"""The logical graph: our own immutable IR of functional ATen ops on global shapes.
 
 Values are named and typed; a node names its argument values through `Ref`. `sbp_torch.capture`
-makes these graphs, `graph.serialize` writes them, `graph.spec` says what is legal, and passes
-rewrite them.
+makes these graphs, `graph.serialize` writes them, `graph.spec` verifies them, passes rewrite them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ScalarType:
         return f"host {self.dtype}"
 
 
-#: What a value of a graph is: a tensor, or a number on the host.
+#: The type of a value of a graph: a tensor, or a number on the host.
 ValueType = TensorType | ScalarType
 
 
@@ -90,10 +89,10 @@ def _argument_to_json(argument: Any) -> Any:
 
 
 def _argument_from_json(value: Any) -> Any:
-    """Read what `_argument_to_json` made.
+    """Read the result of `_argument_to_json`.
 
     Raises:
-        SbpValueError: it is no argument.
+        SbpValueError: it is not an argument.
     """
     if isinstance(value, list):
         return tuple(map(_argument_from_json, value))
@@ -115,8 +114,8 @@ Argument = Annotated[Any, JsonForm(Any, _argument_to_json, _argument_from_json)]
 class Phase(StrEnum):
     """The part of a training step that a node or an actor belongs to.
 
-    `WEIGHT_GRADIENT` is of actors only: the part of the backward phase that nothing else of the
-    backward phase waits for, where a plan fires it apart (`compile.backward_parts`).
+    Only actors have `WEIGHT_GRADIENT`: the part of the backward phase that no other part of the
+    backward phase waits for, if a plan fires it separately (`compile.backward_parts`).
     """
 
     FORWARD = "forward"
@@ -132,7 +131,7 @@ PHASE_ORDER = {phase: index for index, phase in enumerate(Phase)}
 class Rate(StrEnum):
     """How often a node runs in a step: for each micro-batch, for each update, or once.
 
-    Updates of their own are those of a step that has several, each by some of its micro-batches.
+    `UPDATE` is for steps with several updates, each of which uses some of the micro-batches.
     """
 
     MICRO = "micro"
@@ -141,7 +140,7 @@ class Rate(StrEnum):
 
 
 def repetitions(num_micro_batches: int, num_updates: int) -> Mapping[Rate, int]:
-    """Return how often what has a rate runs in one step.
+    """Return how often a node of each rate runs in one step.
 
     >>> repetitions(8, 2)[Rate.UPDATE]
     2
@@ -150,7 +149,7 @@ def repetitions(num_micro_batches: int, num_updates: int) -> Mapping[Rate, int]:
 
 
 class InputKind(StrEnum):
-    """What a graph input is. The first three are states, which outputs may replace."""
+    """The kind of a graph input. The first three are states, which outputs may replace."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -166,7 +165,7 @@ class InputKind(StrEnum):
 
 
 class OutputKind(StrEnum):
-    """What a graph output is."""
+    """The kind of a graph output."""
 
     LOSS = "loss"
     METRIC = "metric"
@@ -175,12 +174,12 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInput:
-    """A graph input; its value bears the same name.
+    """A graph input; its value has the same name.
 
     Args:
-        name: Parameters and buffers bear the module's own names; optimizer states are
+        name: Parameters and buffers have the module's own names; optimizer states are
             `<parameter>.<key>`, such as `head.weight.exp_avg`.
-        kind: What it is.
+        kind: The kind of the input.
         of: For an optimizer state, the parameter it belongs to; else empty.
         stands_for: States that this one replaces because they are always equal (see
             `passes.tie_step_counters`).
@@ -194,7 +193,7 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutput:
-    """A graph output: which value, and the loss, metric or state (by name) that it is."""
+    """A graph output: a value, and the loss, metric or state (by name) that it is."""
 
     name: str
     kind: OutputKind
@@ -209,15 +208,15 @@ class Node:
         name: Unique; `<module path>.<op>` with a number if needed.
         op: `aten.mm.default`, `host.mul`, `sbp.accumulate`, ...
         args, kwargs: In the operator's own order; tensors and host scalars as `Ref`.
-        outputs: Names of the values made, in order; also those that nobody uses, but not what the
+        outputs: Names of the results, in order, including unused ones, but not results that the
             operator leaves out (`None`).
         phase, rate: When it runs.
         module: Path of the module that called it (of its forward node, for a backward node).
         source: `file:line` of the user's code.
         forward: For a backward node, a forward node of the same call; else empty.
         tags: Tags of the operator that signatures need: `pointwise`, `view`, `seeded`. Passes add
-            their own: `slice:4` is one of four slices of an operator; `term` computes again, for
-            another divisor of the loss, what a node has computed.
+            their own: `slice:4` is one of four slices of an operator; `term` repeats the
+            computation of another node for another divisor of the loss.
     """
 
     name: str
@@ -244,7 +243,7 @@ class Node:
 
     @property
     def num_slices(self) -> int:
-        """Of how many slices of an operator it is one; 1 if it is whole."""
+        """The number of slices of the operator, of which this node is one; 1 if it is whole."""
         found = (tag.removeprefix("slice:") for tag in self.tags if tag.startswith("slice:"))
         return int(next(found, 1))
 
@@ -287,7 +286,7 @@ class LogicalGraph:
     """A whole training step (or an evaluation) as one functional graph.
 
     Args:
-        name: What reports call it.
+        name: The name in reports.
         inputs, outputs: Typed; see `GraphInput` and `GraphOutput`.
         nodes: In topological order.
         types: Type of every value.
@@ -305,7 +304,7 @@ class LogicalGraph:
 
     @cached_property
     def repetitions(self) -> Mapping[Rate, int]:
-        """How often what has a rate runs in one step."""
+        """How often a node of each rate runs in one step."""
         return repetitions(self.num_micro_batches, self.num_updates)
 
     @cached_property
@@ -339,7 +338,7 @@ class LogicalGraph:
 
     @cached_property
     def carried(self) -> Mapping[str, str]:
-        """The new values of states that micro-batches or updates hand to the next micro-batch."""
+        """New values of states that a micro-batch or an update passes to the next micro-batch."""
         if self.num_micro_batches == 1:
             return {}
         return {
@@ -350,7 +349,7 @@ class LogicalGraph:
 
     @cached_property
     def found(self) -> dict[object, object]:
-        """What functions have found of this very graph, by function, such as its hash."""
+        """A cache of results of functions of this graph object, such as its hash."""
         return {}
 
     @cached_property
@@ -380,17 +379,17 @@ class LogicalGraph:
         return tuple(value for value in node.inputs() if self.is_tensor(value))
 
     def rate_of(self, value: str) -> Rate:
-        """Return how often a value is made: inputs by kind, `sbp.accumulate` as it says."""
+        """Return how often a value is made: inputs by kind, `sbp.accumulate` by its `rate`."""
         node = self.producers.get(value)
         if node is None:
             kind = self.input_kinds[value].kind
             changes = kind in (InputKind.BATCH, InputKind.RNG)
             return Rate.MICRO if changes else Rate.STEP
-        # `sbp.accumulate(part, how, rate)`: what hands a sum over says when, by default at the end.
+        # `sbp.accumulate(part, how, rate)`: `rate` is when the sum is passed on, by default once.
         return Rate(node.kwargs.get("rate", Rate.STEP)) if node.op == ACCUMULATE else node.rate
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:
-        """Return a copy with other nodes (and other fields), dropping types nobody has."""
+        """Return a copy with other nodes (and other fields), without types of removed values."""
         types = dict(changes.pop("types", self.types))
         inputs = changes.get("inputs", self.inputs)
         kept = {entry.name for entry in inputs} | {out for node in nodes for out in node.outputs}
@@ -400,7 +399,7 @@ class LogicalGraph:
 
 
 def block_of(module: str) -> str:
-    """Return the block (a repeated part of a model) of a module, or of what its path names.
+    """Return the block (a repeated part of a model) of a module, or of a value in it, by its path.
 
     >>> block_of("blocks.3.norm"), block_of("embed.tokens.weight"), block_of("")
     ('blocks.3', 'embed', '')

@@ -1,8 +1,8 @@
-"""The operators that the core itself writes into graphs and plans, or knows by name.
+"""Names of the operators that the core itself writes into graphs and plans, or knows by name.
 
-A plan is a program of ATen calls (decision 7), whatever library executes it. These are the few that
-no capture and no rule brings in: copies, what lays shards out for a message and takes them out
-again, and our own. All else that is known of operators comes with the rules, see
+A plan is a program of ATen calls (decision 7), whatever library executes it. These few operators
+come from no capture and no rule: copies, operators that pack shards into messages and unpack them,
+and our own. The properties of all other operators come with the rules, see
 `signatures.OperatorTraits`.
 """
 
@@ -27,22 +27,21 @@ VIEW = "aten.view.default"
 #: Combines the parts of all micro-batches: arguments are (part, how).
 ACCUMULATE = "sbp.accumulate"
 
-#: Its first argument, but not before the second is made.
+#: Returns its first argument, but not before the second is computed.
 AFTER = "sbp.after"
 
-#: A slice of a tensor, cut from it as it is stored if it can be.
+#: A slice of a tensor, cut from the stored shards if possible.
 PIECE = "sbp.piece"
 
 # Our own, in plans.
 
-#: A state of the host's memory, copied to the device: arguments are (state), and `device` by name.
+#: Copies a state from host memory to the device: arguments are (state), and `device` by name.
 TO_DEVICE = "sbp.to_device.default"
 
-#: The new value of a state that is in the host's memory, copied there: arguments are
-#: (state, value).
+#: Copies the new value of a state that is in host memory to the host: arguments are (state, value).
 TO_HOST = "sbp.to_host.default"
 
-#: The same, over the old value.
+#: Does the same, and overwrites the old value.
 TO_HOST_IN_PLACE = "sbp.to_host_.default"
 
 #: Runs a local boxing step: arguments are (value, index into `plan.steps`).

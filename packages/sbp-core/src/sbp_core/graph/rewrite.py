@@ -1,4 +1,4 @@
-"""Small steps that passes are made of: rename uses, drop nodes."""
+"""Basic edits of graphs for passes: rename used values, drop dead nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sbp_core.graph.ir import Argument, GraphOutput, LogicalGraph, Node, Ref, ma
 
 
 def rename_uses(node: Node, names: Mapping[str, str]) -> Node:
-    """Return the node with every used value replaced by `names[value]`, where there is one."""
+    """Return the node with every used value replaced by `names[value]`, if there is an entry."""
     if not any(value in names for value in node.inputs()):
         return node
 

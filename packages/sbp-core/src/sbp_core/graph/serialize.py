@@ -1,6 +1,6 @@
 """Write and read a `LogicalGraph` as JSON, and hash it stably.
 
-The hash covers what the graph computes and its names, not where its lines are in files.
+The hash covers the computation and the names of a graph, but not the line numbers of user code.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def to_json(graph: LogicalGraph) -> dict[str, Any]:
 
 
 def from_json(value: object) -> LogicalGraph:
-    """Read what `to_json` wrote; `graph.spec` says whether it is legal.
+    """Read the result of `to_json`. `graph.spec` can then verify the graph.
 
     Raises:
-        GraphError: it is no graph, or was written by another version.
+        GraphError: it is not a graph, or was written by another version.
     """
     return GRAPH.load(value)
 
 
 def graph_hash(graph: LogicalGraph) -> str:
-    """Return 16 hex digits that change with what the graph computes, not with source lines."""
+    """Return 16 hex digits that depend on the computation of the graph, not on source lines."""
     if graph_hash not in graph.found:
         value = to_json(graph)
         for node in value["nodes"]:

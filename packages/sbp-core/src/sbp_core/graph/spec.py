@@ -1,4 +1,4 @@
-"""What is legal in a `LogicalGraph`, and the verifier that every pass is followed by."""
+"""The specification of a valid `LogicalGraph`, and its verifier, which runs after every pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 
-#: What host scalars are.
+#: Types of host scalars.
 _SCALARS = ("float", "int", "bool")
 
 _NAMESPACES = ("aten", "host", "sbp", "prims")
@@ -26,15 +26,14 @@ _OFTEN = {
     Rate.STEP: "once a step",
 }
 
-#: From what runs most often on.
+#: The rates, from the most frequent on.
 _RATES = tuple(Rate)
 
 
 def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     """Check a graph against the specification and return it.
 
-    1. Names of nodes are unique; every value is made once, before it is used, and has a type, whose
-       size is known.
+    1. Names of nodes are unique; every value is made once, before its use, and has type and size.
     2. Ops name a namespace, an operator and (for ATen) an overload.
     3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
        other nodes make tensors only.
@@ -43,12 +42,12 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
        and none that another node makes less often. With one micro-batch, rates bind the forward
        phase only, which begins before the optimizer.
     6. A state replaced by a value of micro-batch or update rate is carried: each micro-batch reads
-       what the one or the update before has written, and nodes of step rate what was there before
-       the step. It is a tensor, or a number that the optimizer counts by.
-    7. Each update is by equally many micro-batches.
+       the value that the previous micro-batch or update has written, and nodes of step rate read
+       the value from before the step. It is a tensor, or a step counter of the optimizer.
+    7. Each update uses equally many micro-batches.
 
     Raises:
-        GraphError: names the node and what it breaks.
+        GraphError: names the node and the rule that it breaks.
     """
     if graph.num_updates < 1 or graph.num_micro_batches % graph.num_updates:
         raise GraphError(

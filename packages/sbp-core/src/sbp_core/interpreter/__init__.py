@@ -1,9 +1,9 @@
-"""The one interpreter of plans: it replays a step on values of any domain.
+"""The interpreter of plans: it replays one step of a plan on values of any domain.
 
-`interpreter` owns what every replay has in common: who fires next (`firings`, above the token game
-of `sbp_core.compile`), what registers and channels hold, sums, and who takes and drops what when. A
-`domain` says what a value is and what each kind of firing makes of values: tokens that are counted
-(`sbp_core.check`), storages (`sbp_core.memory`), tensors (the reference runtime).
+`interpreter` has the common part of all replays: the order of firings (`firings`, which uses the
+token game of `sbp_core.compile`), the content of registers and channels, sums, and the lifetimes of
+values. A `domain` defines the values, and how each kind of firing computes them: counted tokens
+(`sbp_core.check`), storages (`sbp_core.memory`), or tensors (the reference runtime).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The abstract domain of the interpreter: what a value is, and what an actor of each kind makes.
+"""The abstract domain of the interpreter: the kind of values, and the work of each kind of actor.
 
 A value is a token, a storage or a tensor: the checker, the prediction of memory and the reference
 runtime replay the same steps, and differ in their domains only.
@@ -36,12 +36,12 @@ A_co = TypeVar("A_co", bound=Actor, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Firing(Generic[A_co]):
-    """One firing of an actor.
+    """One firing (execution) of an actor.
 
     Args:
-        rank: Whose.
-        actor: What fires.
-        index: Which firing of the actor in the step: its micro-batch.
+        rank: The rank of the actor.
+        actor: The actor.
+        index: The number of the firing in the step: its micro-batch.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Firing(Generic[A_co]):
 
     @property
     def id(self) -> ActorId:
-        """Name the actor among those of all ranks."""
+        """Identifies the actor among the actors of all ranks."""
         return self.rank, self.actor.name
 
 
@@ -60,45 +60,44 @@ def is_firing_of(firing: Firing[Actor], kind: type[A_co]) -> TypeGuard[Firing[A_
 
 
 class Domain(ABC, Generic[V]):
-    """What the values of a replay are.
+    """The kind of values of a replay.
 
-    The first methods do the work of firings. Whatever they return is handed over to the
-    interpreter, which holds it, drops it, and says so by the methods after them: a value lives as
-    long as it is held or kept by somebody.
+    The first methods do the work of firings. They return values to the interpreter, which holds and
+    drops them, and reports that by the other methods: a value lives as long as it is held or kept.
     """
 
     def duration(self, actor_id: ActorId) -> float:
-        """Return how long a firing keeps its thread busy, in any unit; 0 orders low ranks first."""
+        """Return the time of a firing on its thread, in any unit; 0 orders low ranks first."""
         return 0.0
 
     # The work of firings.
 
     @abstractmethod
     def compute(self, firing: Firing[Compute], taken: Values[V]) -> Values[V]:
-        """Return what a compute segment makes, by key: at least what leaves it.
+        """Return the results of a compute segment by key: at least those that leave it.
 
         Args:
-            firing: Of a compute segment.
-            taken: What it takes and reads, held; what the segment does not return is dropped here.
+            firing: The firing of a compute segment.
+            taken: Its inputs, held; inputs that the method does not return are dropped here.
         """
 
     @abstractmethod
     def collective(
         self, firings: Sequence[Firing[Collective]], shards: Mapping[int, V]
     ) -> Mapping[int, V]:
-        """Return each rank's part of what a collective makes.
+        """Return each rank's result of a collective.
 
         Args:
-            firings: Of all ranks of a group, in its order.
-            shards: What each rank has before.
+            firings: The firings of all ranks of a group, in its order.
+            shards: The input of each rank.
         """
 
     def send(self, firing: Firing[Send], shard: V) -> None:
-        """Do what a sender does; the interpreter puts the shard onto the channels."""
+        """Do the work of a sender; the interpreter puts the shard on the channels."""
 
     @abstractmethod
     def receive(self, firing: Firing[Receive], shards: Mapping[int, V]) -> V:
-        """Return a receiver's part, made of what each sender sent, by rank."""
+        """Return a receiver's part, made of the shards of the senders, by rank."""
 
     @abstractmethod
     def add(
@@ -111,13 +110,13 @@ class Domain(ABC, Generic[V]):
         """Return the sum of a step so far, with the part of one more micro-batch.
 
         Args:
-            firing: Of an accumulation.
+            firing: The firing of an accumulation.
             term: One of its `accumulates`: the keys of part and sum, and how they are added.
-            total: The sum so far, which may be written over; None in the first micro-batch.
-            part: Of this micro-batch.
+            total: The sum so far, which may be overwritten; None in the first micro-batch.
+            part: The part of this micro-batch.
         """
 
-    # What the interpreter says of values.
+    # Reports of the interpreter about values.
 
     def hold(self, rank: int, value: V) -> None:
         """Note that a firing holds a value."""
@@ -126,16 +125,16 @@ class Domain(ABC, Generic[V]):
         """Note that a value is held for other firings: in a register, on a channel, as a sum."""
 
     def drop(self, rank: int, value: V) -> None:
-        """Note that somebody who held or kept a value does so no longer."""
+        """Note that one holder of a value, by `hold` or `keep`, drops it."""
 
     def emit(self, firing: Firing[Actor], result: str, value: V) -> None:
-        """Note a loss or metric; of an actor that fires several times, the last one counts."""
+        """Note a loss or metric; if an actor fires several times, the last value counts."""
 
     def write(self, firing: Firing[Actor], state: str, value: V) -> None:
-        """Note the new value of a state; of an actor that fires several times, the last counts."""
+        """Note the new value of a state; if an actor fires several times, the last value counts."""
 
     def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
-        """Note that a firing is over, and how the counts are after it."""
+        """Note that a firing has ended; `game` has the counts after it."""
 
 
 class InstructionDomain(Domain[V]):
@@ -148,19 +147,19 @@ class InstructionDomain(Domain[V]):
     def call(
         self, firing: Firing[Compute], instruction: Instruction, values: Values[V]
     ) -> Sequence[V]:
-        """Return what an instruction makes, in the order of its outputs.
+        """Return the results of an instruction, in the order of its outputs.
 
         Args:
-            firing: Of the segment.
-            instruction: Of the segment.
-            values: What is there, by key.
+            firing: The firing of the segment.
+            instruction: An instruction of the segment.
+            values: The present values by key.
         """
 
     def compute(self, firing: Firing[Compute], taken: Values[V]) -> Values[V]:
-        """Execute the instructions; each value dies after its last use, those taken too.
+        """Execute the instructions; each value dies after its last use, including the inputs.
 
-        No name of this frame may stand for a value while an instruction runs: a tensor would live
-        longer than it does in a run.
+        No variable of this frame may refer to a value while an instruction runs: a tensor would
+        live longer than it does in a run.
         """
         rank, actor = firing.rank, firing.actor
         if firing.id not in self._dying:

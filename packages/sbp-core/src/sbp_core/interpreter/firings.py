@@ -1,4 +1,8 @@
-"""The firing orders of a plan, worked off as data and credits allow: who fires next."""
+"""The order of firings in a replay: each thread follows its order as data and credits allow.
+
+A firing is one execution of an actor; a credit is a free place of a register. The interpreter uses
+it, and `sbp_core.memory` for the order of a whole step.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ from sbp_core.compile.token_game import TokenGame
 ThreadId = tuple[int, str]
 
 
-#: Actors that fire at once: those of a collective, else one by itself.
+#: Actors that fire at once: all actors of a collective, else a single one.
 Group = tuple[ActorId, ...]
 
 
 def no_time(actor_id: ActorId) -> float:
-    """Let a firing take no time."""
+    """Return 0: the duration of a firing that takes no time."""
     return 0.0
 
 
 def ticks(plan: PhysicalPlan) -> Callable[[ActorId], float]:
-    """Return for how many instructions a firing keeps its thread busy, by actor."""
+    """Return a function from an actor to the duration of its firings in instructions."""
 
     def duration(actor_id: ActorId) -> float:
         actor = plan.by_rank[actor_id[0]].by_name[actor_id[1]]
@@ -32,14 +36,14 @@ def ticks(plan: PhysicalPlan) -> Callable[[ActorId], float]:
 
 
 class Firings:
-    """Where every thread is in its order.
+    """The position of every thread in its firing order.
 
     Attributes:
         now: The time at which the latest firing ended, in the unit of durations.
 
     Args:
-        plan: With firing orders.
-        game: Of that plan; who fires starts and finishes there.
+        plan: A plan with firing orders.
+        game: The token game (counts of data and credits) of that plan; callers start firings there.
     """
 
     def __init__(self, plan: PhysicalPlan, game: TokenGame) -> None:
@@ -51,14 +55,14 @@ class Firings:
             for thread, order in part.orders.items()
         }
         self._done = dict.fromkeys(self._orders, 0)
-        # What is asked of each actor after each of its firings, and does not change.
+        # Constant facts about each actor that are needed after each of its firings.
         self._threads: dict[ActorId, ThreadId] = {}
         self._near: dict[ActorId, frozenset[ThreadId]] = {}
 
     def run(
         self, fire: Callable[[ActorId], None], duration: Callable[[ActorId], float] = no_time
     ) -> bool:
-        """Fire what can be, as ranks that work at once do, until nothing can.
+        """Fire actors like ranks that work concurrently, until no actor can fire.
 
             thread (0, compute)   f0 ------| f1 ------|    b0 --------|
             thread (1, compute)            | f0 --| b0 ----|
@@ -66,16 +70,16 @@ class Firings:
                                              order of the ends; then its neighbours may begin
 
         Args:
-            fire: Fires an actor and its partners, and says so by `advance` of each.
-            duration: How long an actor's thread is busy with a firing, in any unit; if 0 for all,
-                low ranks go as far as they can before others take what they sent.
+            fire: Fires an actor and its partners, and calls `advance` for each.
+            duration: The time for which an actor's thread is busy with a firing, in any unit; if 0
+                for all, low ranks go as far as they can before others receive their messages.
 
         Returns:
             Whether all threads came to their end.
         """
-        # An event queue: firings that have begun, by when they end. Equal ends go by name and rank,
-        # so a replay is the same in every process, and on ranks that do the same. If they took no
-        # time, by rank and name.
+        # An event queue: firings that have begun, by their ends. Equal ends are ordered by name and
+        # rank, so a replay is the same in every process, and on equal ranks. Firings without
+        # duration are ordered by rank and name.
         begun: list[tuple[float, str, ActorId]] = []
         busy: set[ThreadId] = set()
         free = list(self._orders)
@@ -94,7 +98,7 @@ class Firings:
             partners = self.game.partners(actor_id)
             busy.difference_update(map(self.thread, partners))
             fire(actor_id)
-            # Only those whose data or credits the firing has changed may have become ready.
+            # Only actors whose data or credits the firing has changed may have become ready.
             near: set[ThreadId] = set()
             for partner in partners:
                 if partner not in self._near:
@@ -104,7 +108,7 @@ class Firings:
             free = sorted(near)
 
     def run_ahead(self, rank: int, fire: Callable[[ActorId], None]) -> bool:
-        """Fire a rank as far ahead of the others as can be: they fire only what it waits for.
+        """Fire a rank as far ahead as possible: other ranks fire only what it waits for.
 
             rank 0   f0 f1 | send f2 waits for credit         | send f2 ...
             rank 1         | receive f0, and nothing else     |
@@ -118,8 +122,8 @@ class Firings:
         """
         threads = [thread for thread in self._orders if thread[0] == rank]
         while heads := [head for thread in threads if (head := self.head(thread)) is not None]:
-            # Its own threads as long as any can go on; else what the first of them waits for, and
-            # no more than that of other ranks.
+            # Its own threads as long as one of them can fire; else the actor that the first of them
+            # waits for, and no further actors of other ranks.
             needed = next(filter(self._can_fire, heads), None) or self._needed(heads[0])
             if needed is None:
                 return False
@@ -138,7 +142,7 @@ class Firings:
         return actor_id
 
     def blocker(self, actor_id: ActorId) -> tuple[str, ActorId]:
-        """Say why an actor at the head of its thread cannot fire, and who could change that."""
+        """Return why an actor at the head of its thread cannot fire, and the actor to wait for."""
         for partner in self.game.partners(actor_id):
             wait = next(self.game.waits(partner), None)
             if wait is not None and partner == actor_id:
@@ -149,7 +153,7 @@ class Firings:
         return f"waits for rank {partner[0]}", partner
 
     def head(self, thread: ThreadId) -> ActorId | None:
-        """Return what a thread fires next; None at the end of the step."""
+        """Return the actor that a thread fires next; None at the end of the step."""
         done, order = self._done[thread], self._orders[thread]
         return (thread[0], order[done][0]) if done < len(order) else None
 
@@ -182,14 +186,14 @@ def firing_order(
     *,
     ahead: int | None = None,
 ) -> list[Group] | None:
-    """Return in which order the actors of a step fire; None if threads do not come to their end.
+    """Return the order in which the actors of a step fire; None if threads deadlock.
 
     Args:
-        plan: With firing orders.
-        stands_for: Of a folded plan, which rank each rank is represented by.
+        plan: A plan with firing orders.
+        stands_for: For each rank of a folded plan, the rank that represents it.
         duration: See `Firings.run`.
-        ahead: The rank that goes as far ahead of all others as can be (see `Firings.run_ahead`);
-            None if all work at once.
+        ahead: The rank that goes as far ahead of all others as possible (see `Firings.run_ahead`);
+            None if all work concurrently.
     """
     game = TokenGame(plan, stands_for)
     firings, order = Firings(plan, game), list[Group]()

@@ -1,13 +1,14 @@
-"""Replay one step of a plan in its firing orders, on the values of a domain.
+"""The replay of one step of a plan in its firing orders, on the values of a domain.
 
-A firing takes, works, puts. What is alive between firings is here:
+A firing takes inputs, works, and puts results. This module owns the values between firings:
 
     producer  --put-->   register  [filling] [filling]  --take-->   consumers
     sender    --put-->   channel   [message] [message]  --take-->   receiver
     segment   --put-->   sum of an accumulation         --put-->    register, at the last firing
 
-A filling is kept until its last consumer has taken it, a message until its last receiver has; who
-took a value holds it for the firing. States and batches belong to whoever starts the replay.
+A filling (the values of one firing in a register) is kept until its last consumer has taken it, a
+message until its last receiver has; the taker holds the value for its firing. States and batches
+belong to the caller that starts the replay.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from sbp_core.interpreter.firings import Firings
 
 @dataclass(slots=True)
 class _UnderWay(Generic[V]):
-    """What boxing is made of, which lives until somebody has waited for the result.
+    """The inputs of boxing in progress; they live until a consumer waits for its result.
 
     Args:
-        rank: Whose.
-        taken: What its firing took.
+        rank: The rank.
+        taken: The inputs of its firing.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class _UnderWay(Generic[V]):
 
 @dataclass(slots=True)
 class _Filling(Generic[V]):
-    """What a register holds once, until `takers` have taken it; the first waits for `under_way`."""
+    """One content of a register, until `takers` have taken it; the first awaits `under_way`."""
 
     values: Values[V]
     takers: int
@@ -49,7 +50,7 @@ class _Filling(Generic[V]):
 
 @dataclass(slots=True)
 class _Message(Generic[V]):
-    """A shard on its way from a rank, until `takers` have received it."""
+    """A shard in transit from a rank, until `takers` have received it."""
 
     sender: int
     shard: V
@@ -61,15 +62,15 @@ class Interpreter(Generic[V]):
 
     Attributes:
         game: Data and credits, as counts.
-        firings: Where every thread is.
-        at: The firing that is going on, or was the last.
+        firings: The position of every thread.
+        at: The current firing, or the last one.
 
     Args:
-        plan: With firing orders.
-        domain: What values are.
+        plan: A plan with firing orders.
+        domain: The domain of the values.
         states: By rank, the states by name.
         fed: By rank, for each micro-batch, its parts of the batch and scalars by name.
-        stands_for: Of a folded plan, which rank each rank is represented by.
+        stands_for: For each rank of a folded plan, the rank that represents it.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class Interpreter(Generic[V]):
         self.game = TokenGame(plan, stands_for)
         self.firings = Firings(plan, self.game)
         self.at: Firing[Actor] | None = None
-        #: By rank, register and consumer, so that each takes them in turn.
+        #: The queue of fillings of each rank, register and consumer.
         self._fillings: dict[tuple[int, str, str], deque[_Filling[V]]] = defaultdict(deque)
-        #: Of a register, the queue of each consumer, and how often it takes a filling.
+        #: For each register, the queue of each consumer, and how often it takes a filling.
         self._takers: dict[tuple[int, str], list[tuple[deque[_Filling[V]], int]]] = {}
         self._in_transit: dict[str, deque[_Message[V]]] = defaultdict(deque)
         self._sums: dict[ActorId, Values[V]] = defaultdict(dict)
@@ -106,14 +107,14 @@ class Interpreter(Generic[V]):
         return came
 
     def run_rank(self, rank: int, events: Iterable[ActorId]) -> None:
-        """Replay one rank by itself, in an order that is known; counts are not kept.
+        """Replay one rank by itself, in a known order; counts are not kept.
 
-        Only for domains in which what boxing makes on a rank follows from its own shard. What other
-        ranks send it is then nothing to them, and what it sends is held until they take it.
+        Only for domains in which the result of boxing on a rank follows from its own shard. Then it
+        needs no messages of other ranks, and its own messages are held until received.
 
         Args:
             rank: The rank.
-            events: Firings of its actors, and of receives of other ranks that take what it sent.
+            events: Firings of its actors, and other ranks' receives of its messages.
         """
         self._alone = rank
         part, fired = self.plan.by_rank[rank], defaultdict[str, int](int)
@@ -134,13 +135,13 @@ class Interpreter(Generic[V]):
         ]
         self._fire_together(firings)
         for firing in firings:
-            # Counts follow values: credits go back when what was taken is gone.
+            # Counts follow values: credits are given back after the inputs are dropped.
             self.game.finish(firing.id)
             self.firings.advance(firing.id)
             self.domain.fired(firing, self.game)
 
     def _fire_together(self, firings: Sequence[Firing[Actor]]) -> None:
-        """Let firings take, work and put."""
+        """Execute firings together: take, work, put."""
         self.at = firings[0]
         # All take before any of them works: a collective needs the shards of the whole group.
         taken = [self._take(firing) for firing in firings]
@@ -151,7 +152,7 @@ class Interpreter(Generic[V]):
             made = [self._work(firings[0], taken[0])]
         for firing, values, given in zip(firings, made, taken, strict=True):
             under_way: _UnderWay[V] | None = None
-            # What boxing goes on with is kept; what it took is let go of if it is over.
+            # Inputs of boxing in progress are kept; inputs of finished boxing are dropped.
             if firing.actor.overlaps:
                 under_way = _UnderWay(firing.rank, given)
                 self._under_way[id(under_way)] = under_way
@@ -163,7 +164,7 @@ class Interpreter(Generic[V]):
     # Taking and putting.
 
     def _take(self, firing: Firing[Actor]) -> Values[V]:
-        """Return what an actor reads: contents of registers, states, parts of the batch, scalars.
+        """Return the inputs of an actor: register contents, states, parts of the batch, scalars.
 
         Each value is held once, for the firing.
         """
@@ -176,7 +177,7 @@ class Interpreter(Generic[V]):
             # Carried states come under their own names, as in the first micro-batch.
             names = register.carries or register.keys
             values |= zip(names, filling.values.values(), strict=True)
-            # Held before the register lets go: a value whose last holder goes is freed.
+            # Held before the register drops it: a value without a holder is freed.
             for value in filling.values.values():
                 domain.hold(rank, value)
             filling.takers -= 1
@@ -185,35 +186,35 @@ class Interpreter(Generic[V]):
                     domain.drop(rank, value)
         states = self.states[rank]
         for key in firing.actor.reads:
-            if key not in values:  # else it was carried here from the micro-batch before
+            if key not in values:  # else it was carried here from the previous micro-batch
                 values[key] = states[key] if key in states else self.fed[rank][firing.index][key]
                 domain.hold(rank, values[key])
         return values
 
     def _end(self, begun: _UnderWay[V]) -> None:
-        """Let go of what boxing was made of, once somebody waits for the result."""
+        """Drop the inputs of a boxing step once a consumer waits for its result."""
         if self._under_way.pop(id(begun), None) is not None:
             self._drop(begun.rank, begun.taken)
 
     def _end_all(self) -> None:
-        """Wait for what nobody has waited for, such as results, at the end of the step."""
+        """Wait at the end of the step for boxing without a waiting consumer, such as of results."""
         for begun in list(self._under_way.values()):
             self._end(begun)
 
     def _put(self, firing: Firing[Actor], made: Values[V], under_way: _UnderWay[V] | None) -> None:
-        """Fill registers, hand over results and new states, drop what was made."""
+        """Fill registers, pass on results and new states, drop the firing's values."""
         rank, actor, domain = firing.rank, firing.actor, self.domain
         for register in self.plan.by_rank[rank].outputs_of[actor.name]:
-            # What is carried beyond the step is the state that the next step begins with; and a
-            # register that is filled by several firings is so with the last one.
+            # A value that is carried beyond the step is the state at the begin of the next step; a
+            # register that needs several firings is filled by the last one.
             firings = self.plan.firings_per_filling(actor, register)
             filling, is_open = divmod(firing.index + 1, firings)
             left = self.plan.repetitions[register.rate] - filling
             if not is_open and left >= register.initial:
                 held = {key: made[key] for key in register.keys}
                 self._fill(rank, register, held, under_way)
-        # Registers first, then results and states; what is made is let go last, so that it has a
-        # holder all along if anybody keeps it.
+        # Registers first, then results and states; the firing drops its results last, so that a
+        # kept value always has a holder.
         for result, key in actor.emits:
             domain.emit(firing, result, made[key])
         for state, key in actor.writes:
@@ -245,10 +246,10 @@ class Interpreter(Generic[V]):
             for _ in range(count):
                 fillings.append(filling)
 
-    # The work of a firing. What is made is held once; what was taken is dropped.
+    # The work of a firing. Results are held once; inputs are dropped.
 
     def _work(self, firing: Firing[Actor], taken: Values[V]) -> Values[V] | None:
-        """Return what an actor makes by itself, None of an accumulation that is not through."""
+        """Return the results of an actor; None of an accumulation that is not finished."""
         if is_firing_of(firing, Compute):
             return self.domain.compute(firing, taken)
         if is_firing_of(firing, Accumulate):
@@ -306,9 +307,9 @@ class Interpreter(Generic[V]):
             self.domain.drop(message.sender, message.shard)
 
     def _accumulate(self, firing: Firing[Accumulate], taken: Values[V]) -> Values[V] | None:
-        """Add a micro-batch to the sums; hand them over in the last one.
+        """Add a micro-batch to the sums; pass them on in the last one.
 
-        No name of this frame may stand for a part while the next one is added: see
+        No variable of this frame may refer to a part while the next one is added: see
         `InstructionDomain.compute`.
         """
         rank, domain, sums = firing.rank, self.domain, self._sums[firing.id]

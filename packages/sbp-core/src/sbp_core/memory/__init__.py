@@ -1,12 +1,11 @@
-"""The memory of a plan: lifetimes, peaks, and purposes.
+"""The exact memory of a plan: lifetimes of storages, peaks of ranks, and purposes of the memory.
 
-`lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
-take what it sent, `storages` replays the rank in that order, by a `ledger`. `reports` has what that
-comes to, by `memory_kinds`, and how it rises and falls over a step. How results are laid out in
-memory is known to the tensor library (`storage_view`); `prediction` puts all of it together, with
-what transports between processes hold besides, and `kept_plans` keeps that for plans that were
-considered. `bound` says without it what memory cannot exceed. `typed_values` are what
-`sbp_core.check` replays a plan on.
+`predict_memory` (in `prediction`) puts it together, for planners and reports. `lifetime` finds when
+each storage lives: `rank_events` orders the firings (executions of actors) of a rank and the
+receives of its messages, and `storages` replays the rank in that order, with the help of a
+`ledger`. `reports` finds the peaks by `memory_kinds`, and the profile over a step. The tensor
+library computes how results are laid out in memory (`storage_view`). `kept_plans` caches plans and
+their memory. `bound` is a cheap bound. `sbp_core.check` replays plans on `typed_values`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A bound of the memory of a plan, from the shapes of the logical graph alone.
+"""A cheap upper bound of the memory of a plan, from the shapes of the logical graph alone.
 
-The exact memory asks the tensor library how the result of every call lies. Where even all that a
-step ever makes fits, nobody has to know.
+The exact prediction has to ask the tensor library for the memory layout of the result of every
+call. Planners skip it if the sum of everything that a step makes fits into the memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _WIDEST_BYTES = max(ITEMSIZE.values())
 
 
 def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
-    """Return bytes that the memory of no rank exceeds, as `predict_memory` counts it.
+    """Return an upper bound of the memory of every rank, in bytes, as `predict_memory` counts it.
 
-    All that a step makes is counted as though nothing were dropped, shared or split; and once more
-    for the step before, of which new states may keep buffers that are larger than they are.
+    It counts everything that a step makes, as though nothing were freed, shared or split. The made
+    values count twice: new states of the previous step may keep larger buffers.
 
     Args:
-        plan: As `predict_memory` takes it.
-        graph: What it was compiled from.
+        plan: The plan, as for `predict_memory`.
+        graph: The graph from which it was compiled.
     """
     bound = _Bound(plan, graph)
     return max(bound.of(part) for part in plan.distinct)
 
 
 def offloaded_bytes(plan: PhysicalPlan) -> int:
-    """Return bytes that no rank exceeds in the memory of its host: old and new states.
+    """Return an upper bound of the host memory of every rank, in bytes: old and new states.
 
     New values that are written over the old ones take no more.
     """
@@ -52,11 +52,11 @@ def offloaded_bytes(plan: PhysicalPlan) -> int:
 
 
 class _Bound:
-    """Adds up what ranks make."""
+    """The sum of the bytes that a rank makes."""
 
     def __init__(self, plan: PhysicalPlan, graph: LogicalGraph) -> None:
         self.plan, self.graph = plan, graph
-        #: Bytes of keys that stand for no value of the graph: first what boxing makes of packs.
+        #: Bytes of keys that are not values of the graph: first the results of boxing packs.
         self._inner_bytes: dict[str, float] = {
             actor.makes: self._boxed_bytes(actor)
             for part in plan.distinct
@@ -78,17 +78,17 @@ class _Bound:
         return held + 2 * made
 
     def _made_bytes(self, actor: Actor) -> float:
-        """Return what one firing makes."""
+        """Return the bytes that one firing makes."""
         if isinstance(actor, Compute):
             return sum(map(self._call_bytes, actor.instructions))
         if isinstance(actor, Collective | Receive):
             return self._boxed_bytes(actor)
         if isinstance(actor, Accumulate):
             return sum(self._key_bytes(part) for part, _, _ in actor.accumulates)
-        return 0  # a send keeps what others made
+        return 0  # a send keeps the result of another actor
 
     def _call_bytes(self, entry: Instruction) -> float:
-        """Return what a call makes: whole logical tensors where it computes those of the graph."""
+        """Return the bytes that a call makes; values of the graph count as whole tensors."""
         total = 0.0
         for key in entry.outputs:
             if key.partition("@")[0] not in self.graph.types:
@@ -97,22 +97,22 @@ class _Bound:
         return total
 
     def _inner_call_bytes(self, entry: Instruction) -> float:
-        """Return the most that a result takes which is none of the graph."""
+        """Return the most bytes of a result that is not a value of the graph."""
         node = self.graph.by_name.get(entry.node)
         if node is not None:  # a step of a localised operator, such as a mask
             types = (self.graph.types[value] for value in (*node.inputs(), *node.outputs))
             sizes = (prod(kind.shape) for kind in types if isinstance(kind, TensorType))
             return max(sizes, default=1) * _WIDEST_BYTES
-        keys = keys_in(entry)  # what packs and unpacks is not larger than what it is given
+        keys = keys_in(entry)  # a pack or an unpacked part is not larger than the arguments
         return sum(map(self._key_bytes, keys)) if keys else _WIDEST_BYTES
 
     def _key_bytes(self, key: str) -> float:
-        """Return the most that a key takes, in whatever form it is boxed: `x@1(B)` is an `x`."""
+        """Return the most bytes of a key, in any boxed form: `x@1(B)` is an `x`."""
         if key in self._inner_bytes:
             return self._inner_bytes[key]
         kind = self.graph.types.get(key.partition("@")[0])
         if kind is None:
-            return inf  # of an actor that comes later
+            return inf  # made by a later actor
         return kind.size_bytes if isinstance(kind, TensorType) else _WIDEST_BYTES
 
     def _boxed_bytes(self, actor: Collective | Receive) -> int:

@@ -1,7 +1,7 @@
-"""The last plans that were compiled while one was looked for, and what is known of them.
+"""A cache of the plans that were compiled last, with their memory and other findings.
 
-A planner that keeps to a limit compiles what it considers. What it answers is a strategy, which is
-compiled to be executed: to the very plan that is kept here.
+A planner that keeps to a memory limit compiles the candidates that it considers. It returns a
+strategy, which is then compiled to be executed: this cache returns the plan that exists already.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sbp_core.strategy import Strategy
 
 _FoundT = TypeVar("_FoundT")
 
-#: Plans that are kept; a search that compiles more takes one of its last, or compiles it again.
+#: Plans that are kept. A search that returns an earlier one compiles it again.
 _MOST_PLANS = 6
 
 
 @dataclass(slots=True, kw_only=True)
 class _Kept:
-    """A plan, what it was compiled from, its memory if that is known, and what else was found."""
+    """A plan, the arguments of its compilation, its memory if known, and further findings."""
 
     graph: LogicalGraph
     strategy: Strategy
@@ -38,10 +38,10 @@ class _Kept:
 
 @dataclass(slots=True)
 class KeptPlans:
-    """Compiles strategies; of the last ones, their plans and their memory are at hand.
+    """A compiler of strategies that caches the last plans and their memory.
 
     Args:
-        layouts: Says how results lie, as `call_layouts` does, which is asked if omitted.
+        layouts: Computes the memory layout of results; `call_layouts` if omitted.
     """
 
     layouts: CallLayouts | None = None
@@ -50,19 +50,17 @@ class KeptPlans:
     def plan(
         self, graph: LogicalGraph, strategy: Strategy, options: CompileOptions
     ) -> PhysicalPlan:
-        """Return the plan of a strategy, whatever it reports.
+        """Return the plan of a strategy, from the cache or newly compiled.
 
-        The graph tells variants of a step apart, so which one the strategy says is the same.
+        The strategy's variant and report do not matter: each variant has its own graph.
 
         Args:
-            graph: See `compile_plan`, as for all others.
-            strategy: Of the graph.
-            options: How it is compiled.
+            graph: The graph.
+            strategy: A strategy for the graph.
+            options: Options of the compilation.
 
         Raises:
-            PlanError: see `compile_plan`, as for all others.
-            SignatureError: likewise.
-            SbpValueError: likewise.
+            PlanError, SignatureError, SbpValueError: see `compile_plan`.
         """
         silent = replace(strategy, report={}, variant=None)
         for one in self._kept:
@@ -73,10 +71,10 @@ class KeptPlans:
         return plan
 
     def memory(self, plan: PhysicalPlan) -> MemoryReport:
-        """Return what a plan holds, as `predict_memory` says.
+        """Return the memory of a plan, as `predict_memory` does.
 
         Args:
-            plan: That `plan` returned.
+            plan: A plan that `plan` returned.
 
         Raises:
             SbpLookupError: no tensor library is installed.
@@ -92,11 +90,11 @@ class KeptPlans:
         return known
 
     def asked(self, ask: Callable[[PhysicalPlan], _FoundT], plan: PhysicalPlan) -> _FoundT:
-        """Return what a function finds of a plan, such as `simulate`; asked again, the same.
+        """Return the result of a function for a plan, such as `simulate`, from the cache if known.
 
         Args:
             ask: The function.
-            plan: Any; what is found of one that `plan` returned is kept.
+            plan: The plan; the result is cached if `plan` returned it.
         """
         kept = next((one for one in self._kept if one.plan is plan), None)
         if kept is None:
@@ -106,5 +104,5 @@ class KeptPlans:
         return cast(_FoundT, kept.found[ask])
 
     def known_memory(self, plan: PhysicalPlan) -> MemoryReport | None:
-        """Return what a plan holds, if that was predicted."""
+        """Return the memory of a plan if it has been predicted, else None."""
         return next((one.memory for one in self._kept if one.plan is plan), None)

@@ -1,11 +1,11 @@
-"""The storages of one rank during a step: made, held, dropped, and what they are for.
+"""Bookkeeping of one rank's storages during a replayed step: making, holders, freeing, purposes.
 
-A compute segment whose arguments lie as they did in a firing before does what it did then. So what
-a firing does is recorded in a ledger of its own, and repeated:
+`storages` uses it. A compute segment whose arguments have the same memory layout as in an earlier
+firing makes and frees the same storages. So a firing is recorded in its own ledger, and repeated:
 
-    storage     of                   from   to          ticks count from the one before the firing
+    storage     content              from   to          ticks count from the one before the firing
     0           an argument          -      2           dropped, if nobody else holds it
-    1           an argument          -      -           held on by what the segment made
+    1           an argument          -      -           held on by a result of the segment
     2           made and dropped     1      2
     3           made                 2      -           handed on
 """
@@ -26,11 +26,11 @@ class Buffer:
 
     Args:
         name: The key that it was made for.
-        module: Path of the module that it belongs to.
-        size_bytes: Of the whole storage.
-        start, end: First and last tick at which it is alive, both included.
-        kind: What it is for.
-        on_host: Whether it is in the memory of the host, and not in that of the device.
+        module: The path of the module that it belongs to.
+        size_bytes: The size of the whole storage.
+        start, end: The first and last tick at which it is alive, both included.
+        kind: Its purpose.
+        on_host: Whether it is in host memory, and not in device memory.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Buffer:
     on_host: bool = False
 
 
-#: How what a firing takes lies: key, layout, number of the storage among theirs, and its bytes; of
-#: a host number key, type and value. One after the other, as every firing is compared with others.
+#: Layout of the arguments of a firing: key, layout, index of the storage among the arguments', and
+#: its bytes; of a host number key, type and value. A flat tuple, because it is compared often.
 Arguments = tuple[object, ...]
 
 
 def arguments_of(taken: Mapping[str, Value]) -> tuple[Arguments, list[int]]:
-    """Return the layout of what a firing takes, and its storages, each once."""
+    """Return the layout of the arguments of a firing, and their storages, each once."""
     numbers: dict[int, int] = {}
     lies: list[object] = []
     for key, value in taken.items():
@@ -62,16 +62,16 @@ def arguments_of(taken: Mapping[str, Value]) -> tuple[Arguments, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFiring:
-    """What a firing of a segment does, in storages that are numbered from its arguments' on.
+    """The effect of one firing of a segment; storages are numbered from those of its arguments on.
 
     Args:
-        arguments: How what it takes lies.
+        arguments: The layout of its arguments.
         nodes: The node of each of its ticks.
-        outer: Of each storage of its arguments, by how many it is held more at the end; the tick at
-            which the last holder of the firing drops it, or -1; and its kind, if it has got one.
-        inner: Of each storage that it makes, the buffer, its holders at the end, and whether its
+        outer: For each storage of its arguments: the change of its number of holders; the tick at
+            which the last holder in the firing drops it, or -1; and its kind, if found.
+        inner: For each storage that it makes: the buffer, its holders at the end, and whether its
             kind is settled.
-        made: What there is at the end, by key.
+        made: Its results by key.
     """
 
     arguments: Arguments
@@ -82,11 +82,11 @@ class RecordedFiring:
 
 
 class Ledger:
-    """Who holds which storage of a rank. Time goes on by `tick`.
+    """The storages of one rank and their holders. `tick` advances the time.
 
     Args:
-        kinds: Kinds that are known from the key alone. Of other keys, the lifetime decides between
-            temporaries and activations.
+        kinds: The kinds that follow from the key alone. For other keys, the lifetime decides
+            between temporaries and activations.
     """
 
     def __init__(self, kinds: Mapping[str, MemoryKind]) -> None:
@@ -97,7 +97,7 @@ class Ledger:
         self._settled: list[bool] = []
 
     def tick(self) -> None:
-        """Go on by one instruction."""
+        """Advance the time by one instruction."""
         self.now += 1
 
     def new(
@@ -110,7 +110,7 @@ class Ledger:
         module: str = "",
         on_host: bool = False,
     ) -> StorageView:
-        """Make a storage, held by nobody yet, and return the tensor that is in it."""
+        """Make a storage without holders, and return the tensor in it."""
         made = Buffer(name, module, size_bytes, self.now, kind or MemoryKind.TEMPORARIES)
         made.on_host = on_host
         self.buffers.append(made)
@@ -119,29 +119,29 @@ class Ledger:
         return StorageView(layout, len(self.buffers) - 1, size_bytes)
 
     def name(self, key: str, value: object) -> None:
-        """Note what a storage is for, if a key that is in it says so."""
+        """Set the kind of a value's storage, if it follows from the key."""
         kind = self.kinds.get(key)
         if kind is not None and isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = kind
             self._settled[value.storage] = True
 
     def hold(self, value: object) -> None:
-        """Note one more holder."""
+        """Count one more holder."""
         if isinstance(value, StorageView):
             self._holders[value.storage] += 1
 
     def drop(self, value: object) -> None:
-        """Note one holder less; the last one ends the storage."""
+        """Count one holder less; the last one ends the storage."""
         if isinstance(value, StorageView):
             self._holders[value.storage] -= 1
             if not self._holders[value.storage]:
                 self.buffers[value.storage].end = self.now
 
     def finish(self) -> None:
-        """End what is still held.
+        """End all storages that are still held.
 
-        What has crossed no firing has stayed a temporary. A storage of the batch is named when it
-        is made (`new`, `name`), so one that is not settled cannot be of it: our own bug.
+        A storage that no firing passed on to another has stayed a temporary. A storage of the batch
+        gets its kind when it is made (`new`, `name`), so an unsettled one is our own bug.
         """
         for index, buffer in enumerate(self.buffers):
             if buffer.end < 0:
@@ -149,14 +149,14 @@ class Ledger:
             assert self._settled[index] or buffer.kind is not MemoryKind.BATCH, buffer.name
 
     def crosses(self, value: object) -> None:
-        """Note that a value goes from one firing to another."""
+        """Note that a value is passed from one firing to another."""
         if isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = MemoryKind.ACTIVATIONS
 
     # Segments.
 
     def begin(self, taken: Mapping[str, Value]) -> tuple[Ledger, dict[str, Value]]:
-        """Return a ledger for one firing, and what it takes, held there."""
+        """Return a ledger for one firing, and the arguments of the firing, held there."""
         ledger, own, values = Ledger(self.kinds), dict[int, StorageView](), dict[str, Value]()
         for key, value in taken.items():
             values[key] = value
@@ -171,12 +171,12 @@ class Ledger:
     def recorded(
         self, taken: Mapping[str, Value], nodes: Iterable[str], made: Mapping[str, Value]
     ) -> RecordedFiring:
-        """Return what a firing has done in this ledger, which began for it.
+        """Return the effect of a firing on this ledger, which began for it.
 
         Args:
-            taken: What it took, as it was given to `begin`.
+            taken: Its arguments, as they were given to `begin`.
             nodes: The node of each of its ticks.
-            made: What there is now, held.
+            made: Its results, held.
         """
         arguments, storages = arguments_of(taken)
         held = Counter(v.storage for v in taken.values() if isinstance(v, StorageView))
@@ -193,11 +193,11 @@ class Ledger:
         )
 
     def repeat(self, done: RecordedFiring, storages: Sequence[int]) -> dict[str, Value]:
-        """Do what a firing has done before; return what it makes.
+        """Repeat the effect of an earlier firing; return its results.
 
         Args:
-            done: By a firing whose arguments lay as they do now.
-            storages: In which they lie now.
+            done: A firing whose arguments had the same layout.
+            storages: The present storages of the arguments.
         """
         start, first = self.now, len(self.buffers) - len(storages)
         for storage, (more, dropped, kind) in zip(storages, done.outer, strict=True):

@@ -1,25 +1,25 @@
-"""When each storage of each rank is made and dropped, over one step of a plan.
+"""Lifetimes of storages: when each storage of each rank is made and freed, over one step of a plan.
 
-The step is replayed (`sbp_core.interpreter`), as runtimes do it, with counts of holders instead of
+The step is replayed (`sbp_core.interpreter`) like in a run, with counts of holders instead of
 tensors:
 
-* An instruction's results coexist with its arguments; a value dies after the instruction that uses
-  it last, unless it leaves its segment. Views keep the storage that they look at.
-* A filling of a register holds its values until the last consumer has taken it; who took it drops
+* An instruction's results coexist with its arguments; a value dies after the last instruction that
+  uses it, unless it leaves its segment. Views keep the storage that they look at.
+* A register keeps the values of a firing until the last consumer has taken them; the consumer drops
   each value after its last use.
-* What was sent is held until every receiver has it. A received part counts on the receiver alone,
-  with the bytes that it shows, whether or not a transport shares memory.
-* Old states live to the end of the step, next to the new ones: a step that fails leaves them. New
-  values that are copied over the old ones (`Actor.in_place`) die like any other value.
+* A sent value is held until every receiver has it. A received part counts on the receiver alone,
+  with its own bytes, whether or not a transport shares memory.
+* Old states live to the end of the step, next to the new ones, because they remain valid if the
+  step fails. New values that are copied over the old ones (`Actor.in_place`) die like any value.
 
-Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
-one of the possible interleavings, in which every instruction takes equally long. When a receiver
-takes what was sent is a matter of time in a run, so a rank that sends is replayed once more, as far
-ahead of all others as can be; what needs more memory counts. Nothing of this depends on which ranks
-are alike, so that one of them tells of all.
+Time is counted in ticks: one for each instruction or boxing step of a rank. The interleaving of
+threads is one of the possible ones, in which every instruction takes equally long. In a run, the
+time at which a receiver takes a message varies. So a rank that sends is replayed a second time, as
+far ahead of all others as possible, and the larger memory counts. The result does not depend on
+which ranks do the same, so one of them represents all.
 
-Each rank is replayed by itself (`rank_events`), and a segment whose arguments lie as they did
-before, such as that of the next micro-batch, is not executed again (`ledger`).
+Each rank is replayed by itself (`rank_events`). A segment whose arguments have the same memory
+layout as before, such as in the next micro-batch, is not executed again (`ledger`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from sbp_core.memory.storage_view import CallLayouts, Value
 from sbp_core.memory.storages import RankLifetimes, RankReplay, own_piece
 from sbp_core.signatures.views import traits_of
 
-#: What operators read that are given no tensor.
+#: The arguments of operators without tensors.
 _NOTHING: Mapping[str, Value] = {}
 
-#: Longer than all instructions of a step take together.
+#: A duration longer than all instructions of a step together.
 _LONG = 1e12
 
 
@@ -54,8 +54,8 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
     """Return the lifetimes of all storages, by rank, in a step that follows another.
 
     Args:
-        plan: With firing orders that `sbp_core.check` accepts.
-        layouts: Says how results lie.
+        plan: A plan with firing orders that `sbp_core.check` accepts.
+        layouts: Computes the memory layout of results.
 
     Raises:
         PlanError: the orders deadlock, or the layout of a result is not known.
@@ -64,7 +64,7 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
 
 
 def of_each_rank(each: Iterable[tuple[RankLifetimes, Sequence[int]]]) -> dict[int, RankLifetimes]:
-    """Return the lifetimes of all ranks, of those of one rank for all that are like it."""
+    """Return lifetimes by rank, given lifetimes with all ranks that they hold for."""
     found = {rank: replace(one, rank=rank) for one, ranks in each for rank in ranks}
     return dict(sorted(found.items()))
 
@@ -72,10 +72,9 @@ def of_each_rank(each: Iterable[tuple[RankLifetimes, Sequence[int]]]) -> dict[in
 def each_lifetimes(
     plan: PhysicalPlan, layouts: CallLayouts
 ) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
-    """Yield the lifetimes of one rank of those that are alike, and these ranks.
+    """Yield lifetimes and the ranks that have them, once for each set of equal ranks.
 
-    See `lifetimes`. Those of a large plan take much memory, so whoever adds them up takes one after
-    the other.
+    See `lifetimes`. The lifetimes of a large plan take much memory, so add them up one by one.
     """
     yield from replayed(plan, layouts, fold(plan), _marks(plan, layouts))
 
@@ -83,21 +82,21 @@ def each_lifetimes(
 def replayed(
     plan: PhysicalPlan, layouts: CallLayouts, folded: FoldedPlan, marks: Mapping[int, Hashable]
 ) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
-    """Yield lifetimes of one rank for all of a class whose marks are equal, and these ranks.
+    """Yield lifetimes of one rank for all ranks of a class with equal marks, and these ranks.
 
-    Ranks of a class fire alike, so that the order in which all fire is found for the folded plan.
-    Of these, some may hold other parts than others; each of them is replayed by itself.
+    Ranks of a class fire alike, so the order of all firings is found for the folded plan (one rank
+    for each class). Ranks of a class may hold different parts; each mark is replayed separately.
 
     Args:
-        plan: See `lifetimes`.
-        layouts: Likewise.
-        folded: The plan, folded.
-        marks: By rank, what must be equal for the values of ranks of a class to lie alike.
+        plan: The plan, see `lifetimes`.
+        layouts: Computes the memory layout of results.
+        folded: The folded plan.
+        marks: By rank, a mark; ranks of a class with equal marks have the same memory layouts.
     """
     order = _order(folded)
     events = events_by_rank(folded.plan, order)
     senders = {channel.sender[0] for channel in folded.plan.links}
-    # Its like would go ahead with it.
+    # The other ranks of its class would be ahead with it.
     apart = {rank for rank in senders if _needs_its_like(plan, folded, rank)}
     together = dict(events_ahead(folded, order, sorted(senders - apart)))
     late = _late_stores(folded)
@@ -108,9 +107,8 @@ def replayed(
         for rank, *others in alike.values():
             orders = [events[first]]
             replays = [(RankReplay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
-            # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
-            # others. A rank of one thread does the same in the same order then, and holds no less
-            # at any moment.
+            # A rank holds a sent value longest if it is ahead of all others. A rank of one thread
+            # then does the same in the same order, and holds no less at any moment.
             if first in senders and len(plan.by_rank[rank].orders) == 1:
                 orders.clear()
             if first in late:
@@ -127,13 +125,13 @@ def replayed(
 
 
 def _refined(order: Iterable[Group], folded: FoldedPlan, finer: FoldedPlan) -> list[Group]:
-    """Return an order in which a plan may fire whose classes are parts of those of another one.
+    """Return the firing order of a plan whose classes are parts of the classes of another plan.
 
-    Ranks of a class fire in step, so that its parts do, one after the other.
+    Ranks of a class fire in step, so the parts of a class do so too, one after the other.
 
     Args:
-        order: In which the other one fires.
-        folded: The other one.
+        order: The firing order of the other plan.
+        folded: The other plan.
         finer: The plan of the parts.
     """
     game = TokenGame(finer.plan, finer.stands_for)
@@ -151,9 +149,9 @@ def _refined(order: Iterable[Group], folded: FoldedPlan, finer: FoldedPlan) -> l
 
 
 def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
-    """Return the lifetimes of a rank in the order of its events in which it needs most memory."""
+    """Return the lifetimes of a rank for the order of its events that needs most memory."""
     first = replay.run(orders[0], {})
-    # New states may lie otherwise than the first ones, such as column by column.
+    # New states may have another layout than the first ones, such as column by column.
     moved = first.moved_states()
     found = replay.run(orders[0], moved).found() if moved else first.found()
     more = (replay.run(events, moved).found() for events in orders[1:])
@@ -161,10 +159,9 @@ def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
 
 
 def _late_stores(folded: FoldedPlan) -> Mapping[int, Events]:
-    """Return the events of ranks that offload, with the copies to the host as slow as can be.
+    """Return the events of ranks that offload, with the slowest possible copies to the host.
 
-    Whether the group before or the one after is on the device during an update is a matter of
-    time: what needs more memory counts.
+    The timing decides whether the previous or the next group is on the device; the larger counts.
     """
     ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
     if not ranks:
@@ -185,9 +182,8 @@ def _order(folded: FoldedPlan, duration: Callable[[ActorId], float] | None = Non
     """Return the order in which ranks fire.
 
     Args:
-        folded: The plan.
-        duration: How long a firing keeps its thread busy; if None, every instruction takes equally
-            long.
+        folded: The folded plan.
+        duration: The time of a firing on its thread; if None, all instructions take equally long.
 
     Raises:
         PlanError: there is none.
@@ -199,9 +195,9 @@ def _order(folded: FoldedPlan, duration: Callable[[ActorId], float] | None = Non
 
 
 def _marks(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, Hashable]:
-    """Return what ranks have in common whose values lie alike, by rank.
+    """Return a mark for each rank; ranks of a class with equal marks have the same memory layouts.
 
-    The shapes of their shards, and which piece of them a boxing step leaves where it is.
+    A mark holds the shapes of the shards, and the piece of them that a boxing step leaves in place.
     """
     steps = list(dict.fromkeys(plan.steps))  # layers repeat
     shapes = shard_shapes(steps)
@@ -224,9 +220,9 @@ def _marks(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, Hashable]:
 
 
 def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
-    """Return what a rank's operators are given besides tensors, where layouts may depend on it.
+    """Return the non-tensor arguments of a rank's operators on which memory layouts may depend.
 
-    Of one that is given nothing else, such as `arange`, the layouts themselves are known.
+    For operators without any tensor arguments, such as `arange`, it holds the layouts themselves.
     """
     return tuple(
         (entry.args, tuple(entry.kwargs.items()))
@@ -240,10 +236,10 @@ def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
 
 
 def _needs_its_like(plan: PhysicalPlan, folded: FoldedPlan, rank: int) -> bool:
-    """Whether a rank that is ahead of its like does not do what it does in step with them.
+    """Whether a rank acts differently if it alone is ahead, and the rest of its class is not.
 
-    One that sends them something holds it for longer. One of several threads goes on with another
-    one of them, where the first waits for its like, such as in a collective.
+    If it sends them something, it holds that for longer. If it has several threads, another thread
+    continues while the first one waits for the class, such as in a collective.
     """
     if len(folded.members[rank]) == 1:
         return False
@@ -261,7 +257,7 @@ def peak_bytes(found: RankLifetimes) -> int:
 
 def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
     """Return the bytes alive at each tick."""
-    # Prefix sums of what begins at a tick, less what ended at the one before:
+    # Prefix sums of the bytes that begin at a tick, less those that ended at the tick before:
     #
     #     ticks         0   1   2   3      a: 8 bytes, ticks 0 to 1; b: 4 bytes, ticks 1 to 2
     #     change       +8  +4  -8  -4

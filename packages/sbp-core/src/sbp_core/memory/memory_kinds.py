@@ -1,15 +1,17 @@
-"""What a rank's memory is for: kinds, and which keys of a plan are of which.
+"""The purposes (kinds) of a rank's memory, and the kind of each key (value on a rank) of a plan.
 
-| kind | what |
+| kind | content |
 |---|---|
 | parameters, states, buffers | of the model and its optimizer, old and new values |
 | batch | the rank's parts of all micro-batches |
-| gradients | what the backward phase makes for the optimizer, boxed and summed too |
+| gradients | results of the backward phase for the optimizer, also boxed and summed |
 | gathered | parameters, boxed for their use |
 | fetched | offloaded states on the device, old and new values |
-| activations | whatever else lives from one firing to another |
-| communication buffers | what processes pack and receive on the way |
-| temporaries | what lives inside one firing |
+| activations | all other values that live from one firing to another |
+| communication buffers | buffers that processes pack and receive for messages |
+| temporaries | values that live inside one firing |
+
+`storages` uses it; reports group the memory of a rank by these kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sbp_core.signatures.views import is_view, traits_of
 
 
 class MemoryKind(StrEnum):
-    """What memory is used for: parameters, states, activations and so on."""
+    """The purpose of memory: parameters, states, activations and so on."""
 
     PARAMETERS = "parameters"
     STATES = "states"
@@ -47,7 +49,7 @@ _OF_INPUT: Mapping[InputKind, MemoryKind] = {
 
 
 def _is_same(op: str) -> bool:
-    """Whether a result is the argument, looked at, cast or put together."""
+    """Whether an operator's result is its argument: a view, a cast or a concatenation."""
     kind, traits = op.split(".")[1], traits_of(op)
     return is_view(op) or kind in traits.copies or kind in traits.joins
 
@@ -75,10 +77,10 @@ def module_of_node(name: str) -> str:
 
 
 def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, MemoryKind]:
-    """Return the kinds of the keys of a rank for which it is not a matter of lifetime."""
+    """Return the kinds of those keys of a rank whose kind does not depend on their lifetime."""
     kinds = dict.fromkeys(_gathered(plan, part), MemoryKind.GATHERED)
     kinds |= dict.fromkeys(_gradients(part), MemoryKind.GRADIENTS)
-    # What is copied from the host, and what is copied there.
+    # Values that are copied from the host, and to the host.
     for actor in part.actors:
         for entry in actor.instructions if isinstance(actor, Compute) else ():
             if entry.op == TO_DEVICE:
@@ -118,7 +120,7 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
 
 
 def _gradients(part: RankPlan) -> set[str]:
-    """Return what the optimizer takes from the backward phase, and what that was boxed from."""
+    """Return the keys that the optimizer takes from the backward phase, and their unboxed keys."""
     makers = {key: actor for actor in part.actors for key in actor.outputs}
     todo = [key for actor in part.actors if actor.phase is Phase.OPTIMIZER for key in actor.inputs]
     found: set[str] = set()
@@ -140,7 +142,7 @@ def _gradients(part: RankPlan) -> set[str]:
 
 
 def _cast_from(actor: Compute, key: str) -> set[str]:
-    """Return what a segment takes that a key is nothing but a look at, a cast or a bucket of."""
+    """Return the inputs of a segment from which a key is made only by views, casts or buckets."""
     makers = {out: entry for entry in actor.instructions for out in entry.outputs}
     todo, found = [key], set()
     while todo:

@@ -1,10 +1,10 @@
-"""The exact memory of a plan, the one number that limits are compared with; transports' buffers.
+"""Prediction of the exact memory of a plan, which memory limits are compared with.
 
-Ranks that are threads hand shards over by reference, and their results are made where they stay; a
-process packs what it sends and receives packed buffers (`sbp_torch.boxing.processes`). How large
-these get follows from the step, so each firing of a boxing actor counts with its own; what was sent
-stays packed until it is received, which `lifetime` counts as the shard itself. What is asked for
-ahead of its firing has its memory from then on.
+It also estimates buffers of transports. Ranks that are threads pass shards by reference and need no
+buffers. A process packs the values that it sends and receives packed buffers
+(`sbp_torch.boxing.processes`). Their size follows from the boxing step, so it is added to each
+firing of a boxing actor. A sent value stays packed until it is received, which `lifetime` counts as
+the shard itself. A receive that is started ahead of its firing occupies memory from its start on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sbp_core.plugins.tensor_library import tensor_library
 def call_layouts() -> CallLayouts:
     """Return the object that asks the installed tensor library for the memory layout of results.
 
-    It remembers what it learned: whoever predicts several similar plans passes one to them all.
+    It caches answers: callers that predict several similar plans share one object.
 
     Raises:
         SbpLookupError: no tensor library is installed.
@@ -41,23 +41,21 @@ def predict_memory(
 ) -> MemoryReport:
     """Return the exact memory of every rank of a plan: peaks, by kind and by module.
 
-    Exact for what the tensors of the tensor library hold; scratch memory inside operators is not
-    counted.
+    Exact for the tensors of the tensor library; scratch memory inside operators is not counted.
 
     Args:
-        plan: With firing orders that `sbp_core.check` accepts.
-        processes: Whether every rank is a process of its own, so that what its transport packs and
-            receives counts too, among the communication buffers: no longer exact, as it takes
-            less where pieces lie well. Otherwise ranks are threads, which hand over what they have.
-        layouts: Says how results are laid out in memory, as `call_layouts` does, which is learned
-            anew if omitted.
+        plan: A plan with firing orders that `sbp_core.check` accepts.
+        processes: Whether every rank is a process of its own. Then buffers of its transport count
+            too, as communication buffers. This is an upper estimate, because contiguous pieces need
+            less. Otherwise ranks are threads, which pass their values by reference.
+        layouts: Computes the memory layout of results; a new `call_layouts` if omitted.
 
     Raises:
         PlanError: the layout of a result is not known, so that its memory is not.
         SbpLookupError: `layouts` is omitted and no tensor library is installed.
     """
     ranks: dict[int, RankMemory] = {}
-    # One after the other, as the lifetimes of one rank of a large plan take much memory.
+    # One by one, because the lifetimes of one rank of a large plan take much memory.
     for one, alike in each_lifetimes(plan, layouts or call_layouts()):
         found = {rank: replace(one, rank=rank) for rank in alike}
         if not processes:
@@ -70,9 +68,9 @@ def predict_memory(
 
 
 def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
-    """Return for each boxing actor of a rank the bytes of its buffers, roughly, in a firing.
+    """Return, for each boxing actor of a rank, the approximate bytes of its buffers in a firing.
 
-    What libraries keep inside (gloo, MPI, NCCL) is not in it: see `boxing.memory`.
+    Internal memory of libraries (gloo, MPI, NCCL) is not included: see `boxing.memory`.
     """
     found: dict[str, int] = {}
     collective: dict[int, dict[int, int]] = {}
@@ -81,7 +79,7 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
             continue
         step = plan.steps[actor.step]
         if isinstance(actor, Collective):
-            # What a collective holds besides the shards from before and after, by rank.
+            # Bytes that a collective holds in addition to its input and output shards, by rank.
             if actor.step not in collective:
                 size, ends = itemsize(step.dtype), (step.source, step.target)
                 shards = [bounds_of(step.shape, *end) for end in ends]
@@ -96,7 +94,7 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
 
 
 def early_receive_bytes(plan: PhysicalPlan, rank: int) -> Iterator[EarlyReceive]:
-    """Yield what a rank asks for before it receives it, in a step."""
+    """Yield the receives of a rank in a step that are started before their firings."""
     part = plan.by_rank[rank]
     for thread, order in part.orders.items():
         for place, receives in early_receives(part, thread).items():
@@ -110,7 +108,7 @@ def early_receive_bytes(plan: PhysicalPlan, rank: int) -> Iterator[EarlyReceive]
 
 
 def _packed(step: BoxingStep, rank: int, *, sends: bool) -> int:
-    """Return what one end of a transfer packs for other ranks, or receives from them."""
+    """Return the bytes that one end of a transfer packs for other ranks, or receives from them."""
     return sum(
         piece.size_bytes
         for piece in transfer_pieces(step)

@@ -1,14 +1,15 @@
-"""What happens on one rank in a step, in order: its firings, and when others take what it sent.
+"""The events of one rank in a step, in order: its firings, and the receives of its messages.
 
-Values never cross ranks, only moments do: what a rank holds follows from the order of its own
-firings, and from when each of its messages is taken. So the order of all ranks is found once, by
-counts alone, and each rank is replayed by itself.
+A firing is one execution of an actor (a segment of operators, or a boxing step). Values of one rank
+never influence another rank's memory, only times do: the memory of a rank depends on the order of
+its own firings, and on when each of its messages is received. So the order of all ranks is found
+once, with counters alone, and then `lifetime` replays each rank by itself.
 
     order of all ranks    (0, f) (0, send) (1, f) (1, receive) (0, g) (1, g)
     events of rank 0      (0, f) (0, send)        (1, receive) (0, g)
     events of rank 1                       (1, f) (1, receive)        (1, g)
 
-Nothing of how values lie is here.
+This module knows nothing of memory layouts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sbp_core.compile.symmetry import FoldedPlan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.interpreter.firings import Group, firing_order
 
-#: Firings of a rank, and receives of other ranks of what it sent.
+#: Firings of a rank, and other ranks' receives of its messages.
 Events = list[ActorId]
 
 #: Most entries of a table of firings by ranks, of 4 bytes each.
@@ -47,17 +48,17 @@ def events_by_rank(plan: PhysicalPlan, order: Iterable[Group]) -> dict[int, Even
 def events_ahead(
     folded: FoldedPlan, order: Sequence[Group], ranks: Sequence[int]
 ) -> Iterator[tuple[int, Events]]:
-    """Yield ranks with their events when each is as far ahead of all others as can be.
+    """Yield ranks with their events when each is as far ahead of all others as possible.
 
-    Others take its messages as late as they may: just before a firing of the rank that waits for
-    it, or that waits for what comes after it.
+    Other ranks receive its messages as late as possible: just before a firing of the rank that
+    waits for the receive, or for a later firing.
 
     Args:
-        folded: The plan.
-        order: Any in which its actors may fire.
-        ranks: Whose events are wanted.
+        folded: The folded plan.
+        order: Any valid firing order of its actors.
+        ranks: The ranks whose events are wanted.
     """
-    # A rank of several threads chooses among them, as far as each can go.
+    # For a rank of several threads, advance each thread as far as it can go.
     one_thread = [rank for rank in ranks if len(folded.plan.by_rank[rank].orders) == 1]
     for rank in ranks:
         if rank not in one_thread:
@@ -74,11 +75,11 @@ def events_ahead(
 
 
 class _Waits:
-    """Which firings wait for which, of all ranks.
+    """The firings that each firing of all ranks waits for.
 
     Args:
-        folded: The plan.
-        order: In which its actors may fire; a group has the number of its place here.
+        folded: The folded plan.
+        order: A valid firing order; a group is numbered by its position in it.
     """
 
     def __init__(self, folded: FoldedPlan, order: Sequence[Group]) -> None:
@@ -88,9 +89,9 @@ class _Waits:
             for sender in senders:
                 self.receivers[sender].append(receiver)
         game = TokenGame(folded.plan, folded.stands_for)
-        #: Of each actor, the numbers of its firings.
+        #: For each actor, the numbers of its firings.
         self.numbers: dict[ActorId, list[int]] = defaultdict(list)
-        #: Of each group, whom it waits for.
+        #: For each group, the groups that it waits for.
         self.before: list[list[int]] = []
         last: dict[tuple[int, str], int] = {}
         for number, group in enumerate(order):
@@ -111,9 +112,9 @@ class _Waits:
     def awaited_by(self, ranks: Sequence[int]) -> npt.NDArray[np.int32]:
         """Return for each firing and rank the first firing of the rank that waits for it.
 
-        Firings of a rank are counted in their order; what none waits for has a number after all.
+        Firings of a rank are counted in their order. If none waits, it is larger than all.
         """
-        # From the last firing to the first: who waits for a firing waits for what that waits for.
+        # From the last firing to the first, because waiting is transitive.
         columns = {rank: column for column, rank in enumerate(ranks)}
         table = np.full((len(self.order), len(ranks)), np.iinfo(np.int32).max, dtype=np.int32)
         fired = dict.fromkeys(ranks, 0)
@@ -130,7 +131,7 @@ class _Waits:
         return table
 
     def merged(self, rank: int, awaited: npt.NDArray[np.int32]) -> Events:
-        """Return the events of a rank, whose messages are taken before what waits for them."""
+        """Return the events of a rank; each receive is just before the firing that waits for it."""
         taken: dict[int, Events] = defaultdict(list)
         for receiver in self.receivers[rank]:
             for number in self.numbers[receiver]:

@@ -1,7 +1,9 @@
-"""What a plan needs of each rank's memory: the peak, what is alive there, tables.
+"""Reports of the memory of a plan: each rank's peak, the values alive at the peak, and tables.
 
-rank  peak      parameters  states    activations  temporaries  at
-0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3
+A table by `MemoryReport.lines`:
+
+    rank  peak      parameters  states    activations  temporaries  at
+    0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ _LEAST_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyReceive:
-    """What is held for a message that was asked for, until it is received.
+    """The buffer of a receive that is started ahead, until it is received.
 
     Args:
-        firings: Of its thread, meanwhile: actor, index.
-        size_bytes: That it holds.
+        firings: The firings of its thread in that time: actor, index.
+        size_bytes: The size of the buffer.
     """
 
     firings: tuple[tuple[str, int], ...]
@@ -42,13 +44,13 @@ class RankMemory:
     """The memory of one rank over a step.
 
     Args:
-        rank: Whose.
-        peak: Most bytes alive at once, states and batch included, in the memory of the device.
-        resting: Bytes alive there between steps: the states.
-        host_peak: Most bytes alive at once in the memory of the host: states that are offloaded.
-        kinds: At the peak, bytes of each kind that is there.
+        rank: The rank.
+        peak: Most bytes alive at once in device memory, states and batch included.
+        resting: Bytes alive in device memory between steps: the states.
+        host_peak: Most bytes alive at once in host memory: states that are offloaded.
+        kinds: At the peak, bytes of each kind that is alive.
         modules: At the peak, bytes by path of the module.
-        actor, firing, node: Where the peak is.
+        actor, firing, node: The position of the peak.
     """
 
     rank: int
@@ -70,12 +72,12 @@ class MemoryReport:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Peak of the rank that needs most, in bytes."""
         return max(rank.peak for rank in self.ranks.values())
 
     @property
     def host_peak(self) -> int:
-        """Bytes of host memory of the rank that needs most of it; 0 if nothing is offloaded."""
+        """Host memory of the rank that needs most of it, in bytes; 0 if nothing is offloaded."""
         return max(rank.host_peak for rank in self.ranks.values())
 
     def lines(self) -> list[str]:
@@ -119,16 +121,16 @@ class MemoryReport:
 def check_memory(
     found: MemoryReport, limit_bytes: int, host_limit_bytes: int | None = None
 ) -> None:
-    """Check that every rank fits its memory, and its share of its host's.
+    """Check that every rank fits its device memory, and its share of its host's memory.
 
     Args:
-        found: What the ranks of a plan need.
-        limit_bytes: Memory of each rank's device.
-        host_limit_bytes: Of its host's memory; None if the device has none to offload to.
+        found: The memory of the ranks of a plan.
+        limit_bytes: The memory of each rank's device.
+        host_limit_bytes: A rank's share of host memory; None if the device has none to offload to.
 
     Raises:
-        MemoryLimitError: a rank needs more of its device.
-        PlanError: a rank needs more of its host, or any of a host that has none.
+        MemoryLimitError: a rank needs more memory than its device has.
+        PlanError: a rank needs more host memory than its share, or any on a host that has none.
     """
     rank = max(found.ranks.values(), key=lambda rank: rank.host_peak)
     needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
@@ -161,9 +163,9 @@ def check_memory(
 
 
 def peak_text(rank: RankMemory) -> str:
-    """Return where the peak of a rank is, and the values alive there, the largest part first.
+    """Return the position of a rank's peak, and the kinds alive there, the largest first.
 
-    Kinds that are little of the peak are summed up, as `other`.
+    Kinds with a small share of the peak are summed up, as `other`.
     """
     kinds = sorted(rank.kinds.items(), key=lambda entry: -entry[1])
     parts = [(kind.value, size) for kind, size in kinds if size >= _LEAST_SHARE * rank.peak]
@@ -186,7 +188,7 @@ def report(
     Args:
         found: Lifetimes by rank.
         buffers: By rank and boxing actor, the bytes of a transport's buffers while it fires.
-        early: By rank, what is asked for before it is received.
+        early: By rank, the receives that are started before their firings.
     """
     buffers, early = buffers or {}, early or {}
     ranks: dict[int, RankMemory] = {}
@@ -208,9 +210,9 @@ def rank_memory(
     """Return the peak of one rank.
 
     Args:
-        lifetimes: Of the rank.
+        lifetimes: The storages of the rank.
         buffers: By boxing actor, the bytes of its transport's buffers.
-        early: What is asked for before it is received.
+        early: The receives that are started before their firings.
     """
     if buffers or early:
         lifetimes = _with_buffers(lifetimes, buffers or {}, early)
@@ -240,7 +242,7 @@ def rank_memory(
 def _with_buffers(
     lifetimes: RankLifetimes, sizes: Mapping[str, int], early: Sequence[EarlyReceive]
 ) -> RankLifetimes:
-    """Add a buffer for each firing of a boxing actor, and for what it asked for before."""
+    """Add a buffer for each firing of a boxing actor, and for each receive started ahead."""
     added = [
         Buffer(f"buffers of {actor}", "", size, tick, MemoryKind.COMMUNICATION, tick)
         for tick, (actor, _, _) in enumerate(lifetimes.ticks)
@@ -250,7 +252,7 @@ def _with_buffers(
     for tick, (actor, index, _) in enumerate(lifetimes.ticks):
         ticks.setdefault((actor, index), []).append(tick)
     for one in early:
-        # A firing of nothing but numbers of the host takes no time.
+        # A firing with only host numbers takes no time.
         held = [tick for firing in one.firings for tick in ticks.get(firing, ())]
         if held:
             name = "buffers of early receives"
@@ -261,7 +263,7 @@ def _with_buffers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """What one rank holds over a step: how much of each kind is alive at each moment.
+    """The memory of one rank over a step: bytes of each kind that are alive at each moment.
 
         ticks         0   1   2   3   4
         parameters    4   4   4   4   4
@@ -271,9 +273,9 @@ class MemoryProfile:
     Ticks are those of `lifetime`: one for each instruction or boxing step of the rank.
 
     Args:
-        rank: Whose.
-        ticks: For each tick, the actor, the index of its firing, and the node it is in; those of
-            the first one, before anything fires, are empty.
+        rank: The rank.
+        ticks: For each tick, the actor, the index of its firing, and the node it is in; empty for
+            the first tick, before anything fires.
         kinds: For each kind that the rank ever holds, its bytes at each tick.
     """
 
@@ -288,10 +290,10 @@ class MemoryProfile:
 
 
 def memory_profile(lifetimes: RankLifetimes) -> MemoryProfile:
-    """Return what a rank holds at each tick, by kind.
+    """Return the bytes that a rank holds at each tick, by kind.
 
     Args:
-        lifetimes: Of its storages.
+        lifetimes: The storages of the rank.
     """
     buffers: dict[MemoryKind, list[Buffer]] = defaultdict(list)
     for buffer in lifetimes.buffers:

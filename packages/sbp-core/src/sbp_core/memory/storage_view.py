@@ -1,6 +1,6 @@
-"""How a tensor is laid out in memory, as values: strides, storage, offset; and who knows that.
+"""Memory layouts of tensors as values: strides, storage and offset; and the interface to find them.
 
-How the results of operators lie is known to the tensor library, by its plugin.
+The tensor library's plugin implements the interface (`CallLayouts`, `LayoutLibrary`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StridedLayout:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie row by row without gaps."""
+        """Whether its elements are stored row by row without gaps."""
         wanted = contiguous(self.shape, self.dtype).strides
         dims = zip(self.shape, self.strides, wanted, strict=True)
         return not self.size_bytes or all(n == 1 or one == other for n, one, other in dims)
@@ -51,20 +51,20 @@ class StorageView:
     storage_bytes: int
 
 
-#: What memory knows of a value: how it lies, or a host number itself.
+#: A value in the prediction of memory: the layout of a tensor, or a host number itself.
 Value = StorageView | Number
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """How one result of an instruction is laid out in memory, and on whose storage.
+    """The memory layout of one result of an instruction, and its storage.
 
     Args:
-        layout: How, in its storage.
-        source: Which argument's storage it is in, counted over distinct argument names; -1 if in
+        layout: The layout in its storage.
+        source: The argument whose storage it is in, counted over distinct argument names; -1 if in
             a new one.
-        fresh: Which of the instruction's new storages; -1 if in none.
-        storage_bytes: Of that storage.
+        fresh: The number of the instruction's new storage that it is in; -1 if in none.
+        storage_bytes: The size of that storage.
     """
 
     layout: StridedLayout
@@ -74,7 +74,7 @@ class ResultLayout:
 
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
-    """Return how a contiguous tensor is laid out at the start of its storage."""
+    """Return the layout of a contiguous tensor at the start of its storage."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
@@ -82,7 +82,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
 
 
 def number_of(slot: StateSlot) -> Number:
-    """Return a number for a slot of one; which does not matter, because no layout depends on it."""
+    """Return some number for a slot that holds a host number; no layout depends on its value."""
     return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
 
 
@@ -93,13 +93,13 @@ def placed(
 ) -> list[Value]:
     """Return the results of an instruction as values.
 
-    Three kinds: a number of the host, a look at an argument's storage, and a new storage, of which
-    several results may have a part each (`ResultLayout.fresh` numbers them).
+    There are three kinds: a host number, a view of an argument's storage, and a part of a new
+    storage, which several results may share (`ResultLayout.fresh` numbers these storages).
 
     Args:
-        found: How they lie.
+        found: The layouts of the results.
         given: The arguments, by distinct names.
-        new: Makes a storage for a result, whose number comes first.
+        new: Makes a storage for a result, given the number of the result and its layout.
     """
     fresh: dict[int, StorageView] = {}
     made: list[Value] = []
@@ -119,7 +119,7 @@ def placed(
 
 
 def first_addend(part: str, total: str, how: float | str) -> Instruction:
-    """Return what makes a sum of its first part: it is scaled, or copied for an extreme."""
+    """Return the instruction that starts a sum by its first part: scales it, or copies it."""
     is_extreme = isinstance(how, str)
     return Instruction(
         op=CLONE if is_extreme else MULTIPLY,
@@ -130,7 +130,7 @@ def first_addend(part: str, total: str, how: float | str) -> Instruction:
 
 
 class CallLayouts(Protocol):
-    """Knows the memory layout of the results of instructions: `sbp_torch.memory.layout.Layouts`."""
+    """Finds the memory layout of the results of instructions: `sbp_torch.memory.layout.Layouts`."""
 
     def call(
         self,
@@ -139,19 +139,19 @@ class CallLayouts(Protocol):
         read: Callable[[str], Value],
         steps: Sequence[BoxingStep] = (),
     ) -> tuple[ResultLayout | Number, ...]:
-        """Return how each output lies.
+        """Return the layout of each output.
 
         Args:
             entry: The instruction.
-            rank: Who executes it.
-            read: How the value of a key lies.
+            rank: The rank that executes it.
+            read: Returns the layout of the value of a key.
             steps: The boxing steps of the plan, which `sbp.local_box` names by index.
         """
 
 
 class LayoutLibrary(Protocol):
-    """Of a plugin of kind `tensor_library`: knows the layout of results of operators in memory."""
+    """The interface of a plugin of kind `tensor_library` that finds memory layouts of results."""
 
     def call_layouts(self) -> CallLayouts:
-        """Return what learns the layouts of calls, and remembers them from plan to plan."""
+        """Return an object that finds the layouts of calls, and caches them from plan to plan."""
         ...

@@ -1,7 +1,6 @@
-"""The replay of one rank whose values are tensors in numbered storages.
+"""The replay of one rank with tensors in numbered storages, to find when each storage lives.
 
-What a replay is of, and in which order, says `lifetime`; what a storage is for and who holds it, a
-`ledger`.
+`lifetime` decides which plan is replayed and in which order; a `ledger` keeps holders and purposes.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ class RankLifetimes:
     """The storages of one rank over a step.
 
     Args:
-        rank: Whose.
-        buffers: On the device, in the order in which they are made.
-        host_buffers: In the memory of its host, likewise.
+        rank: The rank.
+        buffers: The storages in device memory, in the order in which they are made.
+        host_buffers: The storages in host memory, in the same order.
         ticks: For each tick, the actor, the index of its firing, and the node it is in.
     """
 
@@ -80,10 +79,10 @@ class RankReplay:
     """Replays of one rank.
 
     Args:
-        folded: The folded plan.
-        like: The rank of its class that is in it.
-        part: Of the rank.
-        layouts: Says how results lie.
+        folded: The folded plan: one rank for each class of equal ranks.
+        like: The rank of the same class in the folded plan.
+        part: The plan of the rank.
+        layouts: Computes the memory layout of results.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class RankReplay:
         """Return the storages of the rank over a step.
 
         Args:
-            events: Those of the rank that is like it, in their order.
-            moved: How the first states lie that do not lie contiguously, by name.
+            events: The events of the rank `like`, in their order.
+            moved: The layouts of the first states that are not contiguous, by name.
         """
         rank = self._part.rank
         domain = _Storages(self._plan, self._part, self._layouts, self._kinds, self._known, moved)
@@ -115,13 +114,13 @@ class RankReplay:
         return domain
 
     def _own(self, actor_id: ActorId) -> ActorId:
-        """Return the rank's own actor for that of the one that is like it."""
+        """Return the rank's own actor for an actor of the rank `like`."""
         return (self._part.rank, actor_id[1]) if actor_id[0] == self._like else actor_id
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank holds besides registers."""
+    """The values that one rank holds outside of registers."""
 
     part: RankPlan
     ledger: Ledger
@@ -132,13 +131,13 @@ class _Rank:
     ticks: list[tuple[str, int, str]] = field(default_factory=list)
 
     def tick(self, firing: Firing[Actor], node: str) -> None:
-        """Go on to an instruction or boxing step."""
+        """Advance to an instruction or boxing step."""
         self.ledger.tick()
         self.ticks.append((firing.actor.name, firing.index, node))
 
     def put(self, where: Values, name: str, value: Value) -> None:
-        """Put a value in place of the one before."""
-        # Before the old value is dropped, which may be in the same storage.
+        """Replace the value of a name."""
+        # First hold the new value, because the old one may be in the same storage.
         self.ledger.hold(value)
         if name in where:
             self.ledger.drop(where[name])
@@ -147,12 +146,12 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What firings did so far, which others do again whose arguments lie alike.
+    """The effects of earlier firings, which are repeated if the arguments have the same layout.
 
     Args:
-        segments: Of the actors that compute, each way in which their arguments lay.
-        boxed: Of those that box, how the shard that the last one took lay, how its part did, and
-            whether that was a piece of the shard.
+        segments: For each computing actor, its firings with different argument layouts.
+        boxed: For each boxing actor, from its last firing: the layout of the shard, the layout of
+            the result, and whether the result was a piece of the shard.
     """
 
     segments: dict[ActorId, list[RecordedFiring]] = field(default_factory=lambda: defaultdict(list))
@@ -181,13 +180,13 @@ class _Storages(InstructionDomain[Value]):
         shared: dict[int, StorageView] = {}
         for slot in part.slots:
             kind = InputKind(slot.kind)
-            # A state is there once, a part of the batch for each micro-batch.
+            # A state exists once, a part of the batch for each micro-batch.
             homes = [rank.states] if kind.is_state else rank.fed
             for home in homes:
                 if slot.sbp is None:
                     home[slot.name] = number_of(slot)
                     continue
-                # In the step that is replayed a second time, states are as the first one left them.
+                # In a second replay, the states have the layout that the first replay gave them.
                 layout = contiguous(slot.local_shape, slot.dtype)
                 view = moved.get(slot.name, StorageView(layout, -1, layout.size_bytes))
                 if view.storage in shared:
@@ -218,9 +217,9 @@ class _Storages(InstructionDomain[Value]):
         )
 
     def moved_states(self) -> dict[str, StorageView]:
-        """Return the new states that lie otherwise than the old ones: how, and in which storage.
+        """Return the layout and storage of new states that differ in layout from the old ones.
 
-        Several may be in one, such as parameters that were gathered together.
+        Several may be in one storage, such as parameters that were gathered together.
         """
         return {
             state: value
@@ -237,7 +236,7 @@ class _Storages(InstructionDomain[Value]):
         self.rank.ledger.hold(value)
 
     def keep(self, rank: int, value: Value) -> None:
-        """See `Domain.keep`: what crosses from one firing to another is no temporary."""
+        """See `Domain.keep`: a value that passes from one firing to another is not a temporary."""
         ledger = self.rank.ledger
         ledger.hold(value)
         ledger.crosses(value)
@@ -252,7 +251,7 @@ class _Storages(InstructionDomain[Value]):
         rank.put(rank.emits, result, value)
 
     def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
-        """See `Domain.write`: what is copied over the old value dies like any other value."""
+        """See `Domain.write`: a value that is copied over the old one dies like any other value."""
         if state not in firing.actor.in_place:
             rank = self.rank
             rank.put(rank.writes, state, value)
@@ -260,13 +259,13 @@ class _Storages(InstructionDomain[Value]):
     # The work of firings.
 
     def compute(self, firing: Firing[Compute], taken: Values) -> Values:
-        """See `Domain.compute`; what a firing did whose arguments lay alike is done again."""
+        """See `Domain.compute`; a firing whose arguments have a known layout is repeated."""
         rank, known = self.rank, self.known.segments[firing.id]
         arguments, storages = arguments_of(taken)
         done = next((one for one in known if one.arguments == arguments), None)
         if done is None:
             ledger, values = rank.ledger.begin(taken)
-            # Held in the place of the rank's own ledger and ticks, while the segment is executed.
+            # It replaces the rank's own ledger and ticks while the segment is executed.
             self.rank = apart = _Rank(rank.part, ledger)
             made = super().compute(firing, values)
             self.rank = rank
@@ -310,7 +309,7 @@ class _Storages(InstructionDomain[Value]):
         """See `Domain.add`: the first part is scaled or copied, later ones are added in place."""
         (source, key, how), rank = term, self.rank
         rank.tick(firing, key)
-        # How parts become one: None hands the last one on, a text is max or min, a number scales.
+        # How to combine parts: None takes the last one, a text is max or min, a number scales.
         if how is None:
             return part
         if total is not None:
@@ -355,11 +354,11 @@ class _Storages(InstructionDomain[Value]):
 def _boxed_layout(
     step: BoxingStep, rank: int, own: StridedLayout | None
 ) -> tuple[StridedLayout, bool]:
-    """Return how a rank's part after a step lies, and whether it is a piece of its own shard."""
+    """Return the layout of a rank's part after a step, and whether it is a piece of its shard."""
     bounds = bounds_of(step.shape, *step.target)[rank]
     shape = tuple(stop - start for start, stop in bounds)
-    # As backends have it: if all that a rank wants is a piece of what it has, that is a view, which
-    # keeps the whole storage: backends copy no single piece that is contiguous.
+    # Backends do not copy a single contiguous piece: if the result of a rank is a piece of its own
+    # shard, it is a view, which keeps the whole storage.
     kept: StridedLayout | None = None
     if own is not None and step.kind is StepKind.ALL_REDUCE:
         kept = own if len(step.group(rank)) == 1 else None  # nothing to add to
@@ -373,19 +372,19 @@ def _boxed_layout(
 
 
 def own_piece(step: BoxingStep, rank: int) -> Bounds | None:
-    """Return the slice of a rank's shard that is all it has after the step, if it is one.
+    """Return the slice of a rank's own shard that is its whole result of the step, if there is one.
 
-    No new storage is made of it.
+    No new storage is made for it.
 
     Args:
-        step: That moves slices: no all-reduce.
-        rank: Of the placement before the step, after it, or both.
+        step: A step that moves slices: no all-reduce.
+        rank: A rank of the placement before the step, after it, or both.
     """
-    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
+    # Several pieces are joined in a new storage, and a received piece has a new one anyway.
     if step.kind is StepKind.TRANSFER:
         return _kept_in_transfer(step).get(rank)
     held, wanted = (bounds_of(step.shape, *end) for end in (step.source, step.target))
-    # Most ranks are given something by another one, so that few of the group are looked at.
+    # Most ranks receive something from another one, so the search ends early.
     if any(other != rank and overlap(held[other], wanted[rank]) for other in step.group(rank)):
         return None
     kept, _ = local_transition(step, rank)
@@ -394,7 +393,7 @@ def own_piece(step: BoxingStep, rank: int) -> Bounds | None:
 
 @lru_cache(maxsize=64)
 def _kept_in_transfer(step: BoxingStep) -> Mapping[int, Bounds]:
-    """Return what `own_piece` does, by rank: looked for once for all ranks of a step."""
+    """Return the result of `own_piece` by rank, computed once for all ranks of a step."""
     (before, _), (after, _) = step.source, step.target
     if not set(before.rank_list) & set(after.rank_list):
         return {}  # from stage to stage

@@ -1,7 +1,7 @@
-"""The domains of the checker: values that are counted, and values that have a type.
+"""Domains for `sbp_core.check`: a replay of a plan that counts values, or that checks their types.
 
-A typed value is how a tensor lies, or a host number, as in `lifetime`; which storage it is in
-counts only as far as operators may ask for it.
+A domain is the kind of values that the interpreter works on. A typed value is the memory layout of
+a tensor, or a host number, as in `lifetime`; its storage matters only to a few operators.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sbp_core.plugins.tensor_library import tensor_library
 
 
 def installed_layouts() -> CallLayouts | None:
-    """Return what calls operators without data; None if no tensor library is installed."""
+    """Return the caller of operators without data; None if no tensor library is installed."""
     try:
         library = tensor_library()
     except SbpLookupError:
@@ -56,11 +56,11 @@ def installed_layouts() -> CallLayouts | None:
 
 
 class CountedFillings(Domain[V]):
-    """A domain that counts firings, and how full registers get.
+    """A domain that counts firings, and the values that registers hold at once.
 
     Attributes:
-        firings: Of all ranks, in the order of the replay.
-        occupancy: Most fillings that were alive, by (rank, register).
+        firings: The actors of all firings of all ranks, in the order of the replay.
+        occupancy: Most values that were alive at once, by (rank, register).
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class CountedFillings(Domain[V]):
         self.occupancy: dict[tuple[int, str], int] = {}
 
     def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
-        """Count the fillings of what an actor fills; nobody else can have made them more."""
+        """Count the values in the actor's output registers; only this actor can have added some."""
         self.firings.append(firing.id)
-        # `TokenGame.waits` lets nobody start without credit. That the count is looked at here, too,
-        # makes the bound a result of the replay, and no assumption.
+        # `TokenGame.waits` lets no actor start without credit. The count is checked here, too, so
+        # that the bound is a result of the replay and not an assumption.
         for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
             live, key = game.live(firing.rank, register), (firing.rank, register.name)
             if live > register.quota:
@@ -82,14 +82,14 @@ class CountedFillings(Domain[V]):
 
 
 class TypedValues(CountedFillings[Value]):
-    """A domain whose values have types; refuses values of wrong types.
+    """A domain whose values have types; it refuses values of wrong types.
 
     Attributes:
-        states: By rank, those that a step begins with, by name.
+        states: By rank, the states at the begin of a step, by name.
         fed: By rank, for each micro-batch, parts of the batch and scalars by name.
 
     Args:
-        plan: That `verify_plan` accepts.
+        plan: A plan that `verify_plan` accepts.
         layouts: Calls operators without data.
     """
 
@@ -99,7 +99,7 @@ class TypedValues(CountedFillings[Value]):
         self._storages = count()
         self._slots: dict[int, Mapping[str, StateSlot]] = {}
         self._ends: dict[tuple[int, bool], Mapping[int, TensorType]] = {}
-        #: Of each segment, what it took and made in its last firing: the next one is alike.
+        #: For each segment, the inputs and results of its last firing: the next one is often equal.
         self._made: dict[tuple[int, str], tuple[Values[object], Values[Value]]] = {}
         self.states: dict[int, Values[Value]] = {}
         self.fed: dict[int, list[Values[Value]]] = {}
@@ -123,8 +123,8 @@ class TypedValues(CountedFillings[Value]):
     # Segments.
 
     def compute(self, firing: Firing[Compute], taken: Values[Value]) -> Values[Value]:
-        """See `Domain.compute`; micro-batches that are given the same make the same."""
-        # All of the values that results may depend on.
+        """See `Domain.compute`; micro-batches with equal inputs have equal results."""
+        # Everything about the values that results may depend on.
         shapes: Values[object] = {
             key: value.layout if isinstance(value, StorageView) else type(value)
             for key, value in taken.items()
@@ -139,10 +139,10 @@ class TypedValues(CountedFillings[Value]):
         return dict(known[1])
 
     def _call(self, firing: Firing[Actor], entry: Instruction, values: Values[Value]) -> None:
-        """Add what an instruction makes.
+        """Add the results of an instruction.
 
         Raises:
-            PlanError: the operator does not take what it is given, or makes something else.
+            PlanError: the operator rejects its arguments, or its results have other types.
         """
         where = _where(firing)
         try:
@@ -158,7 +158,7 @@ class TypedValues(CountedFillings[Value]):
         given = keys_in(entry)
         if not may_be_view(entry.op) and not is_in_place(entry.op):
             for one in found:
-                # What may be overwritten, and when, is proved by what rules say of views.
+                # The rules declare views; the proof of overwriting relies on these declarations.
                 if isinstance(one, ResultLayout) and one.source >= 0:
                     raise PlanError(
                         f"{entry.op} hands on {given[one.source]!r} itself, which no rule says",
@@ -184,7 +184,7 @@ class TypedValues(CountedFillings[Value]):
         self._check_shard(firing, shard)
 
     def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
-        """See `Domain.receive`; what was sent has been checked."""
+        """See `Domain.receive`; the sent value has been checked already."""
         return self._boxed(firing)
 
     def _boxed(self, firing: Firing[Collective] | Firing[Receive]) -> Value:
@@ -192,7 +192,7 @@ class TypedValues(CountedFillings[Value]):
         return self._new(contiguous(kind.shape, kind.dtype))
 
     def _check_shard(self, firing: Firing[Collective] | Firing[Send], shard: Value) -> None:
-        """Refuse to box what is no shard of the tensor that a boxing step takes."""
+        """Refuse to box a value that is not a shard of the tensor that a boxing step takes."""
         wanted = self._end_of(firing, is_target=False)
         if _type_of(shard) != wanted:
             raise PlanError(

@@ -1,9 +1,9 @@
-"""Pipelines in the abstract: p ranks, v chunks of the model a rank, m micro-batches a step.
+"""Pipeline schedules in the abstract: p ranks, v model chunks a rank, m micro-batches a step.
 
-A schedule says which rank does what in which order; the compiler derives the rest. In the order of
-use: `schedule` (the values), `policies` (the rules that are known by name, and what they ask for),
-`schedule_times` (what waits for what, and how long: a schedule in time), `automatic` (from a name
-to a schedule, and one that is searched for). What a stage computes is known to nobody here.
+A schedule is the order of actions (forward, backward, ...) on each rank; the compiler derives the
+rest of a plan from it. In the order of use: `schedule` (the data), `policies` (the named schedules,
+such as 1F1B, and their requirements), `schedule_times` (dependencies and durations: a schedule in
+time), `automatic` (from a name to a schedule, or a search for one). Stages are opaque here.
 """
 
 from __future__ import annotations

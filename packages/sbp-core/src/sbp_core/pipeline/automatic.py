@@ -1,12 +1,12 @@
-"""From the name of a schedule to the schedule; `auto` is one that is searched for.
+"""Pipeline schedules by name, and a search (`auto`) for the shortest schedule.
 
-It is at least as good as any that has a name:
+The result of the search is at least as good as any named schedule:
 
-1. Every named schedule that flushes and keeps to the memory is tried.
-2. List schedules are made with several limits of activations and several urgencies.
-3. The best of each most of activations are improved by swaps on the critical path
-   (`improve`), which keep to it.
-4. The search ends early where the makespan reaches a bound that no order can beat.
+1. Every named schedule that flushes (drains after each step) and respects the memory is tried.
+2. List schedules are made with several limits of activations and several priorities.
+3. For each peak of activations, the best schedule is improved by swaps on the critical path
+   (`improve`) that keep this peak.
+4. The search ends early if the makespan reaches a bound that no order can beat.
 
 Better is, in this order: a shorter makespan, fewer activations alive on the fullest rank, fewer on
 all ranks together, fewer split backwards.
@@ -59,23 +59,22 @@ def pipeline_schedule(
     transfer: Duration = 0,
     memory: Duration | None = None,
 ) -> PipelineSchedule:
-    """Return the schedule of a name, for one step.
+    """Return the schedule with a name, for one step.
 
     Args:
-        name: One of `SCHEDULES`. `auto` searches for the shortest, and among those as short for
-            the one with the fewest activations alive.
+        name: One of `SCHEDULES`. `auto` searches for the shortest schedule, and among equally short
+            ones for the one with the fewest activations alive.
         num_ranks: Ranks of the pipeline, at least 1.
         num_micro_batches: Micro-batches of a step, at least 1.
-        num_chunks: Stages a rank, at least 1; by default 2 where the name stands for several, else
-            1; `auto` tries both.
+        num_chunks: Stages of each rank, at least 1; by default 2 if the named schedule needs
+            several, else 1; `auto` tries both.
         times: `[F, I, W]` of one rank's part, or one such list for each rank, for `auto`; by
             default all three are equal.
         transfer: The time from a stage to the next one on another rank, for `auto`.
-        memory: The most activations alive on a rank, in those of its whole part; by default any.
+        memory: The most activations alive on a rank, in units of its whole part; unlimited if None.
 
     Raises:
-        ConfigError: No schedule is called so, this one is not defined for these numbers, or it
-            needs more memory.
+        ConfigError: The name is unknown, or the schedule is undefined here or needs more memory.
 
     >>> [str(action) for action in pipeline_schedule("1f1b", 2, 2).orders[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -113,15 +112,15 @@ def pipeline_schedule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """What a schedule is searched for.
+    """The search for the shortest schedule.
 
     Args:
         num_ranks: Ranks of the pipeline.
         num_micro_batches: Micro-batches of a step.
-        chunks: Numbers of stages a rank that are tried.
-        times: Of each rank.
+        chunks: Numbers of stages of a rank that are tried.
+        times: The times of each rank.
         transfer: Time between stages of different ranks.
-        memory: The most activations alive on a rank, in those of its whole part; `None` for any.
+        memory: The most activations alive on a rank, in units of its whole part; `None` for any.
     """
 
     num_ranks: int
@@ -135,7 +134,7 @@ class _Search:
         """Return the best schedule that was found.
 
         Raises:
-            ConfigError: No order keeps to the memory.
+            ConfigError: No order respects the memory.
         """
         found = sorted(self._candidates(), key=self.score)
         if not found:
@@ -150,13 +149,13 @@ class _Search:
             by_peak = {self.score(one)[1]: one for one in reversed(found)}
             starts = sorted(by_peak.values(), key=self.score)[:_IMPROVED]
             best = min([best, *map(self._improved, starts)], key=self.score)
-        # Gradients that follow each other are joined, if that takes no longer.
+        # Consecutive gradients of one stage and micro-batch are joined, if that takes no longer.
         joined = replace(best, orders=tuple(_joined(order) for order in best.orders))
         is_as_short = self.score(joined)[0] <= self.score(best)[0]
         return replace(joined if is_as_short else best, name=AUTO)
 
     def score(self, schedule: PipelineSchedule) -> _Score:
-        """Return what is compared: less is better."""
+        """Return the key for comparing schedules: less is better."""
         live = [schedule.live(rank) for rank in range(self.num_ranks)]
         rows = [one.of_chunk(1) for one in self.times]
         makespan = simulate_schedule(schedule, rows, transfer=self.transfer).makespan
@@ -227,11 +226,11 @@ class _Search:
         return self._schedule(work, improve(work, orders, limits, least))
 
     def _least(self, placement: _Placement) -> Fraction:
-        """Return a makespan that no order on this placement is below.
+        """Return a lower bound of the makespan of all orders on this placement.
 
-        A rank begins when the forward has come to it, and does all of its work; or it does all but
-        its weight gradients, the last of its gradients goes back to the first stage, and the first
-        stage does its own weight gradient.
+        A rank begins when the first forward reaches it, and does all of its work; or it does all
+        but its weight gradients, the last of its input gradients is passed back to the first stage,
+        and the first stage computes its own weight gradient.
         """
         chunk = [time.of_chunk(len(held)) for time, held in zip(self.times, placement, strict=True)]
         rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
@@ -266,13 +265,13 @@ def _joined(order: Sequence[Action]) -> tuple[Action, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """What is more urgent where several actions can be done.
+    """The priorities of a list schedule when several actions are possible.
 
     Args:
         limits: For each rank the most activations of chunks alive.
         forward_first: Whether a forward comes before the gradient of an input.
-        depth_first: Whether of two forwards that of the later stage comes first.
-        patient: Whether a weight gradient waits for what is on its way and would be delayed by it.
+        depth_first: Whether, of two forwards, the one of the later stage comes first.
+        patient: Whether a weight gradient waits if it would delay an action that arrives soon.
     """
 
     limits: tuple[int, ...]
@@ -282,9 +281,9 @@ class Preference:
 
 
 def list_schedule(work: Precedence, preference: Preference) -> list[list[int]] | None:
-    """Return for each rank the order of its actions; `None` if the limits let nothing go on.
+    """Return for each rank the order of its actions; `None` if the limits cause a deadlock.
 
-    Whoever is free does what is most urgent of what can be done.
+    Each idle rank does the most urgent of its possible actions.
 
     Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969); for pipelines the greedy
     search of Zero Bubble (arXiv 2401.10241) §3.1.
@@ -363,21 +362,21 @@ def list_schedule(work: Precedence, preference: Preference) -> list[list[int]] |
 def improve(
     work: Precedence, orders: Sequence[Sequence[int]], limits: Sequence[int], least: int
 ) -> list[list[int]]:
-    """Return orders with a makespan at most that of the ones given.
+    """Return orders with a makespan of at most that of the given orders.
 
-    The makespan is the length of a path on which each action begins when the one before it ends. A
-    shorter one needs another order somewhere on it: so on ranks where two actions follow each other
-    on the path, the second goes first, or goes ahead of several. Sidesteps to orders as long are
-    taken, but not back to one that was there.
+    The makespan is the length of a path on which each action begins when the previous one ends. To
+    shorten it, the order has to change somewhere on this path: where two actions of one rank follow
+    each other on the path, the second is moved before the first, or before several. The search also
+    moves to orders that are equally long, but never back to an earlier one.
 
     Source: van Laarhoven, Aarts, Lenstra, Job Shop Scheduling by Simulated Annealing (1992) §3 for
     the neighbourhood; Glover, Tabu Search (1989).
 
     Args:
-        work: What the actions take and need.
-        orders: Where the search begins: the numbers of each rank's actions, none of them joined.
+        work: The times and dependencies of the actions.
+        orders: The start of the search: the numbers of each rank's actions, with split backwards.
         limits: For each rank the most activations of chunks alive.
-        least: No order takes less, in units of `work`.
+        least: A lower bound of the makespan, in units of `work`.
     """
     best = now = [list(order) for order in orders]
     ends = work.ends(now)
@@ -415,7 +414,7 @@ def improve(
 def _neighbours(
     work: Precedence, orders: Sequence[list[int]], ends: Sequence[int]
 ) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield a rank that changes, and the orders after that."""
+    """Yield a rank whose order changes, and the changed orders."""
     at = {number: place for order in orders for place, number in enumerate(order)}
     number = max(range(len(ends)), key=lambda one: ends[one])
     while True:

@@ -1,8 +1,8 @@
-"""The schedules by their names: the order of each rank, and what they ask of a pipeline.
+"""The named pipeline schedules (1F1B, zero bubble, DualPipeV, ...): the order of each rank.
 
-Most warm up, then do a forward and a backward in turn, then drain. They are rows of a table: how
-many forwards a rank does ahead (`warm_up`), and how many weight gradients it holds back (`held`).
-With p ranks, v chunks a rank, m micro-batches, g of them a round, on rank r:
+Most policies warm up, then do a forward and a backward in turn, then drain. They are rows of a
+table: the number of forwards that a rank does ahead (`warm_up`), and the number of weight gradients
+that it holds back (`held`). For p ranks, v chunks a rank, m micro-batches, g a round, on rank r:
 
     policy        warm_up                  held   alive on rank r, in parts of a rank
     gpipe         m                        -      m
@@ -12,20 +12,21 @@ With p ranks, v chunks a rank, m micro-batches, g of them a round, on rank r:
     zb_h1         p-1-r                    r      p
     zb_h2         2(p-1-r)                 2r     2p-1
 
-Each F of the alternation comes before its B, so one more than `warm_up` are alive. What is held
-back stays alive: ZB-H1 lets all ranks keep as many as the first has to, and ZB-H2 twice as many.
+F is a forward, B a backward; a split backward is I (input gradient) and W (weight gradient). In the
+alternation each F precedes its B, so `warm_up` + 1 micro-batches are alive. Micro-batches with held
+weight gradients stay alive: in ZB-H1 all ranks keep as many as the first, in ZB-H2 twice as many.
 
 Source: GPipe (arXiv 1811.06965); PipeDream (SOSP 2019) §3.2; Megatron-LM (arXiv 2104.04473) §2.2;
 Zero Bubble (arXiv 2401.10241) §2-3; torch.distributed.pipelining/schedules.py, v2.13.
 
-Others have two chunks a rank in the shape of a V: rank r holds the stages r and 2p-1-r. So the
-first rank has the first stage and the last one, the forward's way back passes the ranks in reverse,
-and the last rank's second chunk follows its first without a transfer:
+Two policies have two chunks a rank in the shape of a V: rank r holds the stages r and 2p-1-r. So
+the first rank has both the first and the last stage, the second half of the forward passes the
+ranks in reverse, and the last rank's second chunk follows its first without a transfer:
 
     stage   0   1   2   3   4   5   6   7      (p = 4)
     rank    0   1   2   3   3   2   1   0
 
-Their `down` is the chunk with stage r, and `up` the one with stage 2p-1-r.
+Their code calls the chunk with stage r `down`, and the chunk with stage 2p-1-r `up`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def _alternation(
     *,
     rounds: bool = False,
 ) -> Callable[[int, int, int, int], Iterator[Action]]:
-    """Return the order of a policy: some forwards, then F and B in turn, then what is left.
+    """Return the order of a policy: some forwards, then F and B in turn, then the rest.
 
-    With `held`, a backward is an I, and after all but the first `held` of them follows the W that
-    has waited longest; at last come the Ws that are left.
+    With `held`, a backward is an I, and each of them except the first `held` is followed by the W
+    that has waited longest; at last come the remaining Ws.
 
     Args:
         warm_up: From ranks p, rank r, g and micro-batches of all chunks but one to forwards ahead.
@@ -89,12 +90,14 @@ def _alternation(
     return order
 
 
-#: As many forwards ahead as ranks follow; from there on a backward for each forward.
+#: As many forwards ahead as there are later ranks; then a backward for each forward.
 _ONE_FORWARD_ONE_BACKWARD = _alternation(lambda p, r, g, others: p - 1 - r)
 
 
 def _looped_bfs(p: int, m: int, v: int, r: int) -> Iterator[Action]:
-    """Breadth first: all micro-batches through a chunk, then the next; backward the reverse.
+    """Yield a breadth-first order: all micro-batches through one chunk, then the next.
+
+    Backward is in reverse.
 
     Source: Breadth-First Pipeline Parallelism (arXiv 2211.05953).
     """
@@ -106,7 +109,7 @@ def _looped_bfs(p: int, m: int, v: int, r: int) -> Iterator[Action]:
 
 
 class _Chunk:
-    """A chunk that counts, so that its n-th F, I (or B) or W is that of micro-batch n."""
+    """A chunk that counts, so that its n-th F, I (or B) or W belongs to micro-batch n."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -121,9 +124,9 @@ class _Chunk:
 
 
 def _zbv(p: int, m: int, v: int, r: int) -> Iterator[Action]:
-    """ZB-V: as ZB-H2, with the memory of 1F1B; idle only at the ends, if F = I = W.
+    """Yield ZB-V: like ZB-H2, with the memory of 1F1B; idle only at the ends, if F = I = W.
 
-    A pipeline of fewer than 2p-1 micro-batches does what that of 2p-1 would, without the others.
+    A pipeline of fewer than 2p-1 micro-batches uses the order of 2p-1, without the missing ones.
 
     Source: Zero Bubble (arXiv 2401.10241) §6; torch's `ScheduleZBVZeroBubble`.
     """
@@ -153,10 +156,10 @@ def _filled_zbv(p: int, m: int, r: int) -> Iterator[Action]:
 
 
 def _dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
-    """DualPipe cut in half: a forward of one chunk next to a backward of the other.
+    """Yield DualPipe cut in half: a forward of one chunk together with a backward of the other.
 
-    The F stands directly before the B here; `Policy.overlapped` says which run at once, so that one
-    computes while the other communicates.
+    The F is directly before the B here; `Policy.overlapped` returns which of them run at once, so
+    that one computes while the other communicates.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.2; github.com/deepseek-ai/DualPipe, dualpipev.py;
     torch's `ScheduleDualPipeV`.
@@ -177,7 +180,7 @@ def _dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
     for _ in range(after):
         yield from up("BF")
         yield from down("B")
-    # Of the last backwards that alternate, the second half is split, to fill the drain with W.
+    # In the last alternating backwards, the second half is split, to fill the drain with W.
     for number in range(2 * (r + 1)):
         backward = list((down if number % 2 else up)("I" if number > r else "B"))
         waiting += backward if number > r else ()
@@ -213,11 +216,11 @@ class Policy:
         order: From ranks p, micro-batches m, chunks v and rank r to the actions of the rank.
         fewest_chunks: The fewest chunks a rank.
         most_chunks: The most chunks a rank; `None` if there is no limit.
-        usual_chunks: Chunks a rank where nobody says how many.
+        usual_chunks: The default number of chunks a rank.
         v_shaped: Whether rank r holds the stages r and 2p-1-r, instead of r, p+r, 2p+r, ...
         even_rounds: Whether m has to be a multiple of the number of rounds, max(1, m // p).
-        micro_batches_per_rank: So many micro-batches for each rank are the fewest.
-        overlapped: From p and all orders to the forwards that run at once with the backward behind.
+        micro_batches_per_rank: The fewest micro-batches, for each rank of the pipeline.
+        overlapped: From p and all orders to the forwards that run at once with the next backward.
         flushes: Whether a step ends on all ranks before the next begins.
         update_each_micro_batch: Whether each micro-batch is an update of its own.
     """
@@ -234,12 +237,12 @@ class Policy:
     update_each_micro_batch: bool = False
 
 
-#: Rules by name; of those that several chunks a rank have, `None` is any number of them.
+#: Policies by name.
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         # All forwards, then all backwards, the first micro-batch first.
         "gpipe": Policy(order=_alternation(lambda p, r, g, others: g)),
-        # A backward as soon as there is one: fewer activations.
+        # A backward as soon as possible: fewer activations.
         "1f1b": Policy(order=_ONE_FORWARD_ONE_BACKWARD),
         # 1F1B over several chunks a rank, depth first.
         "interleaved": Policy(
@@ -258,8 +261,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             most_chunks=None,
             even_rounds=True,
         ),
-        # Zero bubble with the forwards ahead of 1F1B, and as many activations on all ranks as it
-        # has on the first.
+        # Zero bubble with the warm-up of 1F1B, and as many activations on all ranks as 1F1B has on
+        # the first rank.
         "zb_h1": Policy(order=_alternation(lambda p, r, g, others: p - 1 - r, lambda r: r)),
         # Twice the forwards ahead, and twice the weight gradients held back.
         "zb_h2": Policy(
@@ -267,7 +270,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         ),
         # Zero bubble over two chunks a rank, in the shape of a V.
         "zbv": Policy(order=_zbv, fewest_chunks=2, most_chunks=2, usual_chunks=2, v_shaped=True),
-        # A forward of one chunk next to a backward of the other, in a V.
+        # A forward of one chunk together with a backward of the other, in a V.
         "dualpipev": Policy(
             order=_dualpipev,
             fewest_chunks=2,
@@ -307,12 +310,12 @@ def named_schedule(
 
 
 def loop_placement(p: int, v: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank where the forward passes all ranks v times."""
+    """Return the stages of each rank if the forward passes all ranks v times."""
     return tuple(tuple(range(r, p * v, p)) for r in range(p))
 
 
 def v_placement(p: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank where the forward goes to the last rank and back."""
+    """Return the stages of each rank if the forward goes to the last rank and back."""
     return tuple((r, 2 * p - 1 - r) for r in range(p))
 
 

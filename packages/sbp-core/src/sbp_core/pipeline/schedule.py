@@ -1,4 +1,4 @@
-"""A schedule of a pipeline: which rank holds which stages, and what it does in which order."""
+"""The data of a pipeline schedule: the stages of each rank, and the order of its actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbp_core.errors import SbpValueError
 
 
 class ActionKind(StrEnum):
-    """Which part of the work on a micro-batch an action is; the letters are those of PyTorch."""
+    """The kind of work of an action on a micro-batch; the letters are those of PyTorch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -31,8 +31,8 @@ class Action:
     Args:
         stage: Number of the stage, in the order of the forward pass: a rank with several chunks
             holds several stages.
-        kind: `BACKWARD` is the whole backward; where it is split, the gradients of inputs and
-            those of weights are two actions.
+        kind: `BACKWARD` is the whole backward; if it is split, the gradients of inputs and the
+            gradients of weights are two actions.
         micro_batch: Number of the micro-batch in its step.
 
     >>> str(Action(3, ActionKind.FORWARD, 0)), Action.parse("12W7").kind.name
@@ -51,7 +51,7 @@ class Action:
         """Read an action in the notation of `torch.distributed.pipelining`: `"3F0"`.
 
         Raises:
-            SbpValueError: The text is no action.
+            SbpValueError: The text is not an action.
         """
         found = _NOTATION.fullmatch(text)
         if found is None:
@@ -64,7 +64,7 @@ class Action:
 
     @property
     def halves(self) -> tuple[Action, Action]:
-        """The gradients of inputs and of weights that a whole backward is."""
+        """The two actions, input gradient and weight gradient, that form a whole backward."""
         return (
             Action(self.stage, ActionKind.INPUT_GRADIENT, self.micro_batch),
             Action(self.stage, ActionKind.WEIGHT_GRADIENT, self.micro_batch),
@@ -85,15 +85,15 @@ class PipelineSchedule:
         placement: For each rank of the pipeline the stages that it holds, ascending.
         orders: For each rank its actions in their order.
         overlapped: Forwards that run at once with the backward after them: both begin when the
-            inputs of both are there, and end together. Who does one after the other may.
-        flushes: Whether all micro-batches of a step end before the next step begins. Where not,
-            the orders are those of a run of `num_micro_batches` from its first to its last, and
-            the next ones would follow without a gap.
-        micro_batches_per_update: So many micro-batches go into one update of the weights.
+            inputs of both have arrived, and end together. A runtime may also run them in turn.
+        flushes: Whether all micro-batches of a step end before the next step begins. If not, the
+            orders are those of a run of `num_micro_batches` from its first to its last, and the
+            next ones would follow without a gap.
+        micro_batches_per_update: The number of micro-batches in one update of the weights.
 
     Raises:
-        SbpValueError: A stage is on no rank or on two; an action is missing, repeated, or on a
-            rank that does not hold its stage.
+        SbpValueError: A stage is on no rank or on two; an action is missing, repeated, or on a rank
+            that does not hold its stage.
     """
 
     name: str
@@ -129,12 +129,12 @@ class PipelineSchedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the pipeline has."""
+        """The number of ranks of the pipeline."""
         return len(self.placement)
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into: chunks of all ranks together."""
+        """The number of stages of the model: chunks of all ranks together."""
         return sum(map(len, self.placement))
 
     @property
@@ -158,11 +158,11 @@ class PipelineSchedule:
         return tuple(ranks)
 
     def live(self, rank: int) -> Fraction:
-        """Return the most activations alive on a rank, in those of one rank's whole part.
+        """Return the most activations alive on a rank, in units of one rank's whole part.
 
-        What a chunk keeps for its backward lives from the begin of its F to the end of its B or
-        W, and counts as one part of as many as the rank holds. A rank does one action at a time,
-        so the order alone says how many there are.
+        The activations of a chunk live from the begin of its F to the end of its B or W, and count
+        as one of as many parts as the rank has chunks. A rank does one action at a time, so the
+        number follows from the order alone.
         """
         alive = most = 0
         for action in self.orders[rank]:

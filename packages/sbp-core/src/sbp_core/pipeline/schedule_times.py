@@ -1,7 +1,7 @@
-"""A schedule in time: when each action begins and ends, and what follows from that.
+"""The timing of a pipeline schedule: begin and end of each action, makespan, bubble and memory.
 
-An action begins when its rank has done the one before it in its order, and what it needs has
-arrived; see `Precedence`. So there is one answer for a schedule and times, and it is exact.
+An action begins when its rank has finished the previous action of its order, and its inputs have
+arrived; see `Precedence`. So a schedule and its times have exactly one result, and it is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Duration = int | float | Fraction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What the work of one rank on one micro-batch takes, all of its chunks together.
+    """The times of one rank for one micro-batch, summed over its chunks.
 
     Args:
         forward: F, above 0.
@@ -50,12 +50,12 @@ def stage_times(times: Sequence[object], num_ranks: int) -> tuple[StageTimes, ..
     """Return the times of each rank.
 
     Args:
-        times: `[F, I, W]` of all ranks alike, or one such list for each rank.
+        times: `[F, I, W]` for all ranks, or one such list for each rank.
         num_ranks: Ranks of the pipeline.
 
     Raises:
-        ConfigError: There are not three times, or not one list for each rank; a time is negative,
-            a forward takes none, or it is no number.
+        ConfigError: There are not three times, or not one list for each rank; a time is negative, a
+            forward takes none, or it is not a number.
     """
     nested = bool(times) and all(isinstance(one, Sequence) for one in times)
     rows = list(times) if nested else [times] * num_ranks
@@ -96,7 +96,7 @@ def duration(value: object, where: str) -> Fraction:
     """Return a time of at least 0 as an exact number.
 
     Raises:
-        ConfigError: It is no number, negative, or infinite.
+        ConfigError: It is negative, infinite, or not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Duration) or not 0 <= value < inf:
         raise ConfigError(
@@ -116,23 +116,22 @@ _PARTS = {
 
 
 class Precedence:
-    """The actions of a pipeline of a placement, with times: in whole numbers.
+    """The actions of a pipeline with their dependencies and times, as integers.
 
-    Actions are numbers here, so that a search can time ten thousands of orders, and no sum is
-    rounded: of stage s, part x (0 forward, 1 backward or its input gradient, 2 weight gradient) and
-    micro-batch k an action is (3s + x)m + k. What has to be over before it may begin:
+    Actions are numbers here, so that a search can time ten thousands of orders; times are integers,
+    so that no sum is rounded. For stage s, part x (0 forward, 1 backward or its input gradient, 2
+    weight gradient) and micro-batch k, an action is (3s + x)m + k. The dependencies are:
 
         F(s, k)  after F(s-1, k)
         I(s, k)  after I(s+1, k), and after F(s, k)
         W(s, k)  after I(s, k)
 
-    Between stages on different ranks lies a transfer. A rank does one action at a time, in its
-    order.
+    A transfer separates stages on different ranks. A rank does one action at a time, in its order.
 
     Args:
         placement: The stages of each rank.
         num_micro_batches: m.
-        times: Of each rank; each of its chunks takes an equal part.
+        times: The times of each rank; each of its chunks takes an equal part.
         transfer: The time from a stage to the next one on another rank.
     """
 
@@ -150,7 +149,7 @@ class Precedence:
             time.of_chunk(len(held)) for held, time in zip(placement, times, strict=True)
         ]
         numbers = [transfer, *(one for chunk in self.chunk_times for one in chunk)]
-        #: All times are whole multiples of it.
+        #: The unit of time: all times are whole multiples of it.
         self.unit = Fraction(1, lcm(*(number.denominator for number in numbers)))
         self.num_stages = len(self.rank_of)
         self.rank: list[int] = []
@@ -185,13 +184,13 @@ class Precedence:
         )
 
     def action(self, number: int) -> Action:
-        """Return the action of a number; backwards are those that are split."""
+        """Return the action of a number; backwards are split ones."""
         row, micro_batch = divmod(number, self.num_micro_batches)
         stage, part = divmod(row, 3)
         return Action(stage, ActionKind("FIW"[part]), micro_batch)
 
     def overlap(self, orders: Iterable[Sequence[Action]], overlapped: Set[Action]) -> None:
-        """Let these forwards begin and end with the backwards after them in their orders."""
+        """Make these forwards begin and end with the backwards after them in their orders."""
         m = self.num_micro_batches
         for order in orders:
             for forward, backward in pairwise(order):
@@ -205,7 +204,7 @@ class Precedence:
                     self.before[next_stage] = ((second, lag), *others)
 
     def whole_backwards(self, orders: Iterable[Iterable[Action]]) -> list[int]:
-        """Return the durations if the backwards that these orders hold whole take I + W."""
+        """Return durations of actions in which the unsplit backwards of these orders take I + W."""
         durations, m = list(self.duration), self.num_micro_batches
         for order in orders:
             for action in order:
@@ -217,14 +216,14 @@ class Precedence:
     def ends(
         self, orders: Sequence[Sequence[int]], durations: Sequence[int] | None = None
     ) -> list[int] | None:
-        """Return when each action ends if every rank keeps to its order and never waits in vain.
+        """Return the end of each action if every rank follows its order.
 
         Args:
             orders: For each rank the numbers of its actions.
-            durations: Of each action, if not those of a split backward.
+            durations: The duration of each action; those of split backwards if omitted.
 
         Returns:
-            Ends by number, -1 for actions that are in no order; `None` if the orders stand still.
+            Ends by number, -1 for actions that are in no order; `None` if the orders deadlock.
         """
         duration = self.duration if durations is None else durations
         before, ends = self.before, [-1] * len(self.duration)
@@ -264,9 +263,9 @@ class TimedAction:
     """An action with its time.
 
     Args:
-        action: What is done.
-        start: When it begins, in the unit of the times that were given.
-        end: When it ends.
+        action: The action.
+        start: Its begin, in the unit of the given times.
+        end: Its end.
     """
 
     action: Action
@@ -276,14 +275,14 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSchedule:
-    """What a schedule takes.
+    """The timing of a schedule.
 
     Args:
-        schedule: What was simulated.
+        schedule: The schedule that was simulated.
         ranks: For each rank its actions in their order.
-        times: What the work of each rank takes.
-        period: The time from one update of the weights to the next when the pipeline has run for
-            long. A schedule that flushes makes one step after the other: its makespan.
+        times: The times of the work of each rank.
+        period: The time from one update of the weights to the next in the steady state. For a
+            schedule that flushes, which makes one step after the other, it is the makespan.
     """
 
     schedule: PipelineSchedule
@@ -300,13 +299,13 @@ class SimulatedSchedule:
     def span(self) -> Fraction:
         """The longest time from a rank's own first begin to its own last end.
 
-        It is what a step takes where a rank need not wait for the others between steps.
+        It is the time of a step if ranks need not wait for each other between steps.
         """
         return max(order[-1].end - order[0].start for order in self.ranks)
 
     @property
     def idle(self) -> tuple[Fraction, ...]:
-        """For each rank how much of the makespan it does nothing."""
+        """For each rank the time of the makespan in which it is idle."""
         m = self.schedule.num_micro_batches
         return tuple(self.makespan - m * time.work for time in self.times)
 
@@ -352,10 +351,10 @@ class SimulatedSchedule:
 def simulate_schedule(
     schedule: PipelineSchedule, times: Sequence[object], *, transfer: Duration = 0
 ) -> SimulatedSchedule:
-    """Return what a schedule takes.
+    """Return the timing of a schedule.
 
     Args:
-        schedule: Who does what in which order.
+        schedule: The schedule.
         times: `[F, I, W]` of the work of one rank on one micro-batch, all of its chunks together,
             each of which takes an equal part; or such a list for each rank. A whole backward takes
             I + W.
@@ -364,7 +363,7 @@ def simulate_schedule(
 
     Raises:
         ConfigError: The times are not those of this pipeline.
-        SbpValueError: The orders stand still: each rank waits for an action of another.
+        SbpValueError: The orders deadlock: each rank waits for an action of another.
     """
     by_rank = stage_times(times, schedule.num_ranks)
     lag = duration(transfer, "transfer")
@@ -402,7 +401,7 @@ def simulate_schedule(
 def alternation_period(times: Sequence[StageTimes], transfer: Fraction) -> Fraction:
     """Return the time between micro-batches of a 1F1B that never drains, in the long run.
 
-    Rank r of p does w = p-1-r forwards ahead, then F and B in turn, for ever. What waits for what:
+    Rank r of p does w = p-1-r forwards ahead, then F and B in turn, for ever. The dependencies:
 
         F(r, k)          after  F(r-1, k)                   one stage after the other
         B(r, k)          after  B(r+1, k), or F(r, k) on the last rank
@@ -413,10 +412,10 @@ def alternation_period(times: Sequence[StageTimes], transfer: Fraction) -> Fract
     maximum over all cycles of (time on the cycle) / (delays on the cycle), and reaches it.
 
     Args:
-        times: Of each rank.
+        times: The times of each rank.
         transfer: The time between neighbouring ranks.
     """
-    # Here, because it needs NumPy: whoever only names a schedule need not wait for that.
+    # Imported here because it needs NumPy, which schedules by name do not.
     from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
 
     # The forward of rank r is node 2r, its backward 2r + 1.

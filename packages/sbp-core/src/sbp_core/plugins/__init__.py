@@ -1,8 +1,8 @@
-"""Plugins: how a package offers models, planners, backends and more, and how they are found.
+"""Plugins: packages that offer models, planners, backends and more, and their discovery.
 
-A plugin module says `from sbp_core.plugins import Factory, hookimpl` and states `SBP_API_VERSION`;
-an app says `discover().make(kind, name, settings)`. What an object of each kind must do is in
-`plugins.kinds`, and for those that speak PyTorch in `sbp_torch.kinds`.
+A plugin module imports `Factory, hookimpl` from here and states `SBP_API_VERSION`; an app calls
+`discover().make(kind, name, settings)`. The interface of each kind is in `plugins.kinds`, and for
+kinds that use PyTorch in `sbp_torch.kinds`.
 """
 
 from sbp_core.exports import moved_names

@@ -1,8 +1,10 @@
-"""What a callback sees of a run, and what it may ask of it: the contract of kind `callback`.
+"""The interface of trainer callbacks (kind `callback`): they observe a run, and may control it.
 
-class Stopwatch(Callback):
-    def on_step_end(self, state, metrics):
-        return TrainerControl(stop="late enough") if state.train_s > 60 else None
+This one stops the run after a minute:
+
+    class Stopwatch(Callback):
+        def on_step_end(self, state, metrics):
+            return TrainerControl(stop="late enough") if state.train_s > 60 else None
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from sbp_core.errors import SbpValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """How far a run has come. A checkpoint keeps it as a JSON value (`sbp_core.serialize`).
+    """The progress of a run. A checkpoint keeps it as a JSON value (`sbp_core.serialize`).
 
     Args:
-        step: Optimizer updates that are done, >= 0; those that loss scaling has skipped, too.
-        samples: Samples that they took, over all ranks, >= 0.
-        tokens: Tokens that they took, if the data are text, >= 0.
-        epoch: Times that the training data have been gone through whole, >= 0.
-        train_s: Seconds of training over all stops, >= 0: steps, evaluation and saving, but no
-            planning. Equal in all processes.
+        step: Finished optimizer updates, >= 0, including those that loss scaling has skipped.
+        samples: Samples that these steps took, over all ranks, >= 0.
+        tokens: Tokens that these steps took, if the data are text, >= 0.
+        epoch: Completed passes over the training data, >= 0.
+        train_s: Seconds of training, over all interruptions, >= 0: steps, evaluation and saving,
+            but no planning. Equal in all processes.
         best: The lowest held-out loss so far; None if none was finite.
-        best_step: The step after which that was found; None if `best` is.
-        callbacks: What each callback keeps (`Callback.state_dict`), by its name.
+        best_step: The step after which `best` was measured; None if `best` is.
+        callbacks: The state of each callback (`Callback.state_dict`), by its name.
 
     Raises:
         SbpValueError: a number is negative, or one of `best` and `best_step` is None.
@@ -65,10 +67,10 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerControl:
-    """What a callback asks of the trainer; all processes do what a callback of one asks.
+    """A request of a callback to the trainer; all processes obey a request of any process.
 
     Args:
-        stop: Why the run is to end after this step, in a few words; empty if it is not.
+        stop: The reason to end the run after this step, in a few words; empty to continue.
         evaluate: Whether to evaluate after this step.
         save: Whether to write a checkpoint after this step.
     """
@@ -80,11 +82,11 @@ class TrainerControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingContext:
-    """The run that a callback is in.
+    """The run in which a callback is called.
 
     Args:
-        folder: Of the run.
-        is_first: Whether this process speaks for the run: only that one prints and writes files.
+        folder: The folder of the run.
+        is_first: Whether this is the one process that prints and writes files for the run.
         total_steps: Steps of the whole run; None if its budget is of time.
         batch_size: Samples of a step, over all ranks.
     """
@@ -96,35 +98,35 @@ class TrainingContext:
 
 
 class Callback:
-    """Kind `callback`: `build(config)` returns one. Overwrite the methods that you need.
+    """Base class of plugins of kind `callback`: `build(config)` returns one. Override some methods.
 
-    Each process of a run has its own, and calls it after the same steps. Losses and the state are
-    equal in all of them, times in the metrics are not. What a method raises ends the run, with the
-    states of that step saved.
+    Each process of a run has its own callback, and calls it after the same steps. Losses and the
+    state are equal in all of them, times in the metrics are not. An exception of a method ends the
+    run, after the states of that step are saved.
     """
 
     def on_train_begin(self, context: TrainingContext, state: TrainerState) -> None:
-        """See a run before its first step; `state` is that of a checkpoint if it is resumed."""
+        """Called before the first step; `state` is from the checkpoint if the run is resumed."""
 
     def on_step_end(
         self, state: TrainerState, metrics: Mapping[str, float]
     ) -> TrainerControl | None:
-        """See a step that is done, and what is logged of it: `loss`, `lr`, `step_s` and others."""
+        """Called after a step, with its logged metrics: `loss`, `lr`, `step_s` and others."""
 
     def on_evaluate(
         self, state: TrainerState, metrics: Mapping[str, float]
     ) -> TrainerControl | None:
-        """See an evaluation after a step, with `held_out_loss`, before that step's `on_step_end`.
+        """Called after an evaluation, with `held_out_loss`, before `on_step_end` of the same step.
 
-        `state.best_step` is `state.step` if that was the best one so far.
+        `state.best_step` is `state.step` if this evaluation is the best one so far.
         """
 
     def on_train_end(self, state: TrainerState) -> None:
-        """See a run after its last step; not called if it is stopped or fails."""
+        """Called after the last step; not called if the run is stopped or fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps of the callback: numbers, texts, lists, mappings."""
+        """Return the callback's state for checkpoints: numbers, texts, lists, mappings."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned when the run was saved, before `on_train_begin`."""
+        """Restore the result of `state_dict` at the time of saving, before `on_train_begin`."""

@@ -1,4 +1,4 @@
-"""The command `sbp-plugins`: what is installed, from where, and whether it is healthy.
+"""The command `sbp-plugins`: list the installed plugins, their distributions and their health.
 
 `check NAME` runs the checks and suites of `sbp_core.testing.suites` under pytest, `new KIND NAME`
 writes a package that passes them.
@@ -70,11 +70,11 @@ def check_plugin(name: str, arguments: Sequence[str] = ()) -> int:
     """Run the checks of a plugin and the conformance suites of its kinds under pytest.
 
     Args:
-        name: Of its distribution or entry point.
+        name: The name of its distribution or entry point.
         arguments: More arguments of pytest.
 
     Returns:
-        Exit code: 0 if all is well, 1 if not, 2 if nothing was checked.
+        Exit code: 0 if all checks pass, 1 if not, 2 if nothing was checked.
 
     Raises:
         SbpLookupError: pytest is not installed, or no such plugin.
@@ -86,7 +86,7 @@ def check_plugin(name: str, arguments: Sequence[str] = ()) -> int:
             "the checks of a plugin are tests of pytest, which is not installed",
             todo="pip install pytest",
         ) from error
-    sources_of(name)  # refuses one that is not there, before pytest starts
+    sources_of(name)  # refuses an unknown name before pytest starts
     with TemporaryDirectory(prefix="sbp-plugins-") as folder:
         settings = Path(folder, "pytest.ini")
         settings.write_text("[pytest]\nmarkers = exhaustive: takes long\n", encoding="utf-8")

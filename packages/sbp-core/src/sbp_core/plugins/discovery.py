@@ -1,12 +1,12 @@
-"""How plugins are found: entry points of group `sbp`, read tolerantly, checked, and never trusted.
+"""Discovery of plugins: read entry points of group `sbp`, import their hook modules, check them.
 
-A plugin that fails is set aside with its reason and its distribution; the others work on. Only
-hook modules are imported here, nothing that they build. What was found is a
+A plugin that fails is set aside with the reason and its distribution; all other plugins work. Only
+hook modules are imported here, not the objects that they build. The result is a
 `registry.PluginRegistry`.
 
-pluggy keeps one of two equal entry-point names without a word, accepts hooks that do not exist,
-and lets one raising hook stop the rest. So the distributions are read here, every plugin gets a
-plugin manager of its own, and names are compared with the hook specifications.
+pluggy silently keeps one of two equal entry-point names, accepts hooks that do not exist, and lets
+one raising hook stop the rest. So the distributions are read here, every plugin gets a plugin
+manager of its own, and names are compared with the hook specifications.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sbp_core.plugins.tracebacks import place, reason
 #: The oldest version of the hooks that still works.
 OLDEST_API_VERSION = 1
 
-#: Where a plugin states the version it was written for.
+#: The attribute in which a plugin states the API version it was written for.
 VERSION_ATTRIBUTE = "SBP_API_VERSION"
 
 #: Plugins to leave out: names of entry points or distributions, with commas between them.
@@ -54,11 +54,11 @@ HOOKS = frozenset(name for name in vars(HookSpecs) if name.startswith("sbp_"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSource:
-    """One entry point, with the distribution that brings it.
+    """One entry point, with the distribution that contains it.
 
     Args:
         name: Name of the entry point.
-        value: What it names: a module, or `module:object`.
+        value: Its target: a module, or `module:object`.
         distribution: Name of the distribution.
         version: Version of the distribution.
     """
@@ -72,7 +72,8 @@ class PluginSource:
         """Import the plugin.
 
         Raises:
-            ImportError: its value is not `module` or `module:object`; or the import raises another.
+            ImportError: its value is not `module` or `module:object`.
+            Exception: raised by the import.
         """
         point = importlib.metadata.EntryPoint(self.name, self.value, PROJECT)
         if point.pattern.match(self.value) is None:
@@ -82,7 +83,7 @@ class PluginSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What one plugin turned out to be."""
+    """The result of importing and checking one plugin."""
 
     source: PluginSource
     api_version: int | None = None
@@ -92,7 +93,7 @@ class _Found:
     health: str = OK
 
     def problem(self, what: str) -> Problem:
-        """Return what is to be said of it."""
+        """Return a problem of this plugin."""
         return Problem(
             plugin=self.source.name,
             distributions=(self.source.distribution,),
@@ -105,14 +106,14 @@ class _Found:
 def discover(
     entry_points: Iterable[PluginSource] | None = None, *, strict: bool = False
 ) -> PluginRegistry:
-    """Find, import and check all plugins, but those that `SBP_DISABLE_PLUGINS` names.
+    """Find, import and check all plugins, except those named in `SBP_DISABLE_PLUGINS`.
 
     Args:
-        entry_points: What to read instead of the installed distributions.
+        entry_points: Entry points to read instead of the installed distributions'.
         strict: Whether any problem is an error.
 
     Raises:
-        SbpError: `strict`, and something is wrong with some plugin.
+        SbpError: `strict`, and some plugin has a problem.
     """
     sources = installed_sources() if entry_points is None else tuple(entry_points)
     asked = _names(os.environ.get(DISABLE_VARIABLE, ""))
@@ -166,7 +167,7 @@ def discover(
 
 
 def _names(text: str) -> set[str]:
-    """Return names as distributions are compared: `My_Plugin` is `my-plugin`."""
+    """Return the names in a text, normalised like distributions': `My_Plugin` is `my-plugin`."""
     return {name.strip().lower().replace("_", "-") for name in text.split(",") if name.strip()}
 
 
@@ -175,7 +176,7 @@ def _names_of(source: PluginSource) -> set[str]:
 
 
 def _unknown_disabled(asked: Iterable[str], sources: Sequence[PluginSource]) -> list[Problem]:
-    """Say of names that are to be left out, and are of no plugin."""
+    """Return a problem for each name that is to be disabled but belongs to no plugin."""
     known = {name for source in sources for name in _names_of(source)}
     near = {name: nearest(name, known) for name in sorted(set(asked) - known)}
     return [
@@ -192,10 +193,10 @@ def sources_of(name: str) -> list[PluginSource]:
     """Return the entry points of one distribution.
 
     Args:
-        name: Of the distribution or an entry point.
+        name: The name of the distribution or of an entry point.
 
     Raises:
-        SbpLookupError: there are none. A folder of that name may be waiting to be installed.
+        SbpLookupError: there are none. The message mentions an uninstalled folder of that name.
     """
     sources = installed_sources()
     if found := [one for one in sources if _names(name) & _names_of(one)]:
@@ -219,7 +220,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
     for distribution in importlib.metadata.distributions():
         try:
             points = distribution.entry_points.select(group=PROJECT)
-        except Exception:  # a broken one, of whatever project
+        except Exception:  # broken metadata of any project
             continue
         if not points:
             continue
@@ -242,7 +243,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
 
 
 def _read(source: PluginSource) -> _Found:
-    """Import one plugin and call its hooks; whatever goes wrong becomes a fault."""
+    """Import one plugin and call its hooks; any error becomes a fault."""
     try:
         plugin = source.load()
     except KeyboardInterrupt:
@@ -254,7 +255,7 @@ def _read(source: PluginSource) -> _Found:
         return _inspect(source, plugin)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # of its attributes, or of what a hook returns
+    except BaseException as error:  # raised by its attributes, or by the result of a hook
         fault = f"cannot be inspected: {reason(error)}"
         return _Found(source=source, faults=(fault,), health=BROKEN)
 
@@ -297,7 +298,7 @@ def _import_fault(source: PluginSource, error: BaseException) -> str:
 
 
 def _version_fault(version: object) -> str:
-    """Say why a stated API version does not do, or `""`."""
+    """Return why a stated API version is not supported, or `""`."""
     if version is None:
         return f"states no API version; it needs {VERSION_ATTRIBUTE} = {API_VERSION}"
     if isinstance(version, bool) or not isinstance(version, int):
@@ -312,7 +313,7 @@ def _version_fault(version: object) -> str:
 
 
 def _misspelt_hooks(plugin: object) -> list[str]:
-    """Name the hooks that pluggy would accept, or overlook, without a word."""
+    """Return faults for hooks that pluggy would silently accept or overlook."""
     faults = []
     for name in dir(plugin):
         value = getattr(plugin, name, None)
@@ -343,7 +344,7 @@ def _unknown_hook(name: str) -> str:
 
 
 def _call(manager: pluggy.PluginManager, hook: str, faults: list[str]) -> list[object]:
-    """Call one hook of the one plugin of a manager; what it raises becomes a fault."""
+    """Call one hook of the one plugin of a manager; an exception becomes a fault."""
     caller = getattr(manager.hook, hook)
     try:
         results = list(caller())
@@ -360,7 +361,7 @@ def _call(manager: pluggy.PluginManager, hook: str, faults: list[str]) -> list[o
 def _check_factories(
     kind: str, hook: str, result: object, faults: list[str]
 ) -> list[tuple[str, str, Factory]]:
-    """Keep what is name -> Factory; everything else becomes a fault."""
+    """Return the entries that are name -> Factory; all other entries become faults."""
     if not isinstance(result, Mapping):
         faults.append(f"{hook} returns {type(result).__name__}, not name -> Factory")
         return []
@@ -392,7 +393,7 @@ def _check_folders(result: object, faults: list[str]) -> list[str]:
 
 
 def _folder_fault(path: str) -> str:
-    """Say why a config folder cannot be used, or `""`; `pkg://` imports the package of a folder."""
+    """Return why a config folder is unusable, or `""`; `pkg://` imports the package of a folder."""
     what = f"the config folder {path}"
     try:
         root = ConfigFolder(path=path, distribution="").root()
@@ -409,7 +410,7 @@ def _folder_fault(path: str) -> str:
 
 
 def _equal_entry_points(sources: Sequence[PluginSource]) -> list[Problem]:
-    """Name the entry points that several distributions call the same."""
+    """Return a problem for each entry-point name that several distributions use."""
     owners: defaultdict[str, list[str]] = defaultdict(list)
     for source in sources:
         owners[source.name].append(source.distribution)
@@ -425,7 +426,7 @@ def _equal_entry_points(sources: Sequence[PluginSource]) -> list[Problem]:
 
 
 def _mark_conflicts(entries: Sequence[PluginEntry]) -> tuple[list[PluginEntry], list[Problem]]:
-    """Mark the entries whose kind and name several plugins claim."""
+    """Mark entries of equal kind and name that come from several plugins."""
     owners: defaultdict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
         owners[entry.kind, entry.name].append(entry)

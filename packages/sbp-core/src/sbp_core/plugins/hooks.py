@@ -1,4 +1,4 @@
-"""The hooks of sbp: what a plugin module may implement, and the version they were written for.
+"""The hooks of sbp: the functions that a plugin module may implement, and the API version.
 
 A plugin is a module named by an entry point of group `sbp`. It imports nothing heavy, states
 `SBP_API_VERSION = 2`, and implements any of the hooks below with `@hookimpl`; each returns
@@ -34,14 +34,14 @@ class EmptyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
-    """How to make one plugin object, importing its modules only when it is made.
+    """The description of one plugin object; its modules are imported only when it is made.
 
     Args:
         build: `"package.module:callable"`; called with an instance of `config`.
-        config: Frozen dataclass of the plugin's settings, which its YAML is merged into; it lives
-            in a module that imports nothing heavy.
+        config: Frozen dataclass of the plugin's settings, which its YAML is merged into; it is in a
+            module that imports nothing heavy.
         summary: One line for listings.
-        former_names: Names that it had in an earlier release; they find it, with a warning.
+        former_names: Names that it had in an earlier release; they still work, with a warning.
     """
 
     build: str
@@ -82,8 +82,7 @@ KINDS = {
 }
 
 
-#: The method without which an object is none of its kind; other kinds are checked where they are
-#: used.
+#: The method that an object of a kind must have; other kinds are checked where they are used.
 METHODS = {
     "cluster": "__call__",
     "planner": "plan",
@@ -96,7 +95,7 @@ METHODS = {
 
 
 class HookSpecs(Protocol):
-    """The hooks. Each returns name -> `Factory`, and says what the factories' `build` returns.
+    """The hooks. Each returns name -> `Factory`; its docstring names the type that `build` returns.
 
     The pages `docs/reference/api/` are made of these docstrings: `Suite:` names the tests to run.
     """

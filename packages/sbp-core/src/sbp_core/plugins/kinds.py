@@ -1,9 +1,9 @@
-"""What a plugin of each kind supplies: one protocol or abstract class for each kind.
+"""Interfaces of plugins: one protocol or abstract class for each kind.
 
 A hook returns name -> `Factory` (see `plugins.hooks`); `Factory.build` names a callable that takes
-the plugin's own frozen `Config` and returns the object described here. Kinds that speak a tensor
-library are described where it is known: models, data sets and optimizers in `sbp_torch.kinds`; and
-planners and launchers where their subjects are: in `sbp_core.planning` and `sbp_core.processes`.
+the plugin's own frozen `Config` and returns the object described here. Other modules describe the
+rest: `sbp_torch.kinds` has models, data sets and optimizers, because they depend on the tensor
+library; `sbp_core.planning` has planners, and `sbp_core.processes` launchers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ChecksCombination(Protocol):
     """A config, of any kind, that checks the combination of all choices.
 
-    An app calls this method of each config before it makes anything. A model checks that the data
+    An app calls this method of each config before it makes any object. A model checks that the data
     fit it, and a planner that the mesh has the axes that it needs.
     """
 
@@ -53,10 +53,10 @@ def combination_check(config: object) -> Callable[[Mapping[str, object]], None]:
 
 
 class ClusterFactory(Protocol):
-    """Kind `cluster`: `build(config)` returns the machine, without touching it.
+    """Kind `cluster`: `build(config)` returns the machine's profile, without accessing the machine.
 
-    Its config has `mesh: tuple[int, ...]`, the ranks along each axis of the mesh, and
-    `axes: tuple[str, ...]`, a name for each.
+    Its config has `mesh: tuple[int, ...]`, the ranks along each axis of the mesh, and `axes:
+    tuple[str, ...]`, a name for each.
     """
 
     def __call__(self, num_devices: int) -> Cluster:
@@ -65,7 +65,7 @@ class ClusterFactory(Protocol):
 
 
 class MetricSink(Protocol):
-    """Kind `logger`: `build(config)(run_folder)` returns a place where metrics go."""
+    """Kind `logger`: `build(config)(run_folder)` returns a sink that metrics are written to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
@@ -83,24 +83,23 @@ class MetricSinkFactory(Protocol):
         """Return a sink that writes under the folder.
 
         Args:
-            run_folder: Of the run.
-            resumed_step: The step after which the run goes on, for a run that was stopped; 0 for
-                one that begins. The sink goes on after what it has of steps up to this one; what
-                it has of later ones, which are done again, it drops.
+            run_folder: The folder of the run.
+            resumed_step: The step after which a stopped run continues; 0 for a new run. The sink
+                keeps its records up to this step, and drops later ones, which are repeated.
         """
         ...
 
 
 class StagedFolder(Protocol):
-    """A folder that is being written, of which no reader knows before it is committed.
+    """A folder that is being written, invisible to readers until it is committed.
 
-    Several processes may write into it, each other files.
+    Several processes may write into it, each to its own files.
     """
 
     def create(self, file: str) -> AbstractContextManager[BinaryIO]:
         """Write a file, in place of an earlier one; it is durable when the block has ended.
 
-        After an error inside the block the file is not there.
+        After an error inside the block the file does not exist.
 
         Raises:
             OSError: it cannot be written.
@@ -111,40 +110,40 @@ class StagedFolder(Protocol):
         """Open a file that some process has written.
 
         Raises:
-            OSError: it is not there, or cannot be read.
+            OSError: it does not exist, or cannot be read.
         """
         ...
 
     def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
-        """Write the last file, and let the folder appear, whole and durable, at once.
+        """Write the last file, and make the folder visible, complete and durable, atomically.
 
-        One process calls it, when all have written theirs. It takes the place of an earlier folder
-        of its name, which readers see until then. Other files than these are removed.
+        One process calls it, after all have written their files. It replaces an earlier folder of
+        its name, which readers see until then. Files that are not listed are removed.
 
         Args:
-            last_file: Whose presence is what makes the folder one that is committed.
-            data: What it holds.
-            files: The others, which are there.
+            last_file: The file whose presence makes the folder a committed one.
+            data: Its content.
+            files: All other files, which exist already.
 
         Raises:
-            OSError: it cannot be committed. The earlier one is still there.
+            OSError: it cannot be committed. The earlier folder still exists.
         """
         ...
 
     def discard(self) -> None:
-        """Remove what was written, as far as that is possible."""
+        """Remove the written files, as far as possible."""
         ...
 
 
 class CheckpointStorage(Protocol):
-    """Kind `storage`: a place of folders of files, in which checkpoints are kept.
+    """Kind `storage`: a store of folders of files, in which checkpoints are kept.
 
-    Names of folders and files are of letters, digits, `-`, `_` and `.`, and begin with none of `.`.
-    Nothing here needs a file to be renamed or changed, so that an object store can do it.
+    Names of folders and files consist of letters, digits, `-`, `_` and `.`, and do not begin with
+    `.`. No method renames or changes a file, so an object store can implement it.
     """
 
     def names(self) -> Sequence[str]:
-        """Return the folders that are committed and not removed, sorted; none without a place.
+        """Return the folders that are committed and not removed, sorted; empty without a store.
 
         Raises:
             OSError: they cannot be listed.
@@ -152,27 +151,27 @@ class CheckpointStorage(Protocol):
         ...
 
     def sizes(self, name: str) -> Mapping[str, int]:
-        """Return the bytes of each file of a folder that is committed.
+        """Return the bytes of each file of a committed folder.
 
         Raises:
-            OSError: it is not there, or cannot be listed.
+            OSError: it does not exist, or cannot be listed.
         """
         ...
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Open a file of a folder that is committed; it can be sought in.
+        """Open a file of a committed folder; the file is seekable.
 
         Raises:
-            OSError: it is not there, cannot be read, or is a link out of the folder.
+            OSError: it does not exist, cannot be read, or is a link out of the folder.
         """
         ...
 
     def stage(self, name: str) -> StagedFolder:
-        """Return a folder to write to, which other processes may write to."""
+        """Return a folder to write to; other processes may also write to it."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a folder that is committed: first the file that makes it so, then the rest.
+        """Remove a committed folder: first the file that commits it, then the rest.
 
         Raises:
             OSError: it cannot be removed.
@@ -180,17 +179,17 @@ class CheckpointStorage(Protocol):
         ...
 
     def claim(self) -> AbstractContextManager[None]:
-        """Keep others from writing here inside the block, as far as the place can.
+        """Keep other runs from writing here inside the block, as far as the store can.
 
-        One process of a run calls it. What earlier ones have begun and not committed is removed.
+        One process of a run calls it. Uncommitted folders of earlier runs are removed.
 
         Raises:
-            ConfigError: another run holds it, or nothing can be written here.
+            ConfigError: another run holds it, or it is not writable.
         """
         ...
 
     def place(self, name: str = "", file: str = "") -> str:
-        """Return what users call a folder or file: its path or address."""
+        """Return the path or address of a folder or file, for messages to users."""
         ...
 
 
@@ -198,7 +197,7 @@ class StorageFactory(Protocol):
     """Makes the storage of one run."""
 
     def __call__(self, run_folder: Path) -> CheckpointStorage:
-        """Return the storage of the run in a folder; nothing is made there yet."""
+        """Return the storage of the run in a folder; nothing is created yet."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""What discovery found: factories by kind and name, their health, and how to make an object of one.
+"""The registry of discovered plugins: factories by kind and name, health, and building objects.
 
-A `PluginRegistry` is a value; nothing registers itself into it. It imports what a plugin builds
-only when `make` is called. How plugins are found is `plugins.discovery`.
+A `PluginRegistry` is immutable; plugins do not register themselves in it. It imports the modules of
+an object only when `make` is called. `plugins.discovery` finds the plugins.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from sbp_core.plugins.hooks import KINDS, METHODS, Factory
 from sbp_core.plugins.settings import merge_settings, warn_renamed
 from sbp_core.plugins.tracebacks import CALLERS, MEND, lines_of, own_lines, reason
 
-#: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside; left
-#: out by the user.
+#: Healths of an entry: usable; usable, but its plugin has a problem; name used by two plugins;
+#: unusable and set aside; disabled by the user.
 OK, FAULTY, CONFLICT, BROKEN, DISABLED = "ok", "faulty", "conflict", "broken", "disabled"
 
-#: Kind of the listing line of a plugin that offers nothing that could be listed.
+#: Kind of a plugin without entries, in listings.
 NO_KIND = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something wrong with a plugin.
+    """A problem of a plugin.
 
     Args:
         plugin: Name of its entry point.
         distributions: The distributions to blame, one or two.
-        what: What is wrong, in one line.
+        what: The problem, in one line.
         version: Version of the distribution, if it is one.
         module: Hook module of the plugin; empty if it is about several.
-        remedy: What to do where something of the plugin is asked for.
+        remedy: The advice when a user requests something of the plugin.
     """
 
     plugin: str
@@ -66,11 +66,11 @@ class Problem:
         )
 
     def denies(self, asked: str, *, certain: bool) -> str:
-        """Return why what is asked for cannot be had: plugin, distribution and error.
+        """Return why a requested object is not available: plugin, distribution and error.
 
         Args:
-            asked: `planner=mine`.
-            certain: Whether the plugin is known to bring it.
+            asked: The request, such as `planner=mine`.
+            certain: Whether the plugin is known to offer it.
         """
         by = " ".join(filter(None, (" and ".join(self.distributions), self.version)))
         named = "" if self.plugin in self.distributions else f"{self.plugin!r} of "
@@ -81,12 +81,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginEntry:
-    """One thing that a plugin offers, or one plugin that offers nothing (`kind` is `-`).
+    """One object that a plugin offers, or one plugin that offers nothing (`kind` is `-`).
 
     Args:
         kind: A key of `hooks.KINDS`.
-        name: Name by which it is asked for.
-        distribution: Distribution that brings it.
+        name: Name by which users request it.
+        distribution: Distribution that contains it.
         version: Version of that distribution.
         api_version: Version of the hooks that its plugin states; None if unknown.
         health: `ok`, `faulty`, `conflict`, `broken` or `disabled`.
@@ -105,12 +105,12 @@ class PluginEntry:
 
     @property
     def build(self) -> str:
-        """What builds it, `package.module:callable`; empty for a plugin that offers nothing."""
+        """The callable that builds it, `package.module:callable`; empty if it offers nothing."""
         return self.factory.build if self.factory else ""
 
     @property
     def module(self) -> str:
-        """The module of what builds it; empty for a plugin that offers nothing."""
+        """The module of that callable; empty for a plugin that offers nothing."""
         return self.build.partition(":")[0]
 
     @property
@@ -120,7 +120,7 @@ class PluginEntry:
 
     @property
     def title(self) -> str:
-        """How messages call it, with its distribution."""
+        """Its name with its distribution, for messages."""
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
 
     @contextmanager
@@ -128,7 +128,7 @@ class PluginEntry:
         """Call the plugin in the `with` block; errors of sbp pass.
 
         Args:
-            by: Name of its method; the function that builds it if empty.
+            by: Name of the called method; the function that builds it if empty.
 
         Raises:
             PluginError: it raises any other error.
@@ -141,10 +141,10 @@ class PluginEntry:
             raise self.raised(error, by) from error
 
     def raised(self, error: Exception, by: str = "") -> PluginError:
-        """Make the error for a plugin that raises what is no error of sbp; see `called`."""
+        """Make the error for a plugin that raises an error that is not of sbp; see `called`."""
         return PluginError(
             f"{self.title} raised {reason(error)}",
-            # Without a line of its own it was called as it cannot be, or is written in C.
+            # Without a line of its own, it was called with wrong arguments, or is written in C.
             where=(self.package not in CALLERS and own_lines(error, self.package))
             or self._place(by),
             todo=MEND,
@@ -154,7 +154,7 @@ class PluginEntry:
         return f"{self.build}{f', method {by}' if by else ''}"
 
     def returned(self, found: object, accepted: str, by: str = "") -> PluginError:
-        """Make the error for a plugin that returns what it may not.
+        """Make the error for a plugin that returns an object of a wrong type.
 
         Args:
             found: What it returned.
@@ -175,13 +175,13 @@ class PluginEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFolder:
-    """A Hydra search path, and the distribution that brings it."""
+    """A Hydra search path, and the distribution that contains it."""
 
     path: str
     distribution: str
 
     def root(self) -> Traversable:
-        """Return the folder; `pkg://` imports the package that it is.
+        """Return the folder; `pkg://` imports the package.
 
         Raises:
             ImportError: there is no such package.
@@ -197,10 +197,10 @@ class PluginRegistry:
     """All plugins of this environment.
 
     Args:
-        entries: What is offered, sorted by kind and name; faulty and broken ones too.
+        entries: All entries, sorted by kind and name; faulty and broken ones too.
         folders: Config folders, in the order of the distributions' names.
-        problems: What is wrong, and whose fault it is.
-        disabled: The plugins that the user leaves out.
+        problems: The problems, each with the plugin that causes it.
+        disabled: The plugins that the user has disabled.
     """
 
     entries: tuple[PluginEntry, ...] = ()
@@ -222,7 +222,7 @@ class PluginRegistry:
         return {former: name for name, factory in made for former in factory.former_names}
 
     def current_name(self, kind: str, name: str) -> str:
-        """Return the name that replaces a former one, with a warning; any other name as it is."""
+        """Return the current name for a former one, with a warning; any other name unchanged."""
         current = self.former_names(kind).get(name, name)
         if current != name:
             warn_renamed(f"{kind}={name}", f"{kind}={current}")
@@ -271,7 +271,7 @@ class PluginRegistry:
         key: str | None = None,
         where: str | Sequence[str] = (),
     ) -> object:
-        """Return the plugin's config with the settings in it, without importing what it builds.
+        """Return the plugin's config with these settings, without importing what it configures.
 
         Args:
             kind: A key of `hooks.KINDS`.
@@ -303,7 +303,7 @@ class PluginRegistry:
             SbpLookupError: see `entry`.
             ConfigError: see `settings.merge_settings`.
             SbpError: the target cannot be imported; names the distribution and what to install.
-            PluginError: the target raises another error, or returns what is none of the kind.
+            PluginError: the target raises another error, or returns an object of another kind.
         """
         entry = self.entry(kind, name)
         config = self.configure(kind, name, settings or {}, where=where)
@@ -323,7 +323,7 @@ class PluginRegistry:
         return made
 
     def suspect(self, option: str) -> tuple[Problem | None, bool]:
-        """Return the broken plugin that may bring an option, and whether it surely does.
+        """Return the broken plugin that may offer an option, and whether it certainly does.
 
         Args:
             option: Kind and name, or group and option: `planner/mine`.
@@ -352,11 +352,11 @@ class PluginRegistry:
 
 
 def target(entry: PluginEntry) -> Callable[[object], object]:
-    """Import what `Factory.build` names.
+    """Import the object that `Factory.build` names.
 
     Raises:
         ImportError: something it needs is not installed.
-        SbpError: it names nothing that exists, or nothing that can be called.
+        SbpError: it does not exist, or is not callable.
     """
     found: object = importlib.import_module(entry.module)
     for part in entry.build.partition(":")[2].split("."):
@@ -387,9 +387,9 @@ _EXTRA = re.compile(r"""extra\s*==\s*["'](?P<extra>[^"']+)["']""")
 
 
 def extra_with(distribution: str, module: str) -> str:
-    """Return the extra of a distribution that brings a module, or `""`.
+    """Return the extra of a distribution that installs a module, or `""`.
 
-    A wheel may be called after its module and a variant: `cupy-cuda12x` brings `cupy`.
+    A wheel may be named after its module and a variant: `cupy-cuda12x` contains `cupy`.
     """
     try:
         requirements = importlib.metadata.requires(distribution) or []
@@ -405,17 +405,17 @@ def extra_with(distribution: str, module: str) -> str:
         project = name[0].lower().replace("_", "-")
         if project == wanted or project.startswith(f"{wanted}-"):
             extras.append(extra["extra"])
-    # The extra for tests repeats what others bring; a user wants the smallest one.
+    # The extra for tests repeats the content of other extras; a user wants the smallest one.
     return min(extras, key=lambda extra: (extra == "test", extra), default="")
 
 
 def blame(error: BaseException, entries: Iterable[PluginEntry]) -> PluginError | None:
-    """Return what a plugin did wrong, or None if none of its code was running.
+    """Return the error of the plugin that caused an exception; None if no plugin code ran.
 
     Args:
-        error: What was raised, with its traceback.
-        entries: The plugins that were in use. The one whose code ran last is to blame; if that code
-            may be of several of one package, the message names them all.
+        error: The exception, with its traceback.
+        entries: The plugins that were in use. The plugin whose code ran last is to blame; if that
+            code may belong to several plugins of one package, the message names them all.
     """
     known = [entry for entry in entries if entry.package and entry.package not in CALLERS]
     packages = {entry.package for entry in known}

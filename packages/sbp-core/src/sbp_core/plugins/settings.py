@@ -1,7 +1,7 @@
-"""Settings into config dataclasses: a plain mapping, checked strictly against a dataclass.
+"""Conversion of settings: a plain mapping is checked strictly and becomes a config dataclass.
 
-Knows dataclass fields and the usual annotations (numbers, text, `Optional`, unions, `Literal`,
-enums, tuples, lists, mappings, paths, nested dataclasses). Knows no file format and no plugin.
+It supports dataclass fields and the usual annotations (numbers, text, `Optional`, unions,
+`Literal`, enums, tuples, lists, mappings, paths, nested dataclasses). It knows no file formats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Where = str | Sequence[str]
 
-#: Key of a field's metadata: what to do in place of a value that the field does not take.
+#: Key of a field's metadata: the advice for users whose value the field rejects.
 INSTEAD = "instead"
 
 _UNIONS = (Union, types.UnionType)
@@ -32,7 +32,7 @@ _MAPPINGS = (dict, Mapping)
 
 
 def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigError:
-    """Make the error for a setting that nobody knows: the nearest one and the whole list.
+    """Make the error for an unknown setting: it names the nearest known one and the whole list.
 
     Args:
         key: The whole key, such as `trainer.stepz`.
@@ -75,7 +75,7 @@ def merge_settings(
 
     Raises:
         ConfigError: a key is unknown or missing, a value has the wrong type or is refused. Names
-            the key and the nearest valid name, or what the field's metadata say under `INSTEAD`.
+            the key and the nearest valid name, or the advice in the field's metadata (`INSTEAD`).
     """
     assert is_dataclass(config), f"{config!r} is no dataclass"
     former = former_fields(config)
@@ -109,7 +109,7 @@ def merge_settings(
 
 
 def _refused(error: Exception, known: Iterable[str], key: str, where: Where) -> ConfigError:
-    """Say what a config dataclass refused; a message that starts with a field gets its key."""
+    """Return the error for a value that a config refused, with the whole key of the field."""
     told = error if isinstance(error, SbpError) else SbpError(str(error))
     first = re.match(r"\w*", told.what)
     if first and first[0] in known:
@@ -121,10 +121,10 @@ def _refused(error: Exception, known: Iterable[str], key: str, where: Where) -> 
 
 
 def type_hints(config: type) -> dict[str, Any]:
-    """Return the annotations of a config; what only a type checker can read counts as `Any`."""
+    """Return the annotations of a config; annotations that cannot be evaluated count as `Any`."""
     try:
         return get_type_hints(config)
-    except Exception:  # annotations are text of a plugin: a NameError, a SyntaxError, any other
+    except Exception:  # evaluating annotations of a plugin may raise any error
         assert is_dataclass(config), f"{config!r} is no dataclass"
         return {field.name: Any for field in fields(config)}
 
@@ -134,10 +134,10 @@ def _join(key: str, name: str) -> str:
 
 
 def _convert(value: object, hint: Any, key: str, where: Where) -> object:
-    """Return `value` as the annotation wants it; one that says nothing takes any value.
+    """Return `value` converted to the annotated type; without an annotation any value is accepted.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it cannot be converted.
     """
     origin, args = get_origin(hint) or hint, get_args(hint)
     if hint is Any:
@@ -183,10 +183,10 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
-    # `90e6` is a float to YAML, and a whole number to who writes it.
+    # `90e6` is a float in YAML, but its author means a whole number.
     elif hint is int and type(value) is float and value.is_integer():
         return int(value)
-    # True is an int to Python, but nobody who writes `steps: true` means 1.
+    # True is an int to Python, but `steps: true` does not mean 1.
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
         return value
     accepted = describe_type(hint)
@@ -198,20 +198,20 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
 
 
 def _choose(value: object, choices: Sequence[Any], key: str, where: Where) -> object:
-    """Return the choice that `value` is; a member of an enum has a value and a name, too.
+    """Return the choice that equals `value`; a member of an enum is known by value and by name.
 
     Raises:
         ConfigError: it is none of them.
     """
     for choice in choices:
         spellings = (choice, choice.value, choice.name) if isinstance(choice, Enum) else (choice,)
-        # Of the same type, too: True equals 1.
+        # Compare types, too, because True equals 1.
         if any(value == one and type(value) is type(one) for one in spellings):
             return choice
     names = [str(choice.value if isinstance(choice, Enum) else choice) for choice in choices]
     near = nearest(str(value), names)
     if re.sub(r"\d", "", str(value)) == re.sub(r"\d", "", near):
-        near = ""  # another number is another thing: float16 is no slip of the pen for float64
+        near = ""  # no suggestion that differs in a number: float16 is not a typo of float64
     raise ConfigError(
         f"{key} is {value!r}",
         where=where,
@@ -232,7 +232,7 @@ _PLAIN = {
 
 
 def describe_type(hint: Any) -> str:
-    """Say what values an annotation takes, in words."""
+    """Return a description of the values that an annotation allows."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin in _UNIONS:
         return " or ".join(map(describe_type, args))

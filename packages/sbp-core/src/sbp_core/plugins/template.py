@@ -1,7 +1,7 @@
-"""What `sbp-plugins new KIND NAME` writes: a package with one plugin, which passes its checks.
+"""Templates for `sbp-plugins new KIND NAME`: write a package with a plugin that passes its checks.
 
 Each kind has a module that builds it, in the folder `templates`, and settings; some have tests,
-too. All else is the same. `$name` and the like stand for what is filled in.
+too. All other files are the same for all kinds. `$name` and the like are placeholders.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sbp_core.plugins.hooks import API_VERSION, KINDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What differs between kinds, besides the texts in the folder `templates`.
+    """The properties of a kind's template, in addition to the texts in the folder `templates`.
 
     Args:
         setting: One setting of the config: name, type, default and meaning; None: no config.
-        needs: The distribution of ours that it needs.
+        needs: The distribution of ours that it depends on.
         fields: More lines of the config.
         option: More lines of the option file.
         has_option: Whether it is chosen by an option of Hydra.
@@ -35,7 +35,7 @@ class Template:
     has_option: bool = True
 
 
-#: By kind; `tensor_library` has none, because only one of them may be installed.
+#: Templates by kind; `tensor_library` has none, because only one of them may be installed.
 TEMPLATES = {
     "boxing": Template(
         setting=("log_bytes", "bool", "True", "whether to log what ranks have sent"),
@@ -151,11 +151,11 @@ def write_template(kind: str, name: str, folder: Path) -> Path:
 
     Args:
         kind: A key of `TEMPLATES`.
-        name: Of the distribution: `my-planner`. The plugin and the package are called `my_planner`.
-        folder: In which its folder is made.
+        name: The name of the distribution: `my-planner`. The package and plugin are `my_planner`.
+        folder: The parent of the new folder.
 
     Raises:
-        ConfigError: the name is none, or there is something of that name.
+        ConfigError: the name is invalid, or the folder exists already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         raise ConfigError(
@@ -186,7 +186,7 @@ def write_template(kind: str, name: str, folder: Path) -> Path:
     words |= {"setting": setting, "type": hint, "default": default, "meaning": meaning}
 
     def filled(text: str) -> str:
-        while "$" in text:  # what is filled in may have words, too
+        while "$" in text:  # a filled-in text may contain placeholders, too
             text = string.Template(text).substitute(words)
         return text
 

@@ -1,9 +1,9 @@
-"""The library that executes operators, such as PyTorch; the core knows none itself.
+"""Access to the installed tensor library, which executes operators; the core itself knows none.
 
-A plan can be made without one. What needs one is few: the types of a call that somebody asks
-signatures for by hand, the signatures of an operator that nobody has described
-(`signatures.library`), and how results are laid out in memory (`memory.lifetime`). A package that
-brings one, such as `sbp-torch`, registers it as a plugin of kind `tensor_library`.
+A plan can be made without one. It is only needed to find the types of a call for which a user
+requests signatures, the signatures of an operator without a rule (`signatures.library`), and the
+memory layouts of results (`memory.lifetime`). A package with a tensor library, such as `sbp-torch`,
+registers it as a plugin of kind `tensor_library`.
 """
 
 from __future__ import annotations

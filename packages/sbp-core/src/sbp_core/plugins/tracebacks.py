@@ -1,7 +1,7 @@
-"""Which plugin an exception comes from: by the frames of its own code in the traceback.
+"""Attribution of exceptions to plugins, by the frames of the plugin's code in the traceback.
 
-Our stack says nothing to a plugin's author; the last lines of the plugin that were running do.
-Where a plugin is called, `PluginEntry.called` knows which one it is; frames tell it elsewhere.
+Our frames do not help the author of a plugin; the last lines of the plugin that ran do. Where a
+plugin is called, `PluginEntry.called` knows which one it is; elsewhere the frames identify it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CALLERS = frozenset({"sbp_core", "sbp_aten", "sbp_torch", "sbp_launch"})
 _MOST_LINES = 3
 
 
-#: What to do about a plugin that has raised an error that is not one of sbp's.
+#: Advice for a plugin that has raised an error that is not of sbp.
 MEND = "mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole traceback"
 
 
 def own_lines(error: BaseException, package: str) -> list[str]:
-    """Return the last lines of a package's own code that ran, the last one first."""
+    """Return the last executed lines of a package's own code, the last one first."""
     lines = [
         line
         for module, line in lines_of(error)
@@ -34,7 +34,7 @@ def own_lines(error: BaseException, package: str) -> list[str]:
 
 
 def place(error: BaseException, package: str) -> str:
-    """Return `file:line` of the last line of a package that ran, or that cannot be read, or `""`.
+    """Return `file:line` of the last line of a package that ran or failed to parse, or `""`.
 
     >>> place(ValueError("never raised"), "json")
     ''
@@ -53,7 +53,7 @@ def reason(error: BaseException) -> str:
 
 
 def shown(file: str) -> str:
-    """Return a path as one reads it: relative, if it is below the working folder."""
+    """Return a path for messages: relative, if it is below the working folder."""
     path = Path(file)
     here = Path(os.curdir).absolute()
     return str(path.relative_to(here)) if path.is_relative_to(here) else file

@@ -1,15 +1,15 @@
-"""The processes of a run: how they start, what they know of each other, and how they end.
+"""The processes of a run: starting them, detecting failures, and ending all of them.
 
-What starts them: `launchers` says how, in `LaunchSpec`s, `supervisor` does so and waits for them,
-`exit_report` says how they ended and which failed first, and `reaper` ends what is left, also if
-the supervisor itself is killed.
+Starting and ending: `launchers` returns `LaunchSpec`s, commands that start ranks; `supervisor` runs
+them and waits for all; `exit_report` explains how they ended and which failed first; `reaper` ends
+the remaining processes, even if the supervisor itself is killed.
 
-What a boxing backend with one rank in each process is made of, but for the transport and the
-tensors: `process_backend` is one, `connections` how it breaks, `outbox` what it has sent, `calls`
-what it is in the middle of, `waiting` how it waits, `backend_settings` what configs check. How
-ranks learn that one of them failed: `control_store` (the entries by which they know of each other;
-in a `key_value_store`), `membership` (their processes) and `failure_detector` (the thread that
-looks). `survivors` are the ranks that are left then, and what they say to each other.
+Parts of a boxing backend with one rank in each process, without the transport and the tensors:
+`process_backend` is its base class, `connections` handles broken connections, `outbox` keeps sent
+messages, `calls` records pending calls, `waiting` polls, `backend_settings` checks configs. Failure
+detection between ranks: `control_store` (short entries by which ranks inform each other, kept in a
+`key_value_store`), `membership` (the process of each rank) and `failure_detector` (a thread that
+looks for failures). `survivors` lets the remaining ranks agree on what to do after a failure.
 """
 
 from __future__ import annotations

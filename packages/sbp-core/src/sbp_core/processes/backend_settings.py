@@ -1,7 +1,7 @@
-"""Settings of backends of several processes: their checks, and where else they are from.
+"""Settings of boxing backends with several processes: checks, and defaults from the environment.
 
-Kept apart from those backends: configs are read without them. The only module here that reads the
-environment for a rank.
+Separate from the backends, because configs are read without importing those. This is the only
+module here that reads the environment for a rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _SCHEMES = ("env://", "tcp://", "file://")
 
 
 def check_rendezvous(init_method: str, rank: int | None, world_size: int | None) -> None:
-    """Check where processes find each other, and which of how many this one is, if that is set.
+    """Check the address at which processes find each other, this process' rank and their number.
 
     Raises:
-        ConfigError: a setting cannot be meant.
+        ConfigError: a setting is invalid.
     """
     if not init_method.startswith(_SCHEMES):
         raise ConfigError(
@@ -33,10 +33,10 @@ def check_rendezvous(init_method: str, rank: int | None, world_size: int | None)
 
 
 def check_timeouts(**settings_s: float) -> None:
-    """Check settings, by their names, that are seconds to wait.
+    """Check timeouts in seconds, given by the names of their settings.
 
     Raises:
-        ConfigError: one leaves no time.
+        ConfigError: one is not positive.
     """
     for name, seconds in settings_s.items():
         if not seconds > 0:
@@ -44,15 +44,15 @@ def check_timeouts(**settings_s: float) -> None:
 
 
 def rank_and_size(rank: int | None, world_size: int | None, *, todo: str) -> tuple[int, int]:
-    """Return which rank this process is, and of how many: as set, or as a launcher says it.
+    """Return the rank of this process and the number of ranks, as set or from the environment.
 
     Args:
         rank: Setting; None for RANK in the environment.
         world_size: Setting; None for WORLD_SIZE in the environment.
-        todo: What to do where neither says it; `{key}` stands for the setting.
+        todo: The advice if both are missing; `{key}` stands for the setting.
 
     Raises:
-        ConfigError: neither setting nor environment says it, or there is no such rank.
+        ConfigError: neither the setting nor the environment has it, or there is no such rank.
     """
     found: list[int] = []
     for key, given, variable in (("rank", rank, "RANK"), ("world_size", world_size, "WORLD_SIZE")):

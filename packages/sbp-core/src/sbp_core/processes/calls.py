@@ -1,12 +1,12 @@
-"""The calls of one process, for its failure detector and for the other ranks.
+"""The pending collective calls of one process, for its failure detector and for the other ranks.
 
-`PendingCalls` are those that have begun and are not over. `Arrivals` say to how many collectives of
-each group this rank has come, which tells others who is missing. Ranks issue the collectives of a
-group in one order, so a count stands for all of them. A rank tells its count when it waits long;
-and while it computes between the begin and the end of a collective, the failure detector does, so
-that it is not taken for one that did not come:
+`PendingCalls` holds the calls that have begun and not ended. `Arrivals` counts the collectives of
+each group that this rank has begun, so that other ranks can find out who is missing. Ranks issue
+the collectives of a group in one order, so a count identifies them. A rank publishes its count when
+it waits for long. While a rank computes between the begin and the end of a collective, its failure
+detector publishes the count, so that the rank does not count as missing:
 
-    rank 0   begin(7)  computes, for long .......      tells "7"
+    rank 0   begin(7)  computes, for long .......      publishes "7"
     rank 1   begin(7)  wait(7): who is missing?        finds "7" of rank 0, "6" of rank 2
     rank 2   hangs
 """
@@ -23,22 +23,22 @@ from sbp_core.processes.control_store import ControlStore
 
 
 def group_name(ranks: tuple[int, ...]) -> str:
-    """Return how the ranks of a group call it among themselves."""
+    """Return the name of a group of ranks, in keys of the control store."""
     return "-".join(map(str, ranks))
 
 
 def tag_number(tag: str, upper: int) -> int:
     """Return the number of a tag, in [0, upper), equal on every rank.
 
-    Transports take numbers for tags, and a hash of the text needs no agreement between the ranks.
-    That two tags share a number does harm only if both are under way between the same two ranks,
+    Transports need numbers as tags; a hash of the text needs no agreement between the ranks. If two
+    tags have the same number, this matters only if both are in transit between the same two ranks,
     and are received in another order than they were sent in.
     """
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "big") % upper
 
 
 class PendingCalls:
-    """The calls of one process that are under way, at most one a thread."""
+    """The calls of one process that have begun and not ended, at most one for each thread."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, CollectiveCall] = {}
@@ -50,22 +50,22 @@ class PendingCalls:
         self._by_thread[threading.get_ident()] = self.latest = call
 
     def end(self) -> None:
-        """Note that the call of this thread is over."""
+        """Note that the call of this thread has ended."""
         self._by_thread.pop(threading.get_ident(), None)
 
     def all(self) -> list[CollectiveCall]:
-        """Return the calls that are not over."""
+        """Return the calls that have not ended."""
         # A copy, made by `list` in one go: other threads begin and end calls meanwhile.
         return list(self._by_thread.values())
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """The time in which a call is under way; a class, because generators take longer to enter.
+    """Context manager that registers a pending call; a generator would be slower to enter.
 
     Args:
         calls: The calls of this process.
-        call: One of them.
+        call: The call.
     """
 
     calls: PendingCalls
@@ -80,14 +80,14 @@ class PendingCall:
 
 @dataclass(slots=True)
 class _Count:
-    """Of one group.
+    """The number of collectives of one group that this rank has begun.
 
     Args:
-        name: Of the group.
+        name: The name of the group.
         latest: The number of the collective that began last, from 0.
-        begun_s: When it did, on the clock of `time.monotonic`.
-        num_open: Collectives that have begun and are not over.
-        told: The number that the others know.
+        begun_s: The time of its begin, on the clock of `time.monotonic`.
+        num_open: Collectives that have begun and not ended.
+        told: The number that was published last.
     """
 
     name: str
@@ -100,10 +100,10 @@ class _Count:
 class Arrivals:
     """The counts of one rank.
 
-    `begin` and `end` are called by the thread that does so, `tell_overdue` by the detector's.
+    `begin` and `end` are called by the thread of the collective, `tell_overdue` by the detector's.
 
     Args:
-        store: Of this rank.
+        store: The control store of this rank.
     """
 
     def __init__(self, store: ControlStore) -> None:
@@ -121,23 +121,23 @@ class Arrivals:
         return count.latest
 
     def end(self, ranks: tuple[int, ...]) -> None:
-        """Count a collective that is over."""
+        """Count a collective that has ended."""
         self._counts[ranks].num_open -= 1
 
     def tell(self, ranks: tuple[int, ...]) -> None:
-        """Tell the others of a group how far this rank has come."""
+        """Publish this rank's count to the other ranks of a group."""
         count = self._counts[ranks]
         # Read once: another collective may begin meanwhile, on the other thread.
         count.told = number = count.latest
         self._store.say(f"waiting/{count.name}", str(number), ranks)
 
     def tell_overdue(self, age_s: float) -> None:
-        """Tell it of the groups in which nothing has begun for so long, and something is open."""
+        """Publish counts of groups with an open collective and none begun for `age_s`."""
         now = time.monotonic()
         for ranks, count in list(self._counts.items()):
             if count.num_open and count.told < count.latest and now - count.begun_s >= age_s:
                 self.tell(ranks)
 
     def missing(self, ranks: tuple[int, ...], number: int) -> list[int]:
-        """Return the ranks that have not come to a collective, as far as they told."""
+        """Return the ranks that have not begun a collective, by their published counts."""
         return self._store.not_waiting(self._counts[ranks].name, number, ranks)

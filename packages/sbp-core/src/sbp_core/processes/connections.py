@@ -1,7 +1,7 @@
-"""What holds the processes of a run together, and how it breaks: once, and for all calls.
+"""The connections of a process to the others of its run: the first failure breaks all of them.
 
-A subclass has the connections of its transport; here is what all have in common: the first failure,
-whoever sees it, ends every call of this process and is announced to all others.
+A subclass has the connections of its transport; this module has the common part: the first failure,
+on whatever rank, ends every call of this process and is announced to all others.
 
     rank 2 ends          rank 1, inside a call           rank 0, which computes
                          transport: connection reset
@@ -10,7 +10,7 @@ whoever sees it, ends every call of this process and is announced to all others.
                          announces "rank 2 has ended" -> its failure detector reads that
                          raises it, with the step        its next call raises it
 
-Who looks for failures is `failure_detector`, what ranks tell each other `control_store`.
+`failure_detector` looks for failures; ranks announce them through the `control_store`.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ from sbp_core.processes.survivors import Survivors
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a rank waits, when it closes, for the others not to need it any more; and longer,
-#: where one of them is stopped by a signal, until it has failed by that.
+#: Seconds that a rank waits at its close until no other rank needs it; and the longer time if a
+#: signal has stopped one of them, after which that rank counts as failed.
 CLOSE_TIMEOUT_S, _STOPPED_TIMEOUT_S = 10.0, 20.0
 
 #: Seconds after which a rank that waits in a collective announces itself to the other ranks.
 PATIENCE_S = 0.2
 
-#: Seconds in which it is found out why a connection broke: who ended, or what was announced.
+#: Seconds to find out why a connection broke: which rank ended, or which failure was announced.
 _REASON_S = 1.0
 
-#: Seconds that a rank which failed waits, when it closes, for the others to read why.
+#: Seconds that a failed rank waits at its close for the others to read the reason.
 _ACKNOWLEDGE_S = 1.0
 
 
 class Connections(ABC):
-    """The connections of one process to all other processes; the first failure ends them all.
+    """The connections of one process to all other processes; the first failure breaks them all.
 
-    A subclass calls `rendezvous` when the others can be told of this rank.
+    A subclass calls `rendezvous` once other ranks may learn of this one.
 
     Args:
-        control_store: Of this rank.
+        control_store: The control store of this rank.
     """
 
-    #: The errors of the transport, and what a message says before their words.
+    #: The errors of the transport, and the text before them in messages.
     transport_errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
     transport_says: ClassVar[str] = ""
 
     def __init__(self, control_store: ControlStore) -> None:
         self.control_store = control_store
-        #: The collectives that this rank has come to.
+        #: The collectives that this rank has begun.
         self.arrivals = Arrivals(control_store)
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
-        #: What the failure detector has found, and nobody here has been told: `close` tells it.
+        #: A failure that the detector found and no call has raised yet: `close` raises it.
         self._untold = ""
         self._calls = PendingCalls()
-        #: Whether all ranks have come, so that they read what this one announces.
+        #: Whether all ranks have registered, so that they read this rank's announcements.
         self._met = False
         self._detector: FailureDetector | None = None
 
     def rendezvous(self, limit_s: float) -> None:
-        """Register, wait until every rank has, and look for failures from now on.
+        """Register, wait until every rank has registered, and look for failures from then on.
 
         Args:
             limit_s: Seconds to wait for the others.
@@ -124,17 +124,17 @@ class Connections(ABC):
     # Calls.
 
     def pending(self, call: CollectiveCall) -> PendingCall:
-        """Let others know, while a call takes long, that this rank is in it: a context."""
+        """Return a context in which a call is pending: if it takes long, other ranks can see it."""
         return PendingCall(self._calls, call)
 
     def describe_ranks(self, ranks: Collection[int]) -> Sequence[str]:
-        """Say what is known about ranks that did not arrive, one a line."""
+        """Return one line about each rank that did not arrive."""
         return () if self._detector is None else self._detector.describe(ranks)
 
     def wait_for_group(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> None:
-        """Wait until all ranks of a group are ready to connect it; this one is.
+        """Wait until all ranks of a group are ready to connect it; this rank is.
 
-        To connect has no deadline of ours in any library, and names nobody who does not come.
+        Libraries connect without a deadline of ours, and do not name the ranks that are missing.
 
         Raises:
             BoxingError: a rank did not come in time, or has failed.
@@ -157,7 +157,7 @@ class Connections(ABC):
             raise self._failed_before(call, self._failure) from self._failure
 
     def check_peers(self, call: CollectiveCall) -> None:
-        """Raise `BoxingError` if waiting for others has become hopeless, by what they announced."""
+        """Raise `BoxingError` if waiting is hopeless, according to other ranks' announcements."""
         self.check_usable(call)
         reason = self.control_store.failure() if self._met else None
         if reason is not None:
@@ -171,18 +171,18 @@ class Connections(ABC):
         return error
 
     def _failed_before(self, call: CollectiveCall, failure: BaseException) -> BoxingError:
-        """Return the error of a call as another one has failed, with what that advises."""
+        """Return the error of a call that fails because of an earlier failure."""
         self._untold = ""
         if isinstance(failure, BoxingError) and failure.todo:
             return call.failed(words_of(failure), todo=failure.todo)
         return call.failed(words_of(failure))
 
     def connection_lost(self, call: CollectiveCall, report: str) -> BoxingError:
-        """Break everything because a connection broke; find out why, and return the error to raise.
+        """Break everything because a connection broke; return the error to raise, with the reason.
 
         Args:
             call: The call that noticed.
-            report: What the transport says; names no rank, as a rule.
+            report: The message of the transport, which usually names no rank.
         """
         if self._failure is None:
             reason = None if self._detector is None else self._detector.investigate(_REASON_S)
@@ -193,7 +193,7 @@ class Connections(ABC):
 
     @contextlib.contextmanager
     def guard(self, call: CollectiveCall) -> Iterator[None]:
-        """Break everything if what is inside fails, and say which step did, and why."""
+        """Break everything if the block fails; the error names the boxing step and the reason."""
         try:
             yield
         except BoxingError as error:
@@ -204,9 +204,9 @@ class Connections(ABC):
             raise self.transport_failed(call, error) from error
 
     def transport_failed(self, call: CollectiveCall, error: Exception) -> BoxingError:
-        """Break everything as the transport raised an error; return the one to raise.
+        """Break everything because the transport raised an error; return the error to raise.
 
-        For where `guard` takes too long to enter: longer than a small message.
+        For callers where entering `guard` would take longer than a small message.
         """
         return self.connection_lost(call, f"{self.transport_says}{error}")
 
@@ -219,14 +219,13 @@ class Connections(ABC):
     ) -> None:
         """Wait for a collective that has begun, which is the `number`-th of its group.
 
-        The ranks that wait long tell the others, so that each can say at its deadline who did not
-        come.
+        Ranks that wait for long publish their counts, to name the missing ranks at the deadline.
 
         Args:
             call: The call that waits.
             ranks: The group.
-            number: What `arrivals.begin` returned.
-            wait: Waits for so many seconds; says whether the collective is over.
+            number: The result of `arrivals.begin`.
+            wait: Waits for the given seconds; returns whether the collective has ended.
 
         Raises:
             BoxingError: a rank did not come in time, or has failed.
@@ -247,11 +246,11 @@ class Connections(ABC):
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing has failed, here or on ranks that announced it."""
+        """Whether nothing has failed, here or on ranks that announced a failure."""
         return self._failure is None and self._met and self.control_store.failure() is None
 
     def known_failure(self) -> str:
-        """Return what has failed, here or on ranks that announced it; "" if nothing has."""
+        """Return the failure of this rank, or one that another announced; "" if none."""
         self._untold = ""
         if self._failure is not None:
             return words_of(self._failure)
@@ -260,29 +259,29 @@ class Connections(ABC):
     def survivors(self, limit_s: float) -> Survivors:
         """See `BoxingBackend.survivors`."""
         if self._failure is None and (reason := self.known_failure()):
-            self._fail_because(reason)  # no call has met it so far, nor the detector
+            self._fail_because(reason)  # neither a call nor the detector has noticed it so far
         if self._failure is None or not self._met or self._closed:
             raise BoxingError("survivors are asked for when a run has failed, and before it closes")
         return Survivors.agree(self.control_store, limit_s)
 
     def failure_reason(self) -> str | None:
-        """Return why waiting for others makes no sense any more, or None if it does."""
+        """Return why waiting for other ranks is hopeless, or None if it is not."""
         return None if self._detector is None else self._detector.failure_reason()
 
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
         words = words_of(error)
-        self._untold = ""  # whoever fails here is not to be silenced by what befell others
+        self._untold = ""  # a failure of this rank hides failures of other ranks
         self._break(
             error, f"rank {self.control_store.rank} reported: {words}" if self._met else words
         )
 
     def close(self) -> None:
-        """Release everything; waits a while for messages and ranks that are on their way.
+        """Release everything; waits a while for messages in transit and for slower ranks.
 
         Raises:
-            BoxingError: another rank ended, or hangs, and had not closed its own, and no
-                call has said so; all is released.
+            BoxingError: another rank ended or hangs without having closed its connections, and no
+                call has raised that; everything is released.
         """
         with self._lock:
             if self._closed:
@@ -290,22 +289,22 @@ class Connections(ABC):
             self._closed = True
         store = self.control_store
         if self._failure is not None and self._met:
-            # Wait a moment for the others to read why this rank goes: they may need it for that.
+            # Give the others a moment to read why this rank leaves: it may host their store.
             members = {*store.members()}
             others = members.difference(store.standing_still(members))
             store.wait_for(
                 lambda: store.is_lost() or not store.not_acknowledged(others), _ACKNOWLEDGE_S
             )
-        # In this order: releasing asks the detector whether to wait for others, and tells them by
-        # the control store that they need not wait for this one.
+        # In this order: `_release` asks the detector whether to wait for other ranks, and reports
+        # in the control store that they need not wait for this one.
         self._release()
         if self._detector is not None:
             self._detector.stop()
         if self._met:
             store.close()
         if self._failure is not None:
-            # An error keeps the frames that it passed, and these keep groups and messages: whoever
-            # caught it may hold on to them, a closed backend does not.
+            # An error keeps its traceback's frames alive, and these keep groups and messages. The
+            # code that caught it may keep them, but a closed backend must not.
             self._failure = BoxingError(words_of(self._failure))
         if self._untold:
             raise BoxingError(
@@ -315,13 +314,13 @@ class Connections(ABC):
             )
 
     def end_with_program(self, error: BaseException) -> None:
-        """Tell the others that this process ends without closing its connections."""
+        """Announce that this process ends without closing its connections."""
         self.fail(error)
         self.close()
-        gc.freeze()  # as `_break` asks for, which is too late to do so at the program's end
+        gc.freeze()  # now, because the `atexit` handler of `_break` would come too late
 
     def _fail_because(self, reason: str) -> None:
-        """Break everything for a reason that is not this rank's."""
+        """Break everything because of another rank's failure."""
         found = "" if self._detector is None else self._detector.found
         self._break(BoxingError(reason), reason, untold=found)
 
@@ -330,19 +329,19 @@ class Connections(ABC):
             if self._failure is not None or self._closed:
                 return
             self._failure, self._untold = error, untold
-        # A program that ends frees all its objects, for which it first looks at each: with those of
-        # torch most of a second, in which the other ranks, and the supervisor, see it run.
+        # At its end, a program collects garbage among all its objects. With torch's objects this
+        # takes almost a second, in which other ranks, and the supervisor, still see it run.
         atexit.register(gc.freeze)
         if self._met:
             self.control_store.say("acknowledged")
         self._announce(announced)
 
     def _await_others(self) -> bool:
-        """Stay until no rank needs this one; say whether all of them are well.
+        """Wait until no rank needs this one; return whether all of them are well.
 
-        A rank that is still in a step needs the connections of those that are done, and all need
-        the store, which one of them may host. One that runs is only slow, and may go on alone; one
-        that does nothing any more has failed, as in a step.
+        A rank that is still in a step needs the connections of ranks that are finished, and all
+        need the store, which one of them may host. A running rank is only slow, and may continue
+        alone; a rank that is stopped or silent has failed, as in a step.
         """
         store, detector = self.control_store, self._detector
         if detector is None:
@@ -355,7 +354,7 @@ class Connections(ABC):
         if not store.wait_for(over, CLOSE_TIMEOUT_S):
             store.wait_for(lambda: over() or not detector.stopped_looks, _STOPPED_TIMEOUT_S)
         if store.all_deregistered():
-            # Whoever hosts the store may have left, as all others had.
+            # The rank that hosts the store may have left because all others had.
             return store.is_lost() or store.failure() is None
         if reason := detector.investigate(0.0, CLOSE_TIMEOUT_S):
             store.announce_failure(reason)
@@ -377,11 +376,11 @@ class Connections(ABC):
 
     @abstractmethod
     def _announce(self, text: str) -> None:
-        """Tell the other ranks why the run failed, and unblock what waits; called once."""
+        """Report to the other ranks why the run failed, and unblock waiting calls; called once."""
 
     @abstractmethod
     def _release(self) -> None:
         """Leave the other ranks, well (`_failure` is None) or not; called once.
 
-        Deregisters, and lets go of what the transport holds once the others do not need it.
+        It deregisters, and frees the transport's resources once the other ranks do not need them.
         """

@@ -1,23 +1,23 @@
-"""The control store: short entries by which the ranks of a run know of each other.
+"""The control store: short entries by which the ranks of a run inform each other.
 
-Tensors never pass here, and nothing is written on the fast path of a step: only where something
-takes long, goes wrong or ends.
+It holds no tensors, and nothing is written on the fast path of a step: only when something takes
+long, fails or ends. The failure detector and the errors of boxing calls use it.
 
-| key | is written by | says |
+| key | is written by | meaning |
 |---|---|---|
-| `member/RANK` | `register` | which process the rank is |
+| `member/RANK` | `register` | the process of the rank |
 | `join/GROUP/RANK` | `say` | the rank is ready to connect a group |
-| `waiting/GROUP/RANK` | `say` | the number of the group's latest call that it came to |
-| `location/RANK` | `say` | the step in which it is, or was last, in words that follow its name |
-| `heartbeat/RANK` | `say` | a number, another one each time |
+| `waiting/GROUP/RANK` | `say` | the number of the group's latest call that it has begun |
+| `location/RANK` | `say` | the step in which it is, or was last, as words after its name |
+| `heartbeat/RANK` | `say` | a number that changes each time |
 | `failure` | `announce_failure` | why the run failed; the first text stays |
 | `acknowledged/RANK` | `say` | the rank has read that |
-| `survivor/RANK` | `say` | the rank is left when the run has failed |
-| `survivors` | `agree_on_survivors` | all that are left; the first list stays |
+| `survivor/RANK` | `say` | the rank has survived the failure |
+| `survivors` | `agree_on_survivors` | all survivors; the first list stays |
 | `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
-| `transport/...` | `publish` | whatever a backend wants its ranks to know |
+| `transport/...` | `publish` | information that a backend shares between its ranks |
 
-How entries travel is a subclass's: `store_client` keeps them in a key-value store, boxing-nccl
+A subclass transports the entries: `key_value_store` keeps them in a key-value store, boxing-nccl
 sends them as messages of MPI.
 """
 
@@ -31,11 +31,11 @@ from typing import ClassVar
 from sbp_core.processes.membership import Member, MemberState, state_of
 from sbp_core.processes.waiting import wait_until
 
-#: Characters of a failure that are announced: over MPI a short message leaves at once, whatever its
-#: receiver does; a long one waits for it.
+#: Characters of a failure that are announced: over MPI a short message is sent without waiting for
+#: its receiver; a long one waits.
 _LONGEST_TEXT = 2000
 
-#: Of these, what was written first stays; of others, what was written last.
+#: Keys of which the first value stays; for all other keys, the last value counts.
 FIRST_STAYS = ("failure", "survivors")
 
 
@@ -44,15 +44,14 @@ class StoreSilentError(RuntimeError):
 
 
 class StoreLostError(StoreSilentError):
-    """The control store cannot be reached any more; says why."""
+    """The control store is permanently unreachable; the message has the reason."""
 
 
 class ControlStore(ABC):
     """The entries of one run, as one rank sees them.
 
-    No method waits for another rank, but for `wait_for`. Once the store is lost, `failure` says so,
-    and every other method acts as if nobody had written anything: who asks about the others must
-    not fail for want of an answer.
+    Only `wait_for` waits for other ranks. Once the store is lost, `failure` reports that, and every
+    other method acts as if no rank had written anything: queries about other ranks must not fail.
 
     Args:
         rank: The rank that reads and writes.
@@ -67,11 +66,11 @@ class ControlStore(ABC):
         self.size = size
         self._members: dict[int, Member] = {}
 
-    # How entries travel: what a subclass brings.
+    # Transport of entries: implemented by a subclass.
 
     @abstractmethod
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        """Write an entry for some ranks; of equal keys the last counts, of `FIRST_STAYS` the first.
+        """Write an entry for some ranks; the last value counts, for `FIRST_STAYS` the first.
 
         Raises:
             StoreSilentError: it cannot be written.
@@ -87,41 +86,41 @@ class ControlStore(ABC):
 
     @abstractmethod
     def _delete(self, key: str) -> None:
-        """Forget an entry that was read, so that many of them take no memory.
+        """Delete an entry that was read, to save memory.
 
         Raises:
             StoreSilentError: it cannot be deleted.
         """
 
     def _has_all(self, keys: Iterable[str]) -> bool:
-        """Say whether there is an entry for each key."""
+        """Return whether there is an entry for each key."""
         return all(self._get(key) is not None for key in keys)
 
-    # What each rank says of itself; see the module for the keys. A store that does not answer
-    # leaves that without effect: whoever looks next sees a failure in it.
+    # Entries of each rank about itself; see the module for the keys. If the store does not answer,
+    # writing has no effect: the next reader treats that as a failure.
 
     def say(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:
-        """Tell some ranks, or all, something about this one: write its entry `key/RANK`."""
+        """Write this rank's entry `key/RANK`, for some ranks or all."""
         self._write(f"{key}/{self.rank}", value, ranks)
 
     def announced(self, key: str, rank: int) -> str | None:
-        """Return what a rank has said of itself, or None if it has not."""
+        """Return the entry of another rank about itself, or None if there is none."""
         return self._read(f"{key}/{rank}")
 
     def announcing(self, key: str, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks that have said something."""
+        """Return the ranks, among those given, that have written an entry."""
         return [rank for rank in ranks if self.announced(key, rank) is not None]
 
     def all_announced(self, key: str) -> bool:
-        """Say whether every rank has said something."""
+        """Return whether every rank has written an entry."""
         with suppress(StoreSilentError):
             return self._has_all(f"{key}/{rank}" for rank in range(self.size))
         return False
 
-    # Who takes part.
+    # Members.
 
     def register(self, member: Member) -> None:
-        """Tell all ranks which process this one is."""
+        """Publish the process of this rank to all ranks."""
         self.say("member", member.to_json())
 
     def members(self) -> dict[int, Member]:
@@ -132,9 +131,9 @@ class ControlStore(ABC):
         return dict(self._members)
 
     def standing_still(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks whose processes are seen to have ended, or to be stopped.
+        """Return the ranks, among those given, whose processes have ended or are stopped.
 
-        By those members alone that have been read: the store may be silent.
+        Uses only members that have been read already, because the store may be silent.
         """
         me, still = self._members.get(self.rank), (MemberState.STOPPED, MemberState.ENDED)
         known = [] if me is None else [rank for rank in ranks if rank in self._members]
@@ -144,24 +143,24 @@ class ControlStore(ABC):
         """Return the ranks that are not ready to connect a group."""
         return self._absent(ranks, lambda rank: self._get(f"join/{group}/{rank}") is not None)
 
-    # Where they are.
+    # Locations of ranks.
 
     def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that have not come to a call of a group, as far as they reported."""
+        """Return the ranks that have not begun a call of a group, according to their reports."""
         others = [rank for rank in ranks if rank != self.rank]
         return self._absent(
             others, lambda rank: int(self._get(f"waiting/{group}/{rank}") or -1) >= number
         )
 
-    # How it ends.
+    # The end of a run.
 
     def announce_failure(self, text: str) -> None:
-        """Tell all ranks why the run failed; the first text stays."""
+        """Report to all ranks why the run failed; the first text stays."""
         if self._read("failure") is None:
             self._write("failure", text[:_LONGEST_TEXT])
 
     def failure(self) -> str | None:
-        """Return why the run failed, as the first rank that knew said, or None if it did not."""
+        """Return why the run failed, by the first report, or None if it did not."""
         try:
             return self._get("failure")
         except StoreLostError as error:
@@ -170,7 +169,7 @@ class ControlStore(ABC):
             return None
 
     def is_lost(self, *, if_silent: bool = False) -> bool:
-        """Say whether entries cannot be read any more; `if_silent` is the answer if they may be."""
+        """Return whether entries are permanently unreadable; `if_silent` if that is not known."""
         try:
             self._get("failure")
         except StoreSilentError as error:
@@ -184,41 +183,41 @@ class ControlStore(ABC):
         return sorted(ranks - {*self.announcing("deregistered", ranks)})
 
     def agree_on_survivors(self, proposed: str) -> str | None:
-        """Return which ranks are left, as the first one said that was asked; None if it is lost."""
+        """Return the survivors, by the first proposal written; None if the store is lost."""
         self._write("survivors", proposed)
         return self._read("survivors")
 
     def deregister(self) -> None:
-        """Tell all ranks that this one needs nobody any more: it may end now."""
+        """Report to all ranks that this one needs no other rank any more: it may end now."""
         self.say("deregistered")
         self._write("deregistered/any")
 
     def deregistered(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that need nobody any more."""
-        # Asked often, and the answer is nobody until the run ends: one entry says so.
+        """Return the ranks, among those given, that need no other rank any more."""
+        # Called often, and no rank deregisters before the run ends: check one entry first.
         if self._read("deregistered/any") is None:
             return []
         return self.announcing("deregistered", ranks)
 
     def all_deregistered(self) -> bool:
-        """Say whether nobody needs this rank any more, or nobody can be reached."""
+        """Return whether no rank needs this one any more, or no rank is reachable."""
         try:
             return self._has_all(f"deregistered/{rank}" for rank in range(self.size))
         except StoreSilentError as error:
-            # The rank that hosts the store goes last: without it, all others have gone.
+            # The rank that hosts the store leaves last: if it is lost, all others have left.
             return isinstance(error, StoreLostError)
 
-    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
-        """Let go of what carries the entries; nothing may be asked any more."""
+    def close(self) -> None:  # noqa: B027 (usually there is nothing to release)
+        """Release the transport of the entries; no method may be called afterwards."""
 
-    # What a backend adds.
+    # Entries of a backend.
 
     def publish(self, key: str, text: str, ranks: Iterable[int]) -> None:
-        """Write an entry of the backend's own for some ranks."""
+        """Write a backend-specific entry for some ranks."""
         self._write(f"transport/{key}", text, ranks)
 
     def lookup(self, key: str) -> str | None:
-        """Return an entry that was published, or None if it has not come."""
+        """Return an entry that was published, or None if it has not arrived."""
         return self._read(f"transport/{key}")
 
     def take(self, key: str) -> str | None:
@@ -229,16 +228,16 @@ class ControlStore(ABC):
         return text
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Look until `done()` says yes or `limit_s` seconds are over; return the answer."""
+        """Poll until `done()` is true or `limit_s` seconds have passed; return the result."""
         first_s, longest_s = self.pauses_s
         return wait_until(done, limit_s, first_pause_s=first_s, longest_pause_s=longest_s)
 
     def _absent(self, ranks: Iterable[int], has_come: Callable[[int], bool]) -> list[int]:
-        """Return the ranks that have not come; if the store is silent, those that cannot have."""
+        """Return the ranks that have not come; if the store is silent, those that cannot come."""
         ranks = list(ranks)
         with suppress(StoreSilentError):
             return [rank for rank in ranks if not has_come(rank)]
-        # Better to accuse those whose processes stand still than everybody else.
+        # Better to report the ranks whose processes stand still than all other ranks.
         return self.standing_still(ranks) or [rank for rank in ranks if rank != self.rank]
 
     def _write(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:

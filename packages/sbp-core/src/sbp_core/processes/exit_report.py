@@ -1,9 +1,10 @@
-"""How the processes of a run ended, as values and as the message that a user reads.
+"""Reports of how the processes of a run ended, as values and as error messages for users.
 
-A launcher such as `mpiexec` ends as one process, whose exit code names nobody; and where ranks are
-processes of their own, one that waited for the rank that failed may end before it. But the ranks
-that remained say for whom they waited (`boxing.collective_call`), and the launcher itself often
-says which of its processes it lost (`LaunchSpec.failure_patterns`). `RootCauseFinder` reads that.
+The first process that ends is not always the cause. A launcher such as `mpiexec` ends as one
+process, whose exit code names no rank; and a rank that waited for the failed rank may end first.
+But the remaining ranks report for which rank they waited (`boxing.collective_call`), and the
+launcher itself often reports which process it lost (`LaunchSpec.failure_patterns`).
+`RootCauseFinder` reads these lines.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from dataclasses import dataclass
 from sbp_core.boxing.backend import LaunchSpec
 from sbp_core.errors import RunError
 
-#: What the error of a rank says of another one that does nothing any more.
+#: Descriptions of a rank that does nothing any more, in the errors of other ranks.
 STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
-#: What ranks say of others, the surest first. A rank that did not arrive may itself have waited for
-#: one that hangs, so a rank that hangs goes before who is missing. `.*` is greedy: where
-#: rank 2 reports what rank 1 reported, the last name in the line is that of the cause.
+#: Reports of ranks about other ranks, the most certain first. A missing rank may itself have waited
+#: for a rank that hangs, so a hanging rank precedes a missing one. `.*` is greedy: if rank 2
+#: repeats a report of rank 1, the last name in the line is the cause.
 _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
-#: The same of one that a signal has stopped, on the host of who says so.
+#: The same for a rank that a signal has stopped, on the host of the reporting rank.
 STOPPED_HERE = re.compile(rf"rank \d+ \(pid (?P<process>\d+) on this host\):? {STOPPED}")
 _MISSED = re.compile(r"ranks that did not (?:arrive|open their boxing backend): (?P<rank>\d+)")
 _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|\(pid))")
-#: What ends ranks that only wait for one which cannot write its part of a checkpoint. A warning
-#: ends nobody: that one is made up for by a later checkpoint.
+#: The error of ranks that wait for a rank which cannot write its part of a checkpoint. A warning
+#: ends no rank: a later checkpoint replaces the missing one.
 _NOT_WRITTEN = re.compile(r"(?!WARNING ).*cannot be written: (?=rank (?P<rank>\d+) says:)")
 
 #: Characters of a line that are quoted.
 _LONGEST = 200
 
-#: Exit status of a run that took too long, as that of the command `timeout`.
+#: Exit status of a run that took too long, as for the command `timeout`.
 TIMED_OUT = 124
 
 _TODO = {
@@ -47,21 +48,21 @@ _STOPPED_TODO = "see what stopped it: a debugger, or a batch system that suspend
 
 
 class RootCauseFinder:
-    """Looks for the name of the rank that failed first in the lines of one process.
+    """Looks for the name of the rank that failed first in the output lines of one process.
 
     Args:
-        spec: The process; one that is a single rank names another.
+        spec: The process; if it is a single rank, it can only name another rank.
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
         is_rank = len(spec.ranks) == 1
         self._patterns = [] if is_rank else [re.compile(text) for text in spec.failure_patterns]
         self._own = str(spec.ranks[0]) if is_rank else ""
-        #: The rank and the words that name it, by kind of sentence, the surest first.
+        #: The rank and the words that name it, by kind of sentence, the most certain first.
         self._found: dict[int, tuple[str, str]] = {}
 
     def read(self, line: str) -> None:
-        """Take in a line; of each kind of sentence the first that is written counts."""
+        """Read a line; for each kind of sentence the first line counts."""
         if still := _STILL.search(line):
             self._note(0, still["rank"], still[0])
         if missed := _MISSED.search(line):
@@ -80,24 +81,24 @@ class RootCauseFinder:
 
     @property
     def found(self) -> tuple[str, str] | None:
-        """The rank, and the words that name it, or None: of what ranks said, or else a launcher."""
+        """The rank and the words that name it, or None; ranks' reports precede a launcher's."""
         return self._found[min(self._found)] if self._found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """How one process ended, or what it was doing when the supervisor had to end it.
+    """How one process ended, or its condition when the supervisor had to end it.
 
     Args:
-        spec: What it was started as.
+        spec: The specification by which it was started.
         pid: Its process id.
         code: Its exit code, minus the number of the signal that ended it, or None if it had not
             ended by itself.
         after_s: Seconds from the start of the run.
         stopped: Whether it had not ended because a signal had stopped it.
-        last_lines: The last that it wrote.
-        root_cause: The rank that failed first and the words that say so, by what it wrote, if it
-            wrote of any; of a process that is one rank, it is another one.
+        last_lines: The last lines that it wrote.
+        root_cause: The rank that failed first, and the words that name it, if its output names one;
+            the output of a process that is one rank names another rank.
     """
 
     spec: LaunchSpec
@@ -119,7 +120,7 @@ class ProcessExit:
             return f"signal {-self.code}"
 
     def place(self, *, quote: bool) -> str:
-        """Return where it ran, and what it said last if that is to be quoted."""
+        """Return where it ran, and its last lines if `quote`."""
         place = f"{self.spec.name}: host {socket.gethostname()}, process {self.pid}"
         if not quote:
             return place
@@ -128,7 +129,7 @@ class ProcessExit:
 
     @property
     def how(self) -> str:
-        """How it ended, in words that follow its name."""
+        """How it ended, as words that follow its name."""
         if self.code is None:
             return "had been stopped by a signal" if self.stopped else "was still running"
         if self.code < 0:
@@ -138,13 +139,13 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReport:
-    """How a run ended.
+    """How the processes of a run ended.
 
     Args:
         exits: The processes that ended by themselves, in this order.
-        remaining: Those that were ended by the supervisor, as they were before.
-        timeout_s: The time that the run had, if it took longer.
-        stopped_by: Number of the signal that asked all processes to end, if one did.
+        remaining: The processes that the supervisor ended, in their condition before that.
+        timeout_s: The time limit of the run, if it was exceeded.
+        stopped_by: Number of the signal that asked all processes to end, if there was one.
     """
 
     exits: tuple[ProcessExit, ...]
@@ -154,22 +155,22 @@ class ExitReport:
 
     @property
     def first(self) -> ProcessExit | None:
-        """The process that ended badly before all others, if one did."""
+        """The process that was the first to end badly, if there is one."""
         return next((end for end in self.exits if end.code != 0), None)
 
     @property
     def cause(self) -> ProcessExit | None:
-        """The process that the others followed: `first`, or the rank that it waited for in vain.
+        """The process that failed first: `first`, or the rank for which it waited in vain.
 
-        That is one that it names, or else one that a signal had stopped.
+        That is a rank that `first` names, or else one that a signal had stopped.
         """
         ranks = {
             str(end.spec.ranks[0]): end
             for end in (*self.exits, *self.remaining)
-            if len(end.spec.ranks) == 1  # also of one that ended with status 0 in the middle
+            if len(end.spec.ranks) == 1  # even if it ended early with status 0
         }
         found, seen = self.first, set[int]()
-        # What was ended by the supervisor only says of the others that they had gone.
+        # Processes that the supervisor ended only report that the others had left.
         while found is not None and found.root_cause is not None and found in self.exits:
             if len(found.spec.ranks) > 1 or found.pid in seen:
                 return found
@@ -183,18 +184,20 @@ class ExitReport:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the whole: 0, that of `first` as a shell shows it, or 124 for late."""
+        """The exit status of the run: 0, `first`'s status as in a shell, or 124 if too late."""
         if self.first is None:
             return 0 if self.timeout_s is None and self.cause is None else TIMED_OUT
         code = self.first.code or 0
         return code if code > 0 else 128 - code
 
     def error(self, *, quote: bool = True) -> RunError | None:
-        """Return the error that says who failed first, where, how, and what to do; None if well.
+        """Return the error that reports which process failed first, and why; None if all is well.
+
+        It also says where it failed, and what to do.
 
         Args:
-            quote: Whether it shows the last lines of those that ended badly; needless where the
-                reader has just seen them.
+            quote: Whether it shows the last lines of the processes that ended badly; unnecessary if
+                the reader has just seen them.
         """
         cause = self.cause
         if cause is None and self.timeout_s is None:
@@ -226,6 +229,6 @@ class ExitReport:
         return RunError(what, where=[end.place(quote=quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:
-        """What a user reads."""
+        """Return the report for users."""
         error = self.error()
         return f"{len(self.exits)} processes ended well" if error is None else str(error)

@@ -1,9 +1,8 @@
-"""The thread by which a process learns that another one has failed, ended or deregistered.
+"""The failure detector: a thread that notices that another process failed, ended or deregistered.
 
-Without it a rank would learn so only where it happens to be connected to that other one, by an
-error of the transport that names nobody; and a rank that computes would not learn it at all. The
-thread looks at the control store and at the processes of this host. What it finds breaks the
-`connections`.
+Without it, a rank would notice only by an error of a connection to that process, which names no
+rank; and a rank that computes would not notice at all. The thread polls the control store and the
+processes of this host. If it finds a failure, it breaks the `connections`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from sbp_core.processes.membership import Member, MemberState, state_of
 #: Seconds between two looks.
 INTERVAL_S = 0.25
 
-#: Seconds between two looks of a rank whose connection just broke.
+#: Seconds between two looks by a rank whose connection just broke.
 _HURRY_S = 0.02
 
 #: Seconds that a call takes before the rank reports where it is.
 _LONG_S = 0.2
 
-#: Seconds that a call may last after a rank that it needs has deregistered: what that rank has sent
-#: before may still be on its way.
+#: Seconds that a call may last after a rank that it needs has deregistered: earlier messages of
+#: that rank may still be in transit.
 _GRACE_S = 2.0
 
-#: Looks in a row that see a rank stopped by a signal, while a call waits for it, before it counts
-#: as failed: 10 s, whatever the deadline of that call, as who writes a checkpoint may take long.
-#: Not seconds: when all of a host was suspended, this process did not look either.
+#: Consecutive looks that see a rank stopped by a signal, while a call waits, before it counts as
+#: failed: 10 s, whatever the deadline of that call, because that may be long for checkpoints.
+#: Not seconds: while a whole host is suspended, this process does not look either.
 _STOPPED_LOOKS = 40
 
 #: Seconds between two heartbeats, for ranks on other hosts.
@@ -51,14 +50,14 @@ _LISTEN_S = 1.2
 
 
 class FailureDetector:
-    """Finds out, for one process, which of the others have failed, and says why.
+    """Detects, for one process, which other ranks have failed, and why.
 
     Args:
-        store: Of this rank.
+        store: The control store of this rank.
         members: The processes of all ranks, by rank.
         calls: The calls of this process.
-        on_failure: Called once, on the detector's thread, with why the run failed.
-        arrivals: Of this rank; the others are told of those that they may wonder about.
+        on_failure: Called once, on the detector's thread, with the reason why the run failed.
+        arrivals: The counts of this rank; the detector publishes those that others may wait for.
     """
 
     def __init__(
@@ -74,19 +73,19 @@ class FailureDetector:
         self._members = members
         self._me = members[store.rank]
         near = {rank for rank, member in members.items() if member.shares_pids_with(self._me)}
-        #: The other ranks of this host, and those of other hosts.
+        #: The other ranks of this host, and the ranks of other hosts.
         self._here, self._away = sorted(near - {store.rank}), sorted({*members} - near)
         self._calls = calls
         self._on_failure = on_failure
-        #: When a rank was first seen to have deregistered, by rank.
+        #: The time at which a rank was first seen to have deregistered, by rank.
         self._deregistered: dict[int, float] = {}
-        #: How often in a row a rank was seen to be stopped while a call waited for it; it fails if
-        #: it stays so.
+        #: Number of consecutive looks that saw a rank stopped while a call waited for it; it fails
+        #: if it stays stopped.
         self.stopped_looks: Counter[int] = Counter()
         self._stopped_for_long = ""
-        #: What this rank has found out by itself, of all that it knows to be wrong.
+        #: The failure that this rank has detected itself, if there is one.
         self.found = ""
-        #: Whether this rank is through, and waits for all others to be so.
+        #: Whether this rank has finished, and waits for all others to finish.
         self.is_leaving = False
         self._lost_since: float | None = None
         self._reported = ""
@@ -97,17 +96,17 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="sbp-failure-detector", daemon=True)
 
     def start(self) -> None:
-        """Begin to look, every `INTERVAL_S` seconds."""
+        """Start the thread, which looks every `INTERVAL_S` seconds."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, or leave it behind if it hangs."""
+        """End the thread, or abandon it if it hangs."""
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * INTERVAL_S)
 
     def failure_reason(self) -> str | None:
-        """Look once; return why the run cannot go on, or None if nothing is wrong."""
+        """Look once; return why the run cannot continue, or None if nothing is wrong."""
         failure = self._store.failure()
         if failure is not None and not self._store.is_lost():
             return failure
@@ -120,10 +119,9 @@ class FailureDetector:
         return reason or None
 
     def investigate(self, limit_s: float, listen_s: float | None = None) -> str | None:
-        """Look for why a connection broke, or a rank does not come, for `limit_s` seconds.
+        """Look for up to `limit_s` seconds why a connection broke or a rank is missing.
 
-        Ranks on other hosts are listened to for longer, if there are any: `listen_s` seconds, or as
-        long as is usual.
+        For ranks on other hosts, it waits for heartbeats for `listen_s` seconds, or the usual time.
         """
         listen_s = listen_s or _SILENCE_S
         end = time.monotonic() + limit_s
@@ -141,9 +139,9 @@ class FailureDetector:
         return self.found
 
     def describe(self, ranks: Collection[int]) -> list[str]:
-        """Say of each rank what its process does, and where it was last.
+        """Describe each of these ranks: the state of its process, and its last location.
 
-        Of other ranks, those that do nothing any more: some of `ranks` may be waiting for them.
+        Stopped or silent ranks are described, too: some of `ranks` may wait for them.
         """
         silent = self._silent(self._away, _LISTEN_S)
         stopped = self._stopped()
@@ -175,7 +173,7 @@ class FailureDetector:
                 return
 
     def _report_location(self) -> None:
-        """Tell the others where this rank is, if it is there for long."""
+        """Publish the location of this rank if it has been there for long."""
         pending, latest = self._calls.all(), self._calls.latest
         longest = max(pending, key=lambda call: call.age_s, default=latest)
         if longest is None or longest.age_s < _LONG_S:
@@ -186,20 +184,20 @@ class FailureDetector:
             self._store.say("location", location)
             self._reported = location
 
-    # What can be wrong.
+    # Possible failures.
 
     def _find_ended(self) -> str | None:
-        """Name the processes of this host that have ended and had not deregistered."""
+        """Return text about processes of this host that have ended without deregistering."""
         if not (ended := self._not_running()):
             return None
-        # Asked last: a rank that deregisters, or says why it failed, does so before it ends.
+        # Read last: a rank deregisters, or reports why it failed, before it ends.
         deregistered = self._store.deregistered(ended)
         self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
         if not (unexplained := [rank for rank in ended if rank not in deregistered]):
             return None
         if (failure := self._store.failure()) is not None:
             return failure
-        # If the store does not answer, one of those that are stopped hosts it. Whoever has ended
+        # If the store does not answer, one of the stopped ranks hosts it. Ranks that have ended
         # meanwhile may have deregistered, which cannot be read.
         is_silent = self._store.is_lost(if_silent=True) and not self._store.is_lost()
         if is_silent and (stopped := self._stopped()):
@@ -207,7 +205,7 @@ class FailureDetector:
         return self._say_ended(unexplained)
 
     def _explain_loss(self, failure: str) -> str | None:
-        """Say why the control store is lost: often, the process that hosted it has ended."""
+        """Return why the control store is lost: often, the process that hosted it has ended."""
         self._lost_since = self._lost_since or time.monotonic()
         if ended := self._not_running():
             return self._say_ended(ended)
@@ -217,7 +215,7 @@ class FailureDetector:
         return failure
 
     def _find_deregistered(self) -> str | None:
-        """Name a rank that has deregistered although a call of this rank still waits for it."""
+        """Return text about a rank that has deregistered although a call here waits for it."""
         now = time.monotonic()
         for call in self._calls.all():
             if call.age_s < _LONG_S:
@@ -232,9 +230,9 @@ class FailureDetector:
         return None
 
     def _find_stopped(self) -> str | None:
-        """Name a rank of this host that a signal has stopped, and for whom this rank waits.
+        """Return text about a stopped rank of this host for which this rank waits.
 
-        It waits in a call, or for all others before it leaves. To be called once every
+        This rank waits in a call, or for all other ranks before it leaves. Call this once every
         `INTERVAL_S`.
         """
         needed = {rank for call in self._calls.all() for rank in awaited(call)}
@@ -251,7 +249,7 @@ class FailureDetector:
         return self._stopped_for_long or None
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
-        """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
+        """Return the ranks on other hosts, among those given, without a heartbeat for a while."""
         heard = partial(self._store.announced, "heartbeat")
         before = {rank: heard(rank) for rank in ranks}
         silent, end = list(ranks), time.monotonic() + listen_s

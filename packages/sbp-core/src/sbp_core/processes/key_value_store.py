@@ -1,22 +1,22 @@
 """The control store in a key-value store that all ranks reach, such as torch.distributed's.
 
 Such a store answers within microseconds, or at once with an error if its host has ended; but if its
-host is stopped, a call waits without limit. So a thread of its own asks it (`StoreClient`), and
-nobody else waits for longer than a second:
+host is stopped, a call waits without limit. So a separate thread queries it (`StoreClient`), and
+other threads wait for at most a second:
 
     callers   get("failure") -> queue -> the thread -> store.get(...)   (may hang here for ever)
               wait <= 1 s: answer, StoreSilentError (late), StoreLostError (error, from then on)
 
 Rank 0 often hosts the store. It ends that store when it closes its backend, and hosts another for
-the next backend, at the same address. A rank that is quick finds the old one still there:
+the next backend, at the same address. A fast rank may still find the old store there:
 
     rank 0   deregisters ... ends the store               hosts another, counts its opening
     rank 1   reads that, closes, connects: to the old one ... connects again
 
 So every rank counts in the store how often it has opened a backend there (`count_opening`). A rank
 that finds its own count above zero has been in this store before. `connect_current_store` waits
-until rank 0 has come back to it (which it does where the program or torchrun keeps the store) or
-until the connection breaks.
+until rank 0 has come back to it (if the program or torchrun keeps the store) or until the
+connection breaks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from sbp_core.processes.control_store import (
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0
 
-#: Seconds that it gets while an earlier request is not answered.
+#: Seconds for an answer while an earlier request is not answered.
 _IMPATIENT_S = 0.01
 
-#: Seconds between two looks whether rank 0 has come back to a store.
+#: Seconds between two checks whether rank 0 has come back to a store.
 _PAUSE_S = 0.01
 
 
@@ -53,20 +53,20 @@ class KeyValueStore(Protocol):
         """Write a value."""
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the present one is as expected, which "" is where there is none."""
+        """Write a value if the present one is as expected; "" if there should be none."""
 
     def get(self, key: str, /) -> bytes:
-        """Read a value; waits until it is there."""
+        """Read a value; waits until it exists."""
 
     def check(self, keys: Sequence[str], /) -> bool:
-        """Say whether all keys are there, without waiting."""
+        """Return whether all keys exist, without waiting."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Drop a value, if there is one."""
+        """Delete a value, if there is one."""
 
 
 class StoreClient:
-    """Asks a store, for any thread; after the first error the store counts as lost."""
+    """Queries a store on behalf of any thread; after the first error the store counts as lost."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._requests: queue.SimpleQueue[
@@ -81,11 +81,11 @@ class StoreClient:
         self._thread.start()
 
     def ask(self, request: Callable[[KeyValueStore], Any]) -> Any:
-        """Return what a request returns, which the thread makes of the store.
+        """Return the result of a request, which the client's thread executes.
 
         Raises:
             StoreSilentError: the store does not answer for now.
-            StoreLostError: the store cannot be reached any more.
+            StoreLostError: the store is permanently unreachable.
         """
         if self._closed:
             raise StoreSilentError("nobody asks the store any more: the control store is closed")
@@ -106,10 +106,9 @@ class StoreClient:
             raise StoreLostError(self._lost) from error
 
     def close(self) -> None:
-        """Let go of the store, and end the thread; both are over when this returns.
+        """Release the store, and end the thread, before this returns.
 
-        Unless the store does not answer: the thread is left to wait for it then. Safe to call
-        twice.
+        If the store does not answer, the thread is abandoned. Safe to call twice.
         """
         self._closed = True
         self._requests.put(None)
@@ -121,8 +120,8 @@ class StoreClient:
             try:
                 answer.set_result(request(store))
             except Exception as error:
-                # Without the frames that it passed: they hold the store, and whoever asked may keep
-                # the error for long.
+                # Without its traceback, whose frames hold the store: the caller may keep the error
+                # for long.
                 answer.set_exception(error.with_traceback(None))
             self._unanswered_since = None
             # Nothing is kept alive while the next request is awaited.
@@ -133,8 +132,8 @@ class KeyValueControlStore(ControlStore):
     """Entries in a store, which any rank may read at any time.
 
     Args:
-        store: A part of it that nobody else writes to.
-        rank: The rank that looks.
+        store: A part of it that has no other writers.
+        rank: The rank that reads and writes.
         size: Number of ranks.
     """
 
@@ -143,10 +142,10 @@ class KeyValueControlStore(ControlStore):
         self._client = StoreClient(store)
 
     def close(self) -> None:
-        """Let go of the store; nothing may be asked any more.
+        """Release the store; no method may be called afterwards.
 
         Rank 0 waits a moment for the others to close theirs: it may host the store, and torch would
-        complain on the standard error of whoever asks a store that is gone.
+        print complaints on the standard error of ranks that query a closed store.
         """
         self.say("close")
         if self.rank == 0 and self.all_deregistered():
@@ -154,7 +153,7 @@ class KeyValueControlStore(ControlStore):
         self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        if key in FIRST_STAYS:  # whoever else writes at the same time
+        if key in FIRST_STAYS:  # even if another rank writes at the same time
             self._client.ask(lambda store: store.compare_set(key, "", value))
         else:
             self._client.ask(lambda store: store.set(key, value))
@@ -173,7 +172,7 @@ class KeyValueControlStore(ControlStore):
 
 
 class CountingStore(KeyValueStore, Protocol):
-    """A store that also counts, as torch.distributed's do; raises `RuntimeError` if it is lost."""
+    """A store with counters, like torch.distributed's; raises `RuntimeError` if it is lost."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, which starts at 0, and return it."""
@@ -186,10 +185,10 @@ def count_opening(store: CountingStore, name: str, rank: int, amount: int = 1) -
     """Count that a rank opens a backend in a store; return how often it has, this time included.
 
     Args:
-        store: Of all ranks.
-        name: Of the kind of backend.
-        rank: Of the one that opens it.
-        amount: How often it does now; 0 only looks.
+        store: The store of all ranks.
+        name: The name of the kind of backend.
+        rank: The rank that opens the backend.
+        amount: The increment; 0 only reads the count.
     """
     return store.add(f"{name}/opened/{rank}", amount)
 
@@ -201,12 +200,12 @@ def connect_current_store(
 
     Args:
         connect: Connects this process; waits for the host of the store by itself.
-        name: Of the kind of backend, as in `count_opening`.
+        name: The name of the kind of backend, as in `count_opening`.
         rank: This rank.
-        limit_s: Seconds to wait for rank 0; after that the store is taken as it is.
+        limit_s: Seconds to wait for rank 0; after that the store is used as it is.
 
     Raises:
-        RuntimeError, ValueError, OSError: what `connect` raises.
+        RuntimeError, ValueError, OSError: raised by `connect`.
     """
     end = time.monotonic() + limit_s
     while True:
@@ -223,8 +222,8 @@ def connect_current_store(
         except BoxingError:
             raise  # waiting has become hopeless
         except RuntimeError:
-            # It was the old one, and has just ended: this process was connected, or about to be.
-            # Rank 0 may be the host; where it cannot connect, waiting does not help.
+            # It was the old store, which has just ended while this process was connected, or about
+            # to be. Rank 0 may be the host; if it cannot connect, waiting does not help.
             if (rank == 0 and not is_connected) or time.monotonic() >= end:
                 raise
             time.sleep(_PAUSE_S)

@@ -1,6 +1,7 @@
-"""How the ranks of a run are started: the contract of launchers, `mpiexec`, one process a rank.
+"""Launchers: the interface for starting the ranks of a run, and starting by `mpiexec` or directly.
 
-Processes that nothing else connects find each other by torchrun's variables.
+Processes that are started directly find each other by torchrun's environment variables. The
+launcher plugins of `sbp_launch` and boxing backends use these functions.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _VERSION_S = 30.0
 #: Options of the Python interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
-#: How launchers name a rank: one that a signal ended, the first that ended with a status other than
-#: 0, and the one that ended the job. (Open MPI, which is prterun or mpirun; MPICH.)
+#: Messages of launchers about a rank: a signal ended it, it was the first that ended with a status
+#: other than 0, or it ended the job. (Open MPI, which is prterun or mpirun; MPICH.)
 _FAILURE_PATTERNS = (
     r"noticed that process rank (?P<rank>\d+) with PID",
     r"Process name: \[.*,(?P<rank>\d+)\]",
@@ -34,8 +35,8 @@ _FAILURE_PATTERNS = (
     r"[aA]bort\(\d+\) on node \d+ \(rank (?P<rank>\d+) in comm",
 )
 
-#: Ports below those that systems give to outgoing connections: one that is free stays free until
-#: the processes have been started, unless another run draws it in the same moment.
+#: Ports below the range of outgoing connections: a free one stays free until the processes have
+#: been started, unless another run draws it at the same moment.
 _PORTS = range(20_000, 32_000)
 
 _HOST = "127.0.0.1"
@@ -46,14 +47,14 @@ _TRIES = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What a launcher is to start.
+    """The input of a launcher.
 
     Args:
         command: Program and arguments of every rank; begins with `sys.executable`. A rank learns
-            from its environment which one it is, as under torchrun, mpiexec or Slurm's srun.
-        num_ranks: Processes to start, one a rank, >= 1.
-        backend: What will connect them, not open: knows how they are started on this machine.
-        folder: Of the run; absolute, and the same on all hosts. What a launcher leaves goes there.
+            its number from its environment, as under torchrun, mpiexec or Slurm's srun.
+        num_ranks: Processes to start, one for each rank, >= 1.
+        backend: The boxing backend that will connect them, not open; it can start its processes.
+        folder: The folder of the run; absolute, and the same on all hosts; for files of launchers.
     """
 
     command: tuple[str, ...]
@@ -63,26 +64,26 @@ class LaunchRequest:
 
 
 class Launcher(Protocol):
-    """Kind `launcher`: `build(config)` returns what starts the processes of a run.
+    """Kind `launcher`: `build(config)` returns an object that starts the processes of a run.
 
-    Its config has `spans_processes: bool`, as that of a boxing backend has: whether each rank is a
-    process. The two have to say the same.
+    Its config has `spans_processes: bool`, like the config of a boxing backend: whether each rank
+    is a process. The two must agree.
     """
 
     def launch_specs(self, request: LaunchRequest) -> Sequence[LaunchSpec]:
-        """Return what is to be started on this machine, and kept alive until all ranks have ended.
+        """Return the commands to start on this machine and keep alive until all ranks have ended.
 
-        That is each rank, or one program that starts them elsewhere, passes on what they write and
+        These are the ranks, or one program that starts them elsewhere, passes on their output and
         ends them when it gets SIGTERM. Its exit code is 0 if they ended well.
 
         Raises:
-            ConfigError: what is needed is not installed, or cannot start so many.
+            ConfigError: a program is not installed, or cannot start so many ranks.
         """
         ...
 
 
 def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-    """Return how to start `mpiexec`, which starts one process for each rank.
+    """Return the specification that starts `mpiexec`, which starts one process for each rank.
 
     A Python program runs under `python -m mpi4py`, which ends all ranks if one of them raises.
 
@@ -94,7 +95,7 @@ def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, .
     if _is_open_mpi(launcher):
         options[2:] = ["--oversubscribe", "--bind-to", "none"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            # Containers often run programs as root, which Open MPI has to be told is meant.
+            # Containers often run programs as root, which Open MPI refuses without these.
             environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return (
         LaunchSpec(
@@ -108,7 +109,7 @@ def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, .
 
 
 def find_mpiexec() -> str:
-    """Return the path of `mpiexec`: that of this Python's environment, or else of PATH.
+    """Return the path of `mpiexec`: from this Python's environment, or else from PATH.
 
     Raises:
         BoxingError: there is none.
@@ -125,7 +126,7 @@ def find_mpiexec() -> str:
 
 
 def _is_open_mpi(launcher: str) -> bool:
-    """Say whether a launcher is Open MPI's; others (MPICH, Intel MPI) take MPICH's options.
+    """Return whether a launcher is Open MPI's; others (MPICH, Intel MPI) take MPICH's options.
 
     Raises:
         BoxingError: it does not run.
@@ -146,7 +147,7 @@ def _is_open_mpi(launcher: str) -> bool:
 def under_mpi4py(command: Sequence[str]) -> tuple[str, ...]:
     """Return a command with `-m mpi4py` before the program that Python runs.
 
-    A command that does not begin with this Python, or has it already, is returned as it is.
+    A command that does not begin with this Python, or has it already, is returned unchanged.
     """
     if not command or command[0] != sys.executable:
         return tuple(command)
@@ -166,19 +167,19 @@ def one_process_per_rank(
     rank: int | None,
     world_size: int | None,
 ) -> tuple[LaunchSpec, ...]:
-    """Return how to start one process for each rank, on this machine.
+    """Return specifications that start one process for each rank, on this machine.
 
     Args:
         num_ranks: Ranks of the run, >= 1.
         command: Program and arguments.
-        init_method: Setting of the backend: `env://`, for which an address is found here, or a
-            rendezvous that is left as it is.
-        rank: Setting of the backend; None where the processes are started here.
-        world_size: Setting of the backend; None, or as many as ranks.
+        init_method: Setting of the backend: `env://`, for which this function finds an address, or
+            another rendezvous, which is unchanged.
+        rank: Setting of the backend; must be None, because the processes are started here.
+        world_size: Setting of the backend; None, or the number of ranks.
 
     Raises:
         BoxingError: no port is free.
-        ConfigError: the settings are those of one process.
+        ConfigError: the settings are for a single process.
     """
     if rank is not None or world_size not in (None, num_ranks):
         raise ConfigError(

@@ -1,18 +1,17 @@
-"""The processes of a run: where each rank lives, and whether it still runs.
+"""The processes of the ranks of a run: host, process id, and whether they are still running.
 
-`Member` is the process of a rank, as it tells the others. `Siblings` are the ranks that one
-launcher has started on this host, before they are connected. A launcher takes a rank that ends with
-status 0 for no failure, and the other ranks, which are not connected to it yet, would wait until
-their deadline. But they can see that it has ended: all are processes of one parent, and the
-environment of each says which rank it is:
+`Member` is the process of a rank, as the rank publishes it. `Siblings` are the ranks that one
+launcher has started on this host, before they are connected. A launcher does not treat a rank that
+ends with status 0 as a failure, so the other ranks, which are not connected to it yet, would wait
+until their deadline. But they can see that it has ended: all have one parent, and each has its rank
+in its environment:
 
     torchrun            has ranks 0 and 1
-      python train.py   RANK=0    waits for rank 1: is it there?
+      python train.py   RANK=0    waits for rank 1: does it exist?
       (ended)           RANK=1
 
-Nothing is known without /proc, of ranks on other hosts, and of processes that were started by hand,
-one after the other. What ranks tell each other is `control_store`; who looks, and when, is
-`failure_detector`.
+This needs /proc, and does not work for ranks on other hosts, or for processes that were started by
+hand one after the other. `failure_detector` uses this module.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
 )
 
-#: What shows that `RANK` was not set by hand. Our own supervisor has all its ranks on this host.
+#: Evidence that `RANK` was not set by hand. Our own supervisor has all its ranks on this host.
 _TORCHRUN, _SUPERVISED = "TORCHELASTIC_RUN_ID", "SBP_SUPERVISED_"
 
-#: Seconds between two looks, and for which a rank is not seen until it counts as ended.
+#: Seconds between two looks, and seconds without seeing a rank after which it counts as ended.
 _LOOK_S, _ABSENT_S = 0.5, 1.0
 
 
 class MemberState(StrEnum):
-    """What a process does, as far as it can be seen from here."""
+    """The state of a process, as far as this process can see it."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -61,8 +60,8 @@ class MemberState(StrEnum):
     UNKNOWN = "unknown"
 
 
-#: What processes do that do not run, by the letters of Linux. A debugger holds them for as long as
-#: somebody looks at them.
+#: States of processes that do not run, by the letters of Linux. A traced process is halted by a
+#: debugger.
 _STATES = {"T": MemberState.STOPPED, "t": MemberState.TRACED}
 
 
@@ -73,10 +72,9 @@ class Member:
     Args:
         rank: Its rank.
         host: Name of its host.
-        pid_namespace: What tells apart hosts, and containers, whose process ids mean nothing to
-            each other.
+        pid_namespace: Identifies the host, or container, in which the process id is valid.
         pid: Its process id.
-        started: When it started, in ticks since its host did; 0 if that is not known.
+        started: Its start time, in ticks since the start of its host; 0 if that is not known.
     """
 
     rank: int
@@ -90,7 +88,7 @@ class Member:
         """Return this process, as a rank."""
         pid = os.getpid()
         try:
-            # What is equal for two processes that see each other's process ids.
+            # Equal for two processes that see each other's process ids.
             boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
             namespace = f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
         except OSError:
@@ -100,7 +98,7 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str) -> Member:
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         names = (one.name for one in fields(cls))
         return cls(**dict(zip(names, json.loads(text), strict=True)))
 
@@ -109,20 +107,20 @@ class Member:
         return json.dumps(astuple(self))
 
     def shares_pids_with(self, other: Member) -> bool:
-        """Say whether process ids of one mean something to the other."""
+        """Return whether both processes are in one namespace of process ids."""
         return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
     def name_for(self, other: Member) -> str:
-        """Return how a message of another member calls it."""
+        """Return the name of this member in messages of another one."""
         place = "this host" if self.shares_pids_with(other) else f"host {self.host}"
         return f"rank {self.rank} (pid {self.pid} on {place})"
 
 
 def state_of(member: Member, seen_from: Member) -> MemberState:
-    """Return what a process does: `UNKNOWN` if it lives on another host.
+    """Return the state of a process: `UNKNOWN` if it is on another host.
 
-    A process that ended and was not waited for (a zombie) has ended, and so has one whose process
-    id another process has now.
+    A process that ended and was not waited for (a zombie) counts as ended; so does a process whose
+    id belongs to another process now.
     """
     if not member.shares_pids_with(seen_from):
         return MemberState.UNKNOWN
@@ -132,12 +130,12 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
         if letter in "ZXx" or (member.started and started != member.started):
             return MemberState.ENDED
         return _STATES.get(letter, MemberState.RUNNING)
-    # What a signal that does nothing finds out: what remains where there is no /proc.
+    # Signal 0 does nothing, but fails if there is no process: for systems without /proc.
     try:
         os.kill(member.pid, 0)
     except ProcessLookupError:
         return MemberState.ENDED
-    except PermissionError:  # it is another user's, so there is one
+    except PermissionError:  # it exists, and belongs to another user
         return MemberState.RUNNING
     except OSError:
         return MemberState.UNKNOWN
@@ -145,7 +143,7 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
 
 
 def status_of(pid: int) -> tuple[str, int, int] | None:
-    """Return (state letter, parent, start time in ticks) of a process; None if it is not seen."""
+    """Return (state letter, parent, start time in ticks) of a process; None if it is not found."""
     fields = stat_of(pid)
     return None if fields is None else (fields[0], int(fields[1]), int(fields[19]))
 
@@ -154,13 +152,13 @@ class Siblings:
     """The ranks on this host that this process can observe.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
         environment: Its variables when it started; None reads them from /proc.
     """
 
     def __init__(self, rank: int, environment: Mapping[str, str] | None = None) -> None:
         self._rank, self._variable = rank, ""
-        #: When a rank was first not seen, by rank.
+        #: The time at which a rank was first not seen, by rank.
         self._absent: dict[int, float] = {}
         self._next_look = 0.0
         found = (environment_of(os.getpid()) or {}) if environment is None else environment
@@ -179,18 +177,18 @@ class Siblings:
                 int(text) if (text := found.get(name, "")).isdecimal() else None for name in others
             )
             if self._variable == "RANK" and not found.get(_TORCHRUN):
-                local_size, local_rank = size, self._rank  # our supervisor's are all here
+                local_size, local_rank = size, self._rank  # our supervisor has all ranks here
             if local_size is None or local_rank is None or size is None:
                 return ()
             if local_size == size:
                 return tuple(range(size))
-            # torchrun numbers the ranks of a host one after the other; `mpiexec --map-by` may not.
+            # torchrun numbers the ranks of a host consecutively; `mpiexec --map-by` may not.
             first = self._rank - local_rank
             return tuple(range(first, first + local_size)) if self._variable == "RANK" else ()
         return ()
 
     def _find_launcher(self) -> int:
-        """Return the process that has started the ranks: the first above that is none; or 0."""
+        """Return the process that started the ranks: the nearest non-rank ancestor; or 0."""
         pid = os.getpid()
         while (status := status_of(pid)) is not None:
             pid = status[1]
@@ -213,7 +211,7 @@ class Siblings:
         return [rank for rank, since in self._absent.items() if now - since >= _ABSENT_S]
 
     def _seen(self) -> set[int]:
-        """Return the ranks that run; all of them if the launcher has ended."""
+        """Return the ranks that run; all ranks if the launcher has ended."""
         found = {self._rank}
         if status_of(self._launcher) is None:
             return {*self._ranks}
@@ -228,7 +226,7 @@ class Siblings:
 
     @classmethod
     def check_before_waiting(cls) -> None:
-        """Raise `BoxingError` if a rank has ended, before this one waits where it cannot look."""
+        """Raise `BoxingError` if a rank has ended, before this rank waits where it cannot look."""
         found = environment_of(os.getpid()) or {}
         for variable, *_ in _LAUNCHERS:
             if not (text := found.get(variable, "")).isdecimal():
@@ -240,7 +238,7 @@ class Siblings:
                 siblings.check()
 
     def check(self) -> None:
-        """Raise `BoxingError` if a rank has ended: it will not come any more."""
+        """Raise `BoxingError` if a rank has ended, because it will not come any more."""
         if ended := self.ended():
             raise did_not_open(self._rank, ended, f"ended before: ranks {_list(ended)}")
 
@@ -249,10 +247,10 @@ def did_not_open(rank: int, missing: list[int], why: str, waited: str = "") -> B
     """Return the error of a rank that waits for others which do not open their backend.
 
     Args:
-        rank: That waits.
-        missing: Those that have not come.
-        why: What is known of them; or "".
-        waited: How long it has waited, if that is why it waits no longer.
+        rank: The rank that waits.
+        missing: The ranks that have not come.
+        why: What is known about them; or "".
+        waited: How long it has waited, if the time is over.
     """
     return BoxingError(
         f"rank {rank} waited {waited}for ranks that did not open their boxing backend: "

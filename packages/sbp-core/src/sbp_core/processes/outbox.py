@@ -1,4 +1,7 @@
-"""Messages that are on their way: kept alive until they are received, watched by one thread."""
+"""Sent messages in transit: kept alive until they are received, watched by one thread.
+
+The process-to-process transports of boxing-torch and boxing-nccl subclass `Outbox`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ MessageT = TypeVar("MessageT")
 class Outbox(ABC, Generic[MessageT]):
     """The messages that this process has sent, until they are received.
 
-    A subclass brings the thread, which `_forget`s what was received and ends once it is `_closed`.
+    A subclass implements the thread's `_watch`, which calls `_forget` for received messages and
+    ends once the outbox is `_closed`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +42,7 @@ class Outbox(ABC, Generic[MessageT]):
             return self._changed.wait_for(lambda: not self._messages, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Let the thread end, and wait for that: for so many seconds, or as long as it takes."""
+        """End the thread, and wait for that: for so many seconds, or as long as it takes."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -46,13 +50,13 @@ class Outbox(ABC, Generic[MessageT]):
             self._thread.join(limit_s)
 
     def _await_first(self) -> MessageT | None:
-        """Return the message that is kept for the longest; None once there is none to come."""
+        """Return the message that was kept first; None once the outbox is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._closed)
             return self._messages[0] if self._messages else None
 
     def _forget(self, received: Collection[MessageT]) -> None:
-        """Let go of messages that were received, or are lost."""
+        """Drop messages that were received, or are lost."""
         with self._changed:
             self._messages = [one for one in self._messages if one not in received]
             self._changed.notify_all()

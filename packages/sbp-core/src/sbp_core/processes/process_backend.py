@@ -1,6 +1,7 @@
-"""A backend whose processes have one rank each: the life of its connections and communicator.
+"""Base class of boxing backends with one rank in each process: opening, failing and closing.
 
-A subclass says how the processes find each other, and what moves the data.
+A subclass, as in boxing-torch and boxing-nccl, implements how the processes find each other, and
+the transport of the data. Boxing is communication that changes how a tensor is distributed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def check_ranks(
     """Check that the ranks of a run are the processes that were started.
 
     Args:
-        ranks: Of the run.
-        rank: Of this process.
-        num_processes: Of all; each has one rank.
-        todo: How to start as many as are needed.
+        ranks: The ranks of the run.
+        rank: The rank of this process.
+        num_processes: The number of processes; each has one rank.
+        todo: The advice on how to start enough processes.
 
     Raises:
         BoxingError: they are not.
@@ -47,8 +48,7 @@ def check_ranks(
 class ProcessBackend(BoxingBackend):
     """A boxing backend with one rank in each process.
 
-    A step that fails breaks the backend: the calls that wait, here and on other ranks, and those
-    that come raise `BoxingError`.
+    A failed step breaks the backend: pending and later calls, on all ranks, raise `BoxingError`.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class ProcessBackend(BoxingBackend):
             raise BoxingError("this boxing backend was opened before", todo="build a new one")
         self._connections, self._communicator = self._connect(ranks)
         self._process = os.getpid()
-        # The others must be told if the program ends without closing; and no thread of ours may
-        # be at work while the interpreter is taken down.
+        # Other ranks need a report if the program ends without closing; and no thread of ours may
+        # run while the interpreter shuts down.
         atexit.register(self._end_with_program)
 
     def local_ranks(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class ProcessBackend(BoxingBackend):
         """See `BoxingBackend.communicator`.
 
         Raises:
-            BoxingError: the rank is another process', or the backend is not open.
+            BoxingError: the rank is in another process, or the backend is not open.
         """
         if self._communicator is None or rank != self._communicator.rank:
             raise BoxingError(
@@ -100,10 +100,10 @@ class ProcessBackend(BoxingBackend):
         return self._connections.survivors(limit_s)
 
     def close(self) -> None:
-        """See `BoxingBackend.close`; waits a while for messages and ranks on their way.
+        """See `BoxingBackend.close`; waits a while for messages in transit and for slower ranks.
 
         Raises:
-            BoxingError: a rank ended, or hangs, and had not closed its own.
+            BoxingError: a rank ended, or hangs, without having closed its backend.
         """
         self._closed = True
         atexit.unregister(self._end_with_program)
@@ -111,10 +111,10 @@ class ProcessBackend(BoxingBackend):
             self._connections.close()
 
     def _end_with_program(self) -> None:
-        """Let the others know that the program ends, which did not close the backend."""
+        """Report to the other ranks that the program ends without having closed the backend."""
         if self._closed or self._connections is None or os.getpid() != self._process:
-            return  # a process that this one has forked is no rank
-        # What the interpreter has just printed, if an exception ended the program.
+            return  # a forked child of this process is not a rank
+        # The exception that the interpreter has just printed, if one ended the program.
         error = getattr(sys, "last_value", None)
         if not isinstance(error, BaseException):
             error = BoxingError("its program ended without closing the boxing backend")

@@ -1,10 +1,10 @@
-"""The reaper: ends processes and whatever they have started, also if their supervisor was killed.
+"""The reaper: a script that ends all processes of a run, even if their supervisor was killed.
 
 A process is found by its process group, and on Linux also by a variable of its environment, which
-what it starts inherits: a launcher gives each rank a group of its own. Run as a script by
-`sbp_core.processes.supervise`, this file waits until its standard input says `done`; if that breaks
-off before, the supervisor was killed, and its processes are ended. Uses nothing but the standard
-library.
+its children inherit: a launcher gives each rank a group of its own. The supervisor
+(`sbp_core.processes.supervise`) runs this file as a script, which waits until its standard input
+says `done`. If the input ends before, the supervisor was killed, and the reaper ends its processes.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-#: Seconds between two looks at what is left.
+#: Seconds between two looks at the remaining processes.
 _PAUSE_S = 0.02
 
-#: Seconds that the kernel is given to end what was killed.
+#: Seconds that the kernel has to end killed processes.
 _KILL_S = 5.0
 
 _PROC = Path("/proc")
@@ -29,8 +29,8 @@ _PROC = Path("/proc")
 def end_processes(groups: Collection[int], mark: str, term_s: float) -> None:
     """End all processes of some groups, and all with a mark: SIGTERM, then SIGKILL.
 
-    Stopped processes are continued, so that they get the SIGTERM. Returns when none is left, or
-    when the kernel does not end what was killed (it waits for a device).
+    Stopped processes are continued, so that they get the SIGTERM. Returns when no process remains,
+    or when the kernel does not end killed ones (they wait for a device).
 
     Args:
         groups: Process groups.
@@ -59,12 +59,12 @@ def _send(groups: Collection[int], mark: str, *signals: int) -> None:
 
 
 def signal_ranks(groups: Collection[int], mark: str, number: int) -> int:
-    """Send a signal to the marked processes that are in none of some groups; return how many.
+    """Send a signal to the marked processes that are in none of some groups; return their number.
 
     Args:
-        groups: Those of launchers, whose ranks have groups of their own.
+        groups: The groups of launchers, whose ranks have groups of their own.
         mark: Name of an environment variable that the processes have.
-        number: Of the signal.
+        number: The number of the signal.
     """
     ranks = [process for process, group in _marked(mark) if group not in groups]
     for process in ranks:
@@ -74,7 +74,7 @@ def signal_ranks(groups: Collection[int], mark: str, number: int) -> int:
 
 
 def _left(groups: Collection[int], mark: str) -> bool:
-    """Say whether a process is left; one that has ended and was not waited for is not."""
+    """Return whether a process remains; one that has ended as a zombie does not count."""
     if (_PROC / "self" / "stat").exists():
         return bool(_marked(mark)) or any(
             state != "Z" and group in groups for _, state, group in _processes()
@@ -87,7 +87,7 @@ def _left(groups: Collection[int], mark: str) -> bool:
 
 
 def _marked(mark: str) -> list[tuple[int, int]]:
-    """Return (process, process group) of every process with a mark; none where there is no /proc.
+    """Return (process, process group) of every marked process; empty without /proc.
 
     The environment of a process that has ended is empty.
     """
@@ -99,7 +99,7 @@ def _marked(mark: str) -> list[tuple[int, int]]:
 
 
 def _processes() -> list[tuple[int, str, int]]:
-    """Return (process, state, process group) of every process; none where there is no /proc."""
+    """Return (process, state, process group) of every process; empty without /proc."""
     found = []
     for folder in _PROC.glob("[0-9]*"):
         if (fields := stat_of(int(folder.name))) is not None:
@@ -108,16 +108,16 @@ def _processes() -> list[tuple[int, str, int]]:
 
 
 def stat_of(process: int) -> list[str] | None:
-    """Return what /proc says of a process after its name, or None if it is not seen.
+    """Return the fields of /proc/PID/stat after the name of the program, or None if there are none.
 
     The first of these fields is the state, a letter as `ps` shows it; then come its parent and its
-    process group, and as number 19 when it started, in ticks since its host did.
+    process group, and as number 19 its start time, in ticks since the start of its host.
     """
     try:
         text = (_PROC / str(process) / "stat").read_text("utf-8", "replace")
     except OSError:
         return None
-    # The name of the program, in parentheses, may itself hold spaces and parentheses.
+    # The name of the program, in parentheses, may itself contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields if len(fields) > 19 else None
 
@@ -133,11 +133,11 @@ def environment_of(process: int) -> dict[str, str] | None:
 
 
 def is_stopped(process: int, states: str = "Tt") -> bool:
-    """Say whether a process was stopped by a signal; False where that cannot be seen.
+    """Return whether a process was stopped by a signal; False if that cannot be seen.
 
     Args:
         process: Its id.
-        states: `T` alone, without those that a debugger holds.
+        states: `T` alone excludes processes that a debugger holds.
     """
     fields = stat_of(process)
     return fields is not None and fields[0] in states
@@ -151,7 +151,7 @@ def end_stopped(process: int, mark: str) -> None:
 
 
 def main(mark: str, term_s: float) -> None:
-    """Read the process groups to end, one a line, until `done`; at an early end, end them."""
+    """Read process groups, one a line, until `done`; if the input ends early, end the groups."""
     groups: set[int] = set()
     for line in sys.stdin:
         if line.strip() == "done":

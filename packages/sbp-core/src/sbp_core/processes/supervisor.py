@@ -1,8 +1,8 @@
-"""Start the processes of a run, pass on what they write, and see that all of them end.
+"""The supervisor: start the processes of a run, pass on their output, and end all of them.
 
-If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
-they have started, and not if the supervisor itself is interrupted or killed
-(`processes.reaper`). Which processes there are is the backend's to say
+If a process ends badly, the others get a moment to report why, and are ended. No process remains,
+including children of the ranks, even if the supervisor itself is interrupted or killed
+(`processes.reaper`). The backend or launcher decides which processes there are
 (`BoxingBackend.launch_specs`).
 """
 
@@ -35,13 +35,13 @@ _LAST_LINES = 30
 #: Seconds between SIGTERM and SIGKILL.
 _TERM_S = 1.0
 
-#: Seconds after which it is asked again whether there is more grace.
+#: Seconds between two calls of `more_grace_s`.
 _LOOK_S = 0.5
 
-#: Looks in a row that see all that is left stopped by a signal, when others have ended: 10 s.
+#: Consecutive looks that see all remaining processes stopped, when others have ended: 10 s.
 _STOPPED_LOOKS = 20
 
-#: Seconds to read what a process has written before it ended.
+#: Seconds to read the output that a process wrote before it ended.
 _DRAIN_S = 1.0
 
 #: Signals that would end a program without giving it the chance to end its ranks.
@@ -52,10 +52,10 @@ _DEADLY = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line that a process wrote, without its end; `str` of it says which rank did.
+    """One line that a process wrote, without its end; `str` of it shows the rank.
 
     Args:
-        spec: What wrote it.
+        spec: The process that wrote it.
         text: The line.
     """
 
@@ -63,7 +63,7 @@ class Line:
     text: str
 
     def __str__(self) -> str:
-        """The line after `rank N | `; a launcher's, or that of several ranks, as it is."""
+        """The line after `rank N | `; unchanged for a launcher or several ranks."""
         return self.text if len(self.spec.ranks) > 1 else f"{self.spec.name} | {self.text}"
 
 
@@ -85,23 +85,23 @@ def supervise(
 ) -> ExitReport:
     """Start processes, wait for all of them, and end those that still run.
 
-    Each is the leader of a session, and so of a process group, of its own: what the terminal sends
-    reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what
-    they have. A SIGTERM, SIGHUP or SIGUSR1 that would end this process raises `SystemExit` instead;
-    one that is ignored, as `nohup` has it, stays ignored.
+    Each is the leader of a session, and so of a process group, of its own: signals of the terminal
+    reach the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save their
+    states. A SIGTERM, SIGHUP or SIGUSR1 that would end this process raises `SystemExit` instead; a
+    signal that is ignored, as under `nohup`, stays ignored.
 
     Args:
-        launch_specs: What to start.
+        launch_specs: The processes to start.
         grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
-        more_grace_s: Says how many seconds they get beyond that, such as to save what is left; it
-            is asked again while these last. Those that a signal has stopped get none.
+        more_grace_s: Returns how many further seconds they get, such as to save states; it is
+            called again while these last. Processes stopped by a signal get none.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
-        stops_gently: Pass these signals on, and wait until all processes have ended, however long
-            they take to save what they have. A second signal is passed on, too, and leaves them
-            `grace_s`. Nothing is raised: see `ExitReport.stopped_by`.
-        asking: Signals that ask processes what they are at. They are passed on, and stop nobody; a
-            handler that this process has for one gives way.
+        stops_gently: Whether to pass these signals on, and wait until all processes have ended,
+            however long they take to save their states. A second signal is passed on, too, and
+            leaves them `grace_s`. Nothing is raised: see `ExitReport.stopped_by`.
+        asking: Signals that request a status report from processes. They are passed on, and stop no
+            process; they replace a handler that this process has for them.
 
     Returns:
         How they ended; see `ExitReport.error`.
@@ -133,10 +133,10 @@ def _handling(
     """Handle signals in the block, in the main thread.
 
     Args:
-        handler: What is called with the signal's number.
-        numbers: Of the signals.
-        replaces: Whether handlers of the program give way, too; else only signals that it has left
-            be are handled. One that it ignores stays ignored.
+        handler: Called with the signal's number.
+        numbers: The numbers of the signals.
+        replaces: Whether handlers of the program are replaced, too; else only signals with the
+            default action are handled. A signal that the program ignores stays ignored.
     """
     left = (signal.SIG_DFL, signal.default_int_handler)
     taken: dict[int, Any] = {}
@@ -157,7 +157,7 @@ def _handling(
 
 
 class _Signal(int):
-    """The number of a signal that this process has heard."""
+    """The number of a signal that this process has received."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -165,11 +165,11 @@ class _Process:
     """One process of a run.
 
     Args:
-        spec: What it was started as.
+        spec: The specification by which it was started.
         popen: The process.
-        root_cause: Looks for the rank that failed first in what it writes.
-        lines: The last that it wrote.
-        end: How it ended, or how it was when it was ended; None for now.
+        root_cause: Looks for the rank that failed first in its output.
+        lines: The last lines that it wrote.
+        end: How it ended, or its condition when it was ended; None for now.
     """
 
     spec: LaunchSpec
@@ -208,7 +208,7 @@ class _Supervision:
 
     def __enter__(self) -> _Supervision:
         # The reaper is a process of its own, started before all others: it outlives a supervisor
-        # that is killed, sees that by the pipe that breaks off, and then ends the processes.
+        # that is killed, notices that the pipe is closed, and then ends the processes.
         command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(_TERM_S)]
         self._reaper = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, start_new_session=True
@@ -216,7 +216,7 @@ class _Supervision:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the reaper end; if it was never sent `done`, it first ends what is left."""
+        """End the reaper; without an earlier `done`, it first ends the remaining processes."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         self._reaper.wait()
@@ -233,7 +233,7 @@ class _Supervision:
 
     @contextlib.contextmanager
     def hearing(self, *, gently: bool) -> Iterator[None]:
-        """Hear signals in the block: as `SystemExit`, or gently, as `supervise` says."""
+        """Handle signals in the block: as `SystemExit`, or gently, as described in `supervise`."""
 
         def leave(number: int, frame: FrameType | None) -> None:
             raise SystemExit(128 + number)
@@ -277,7 +277,7 @@ class _Supervision:
                 ) from error
             process = _Process(spec=spec, popen=popen, root_cause=RootCauseFinder(spec))
             self._processes.append(process)
-            # At once: the supervisor may be killed before the next process is started.
+            # Immediately, because the supervisor may be killed before it starts the next process.
             self._tell_reaper(str(popen.pid))
             for target in (self._read, self._await):
                 thread = threading.Thread(target=target, args=(process,), daemon=True)
@@ -294,7 +294,7 @@ class _Supervision:
         self._events.put((process, process.popen.wait()))
 
     def wait(self, timeout_s: float | None) -> None:
-        """Pass on lines until all have ended, or one has ended badly and the grace is over."""
+        """Pass on lines until all have ended, or one has failed and the grace is over."""
         end = None if timeout_s is None else self._began + timeout_s
         while len(self._ended) < len(self._specs):
             if self._any_failed():
@@ -315,17 +315,17 @@ class _Supervision:
             self._note_end(process, None)
 
     def _wait_for_others(self) -> None:
-        """Wait, when one has failed, until all have ended or the grace is over."""
+        """Wait, when one has failed, until all have ended or the grace period is over."""
         end = time.monotonic() + self._grace_s
         self._handle_until(end)
-        # Those that a signal has stopped get no more.
+        # Processes that a signal has stopped get no further time.
         while any(not reaper.is_stopped(one.popen.pid) for one in self._left()):
             if time.monotonic() >= end + self._more_grace_s():
                 break
             self._handle_until(time.monotonic() + _LOOK_S)
 
     def _only_stopped_are_left(self) -> bool:
-        """Whether nobody has been running for a while who could end: others have ended well."""
+        """Whether all remaining processes have been stopped for a while, and others ended well."""
         is_still = bool(self._ended) and all(
             reaper.is_stopped(process.popen.pid, "T") for process in self._left()
         )
@@ -333,7 +333,7 @@ class _Supervision:
         return self._stopped_looks >= _STOPPED_LOOKS
 
     def _stop(self, number: int) -> None:
-        """Ask all processes to end, and wait; the second time, not for long."""
+        """Ask all processes to end, and wait; after the second signal, not for long."""
         if self._stopped_by is not None and self._stop_end is None:
             self._stop_end = time.monotonic() + self._grace_s
         self._stopped_by = self._stopped_by or number
@@ -347,7 +347,7 @@ class _Supervision:
                 process.popen.send_signal(number)
 
     def interrupt(self) -> None:
-        """Pass Ctrl-C on, and give all processes the time to save what they have."""
+        """Pass Ctrl-C on, and give all processes the time to save their states."""
         for process in self._left():
             process.popen.send_signal(signal.SIGINT)
         self._handle_until(time.monotonic() + self._grace_s)
@@ -357,7 +357,7 @@ class _Supervision:
         return [process for process in self._processes if process.end is None]
 
     def end(self) -> None:
-        """End all processes and what they have started; pass on what they wrote."""
+        """End all processes and their children; pass on their output."""
         groups = [process.popen.pid for process in self._processes]
         reaper.end_processes(groups, self._mark, _TERM_S)
         self._tell_reaper("done")
@@ -389,7 +389,7 @@ class _Supervision:
             return True
         process.lines.append(said)
         process.root_cause.read(said)
-        # A launcher that ends its ranks waits long for one that cannot hear it.
+        # A launcher that ends its ranks waits long for a stopped one, which handles no signal.
         if len(process.spec.ranks) > 1 and (stopped := STOPPED_HERE.search(said)):
             reaper.end_stopped(int(stopped["process"]), self._mark)
         try:
@@ -401,12 +401,12 @@ class _Supervision:
 
     def _any_failed(self) -> bool:
         well = {0}
-        if self._stopped_by is not None:  # what a process says that has ended because of it
+        if self._stopped_by is not None:  # exit codes of processes that ended because of it
             well |= {128 + self._stopped_by, -self._stopped_by, 130}
         return any(one.end is not None and one.end.code not in well for one in self._ended)
 
     def _note_end(self, process: _Process, code: int | None) -> None:
-        """Note how a process has ended, or how it is if `code` is None: for once."""
+        """Note, only once, how a process has ended, or its condition if `code` is None."""
         if process.end is not None:
             return
         pid = process.popen.pid

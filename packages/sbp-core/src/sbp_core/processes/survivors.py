@@ -1,13 +1,14 @@
-"""The processes that are left of a run when one has failed: who they are, and what they say.
+"""The surviving processes of a run after a failure: they agree on who survived, and exchange texts.
 
-The transport is broken then, on all ranks. The control store mostly is not:
+The trainer saves a checkpoint with them. The transport is broken then, on all ranks. The control
+store mostly works:
 
     rank 0   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
     rank 1   has ended
     rank 2   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
 
-A rank that raised an exception still runs, and is one of them. Who has ended, or was stopped by a
-signal, is seen at once on this host; on others it is waited for until the time is over.
+A rank that raised an exception still runs, and is a survivor. On this host, it is seen at once if a
+process has ended or a signal has stopped it; on other hosts, a survivor waits for the limit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from sbp_core.errors import BoxingError
 from sbp_core.processes.control_store import ControlStore
 
-#: Seconds that a process waits for the others to read what it has said last.
+#: Seconds that a process waits for the others to read its last text.
 _LEAVE_S = 1.0
 
 
 class Survivors:
-    """The surviving processes, which all of them have agreed on.
+    """The surviving processes, on which all of them have agreed.
 
     Args:
-        ranks: Of the survivors, ascending.
-        store: Of this rank.
+        ranks: The survivors, ascending.
+        store: The control store of this rank.
     """
 
     def __init__(self, ranks: Sequence[int], store: ControlStore) -> None:
@@ -36,11 +37,11 @@ class Survivors:
 
     @classmethod
     def agree(cls, store: ControlStore, limit_s: float) -> Survivors:
-        """Wait for all that still run, and agree on who that is; each survivor calls this.
+        """Wait for all processes that still run, and agree on the survivors, who all call this.
 
         Args:
-            store: Of this rank; it has registered.
-            limit_s: Seconds to wait for those of which nothing else is known.
+            store: The control store of this rank, which has registered.
+            limit_s: Seconds to wait for ranks about which nothing else is known.
 
         Returns:
             All that still run; this rank alone if the control store is lost, such as with the agent
@@ -53,7 +54,7 @@ class Survivors:
         everyone = range(store.size)
 
         def over() -> bool:
-            # A store that is silent while a process hangs is most likely hosted by it.
+            # If the store is silent while a process hangs, that process most likely hosts it.
             stands_still = bool(_gone(store, everyone))
             return store.is_lost(if_silent=stands_still) or not _awaited(store, everyone)
 
@@ -70,14 +71,14 @@ class Survivors:
         return cls(ranks, store)
 
     def gather(self, text: str, limit_s: float) -> list[str]:
-        """Return a text of each survivor, by `ranks`; all of them call this.
+        """Return a text of each survivor, in the order of `ranks`; all of them call this.
 
         Args:
-            text: Of this rank.
+            text: The text of this rank.
             limit_s: Seconds to wait for the others.
 
         Raises:
-            BoxingError: another one has ended too, or did not come.
+            BoxingError: another survivor has ended too, or did not come.
         """
         self._num_texts += 1
         key = f"survivor/{self._num_texts}"
@@ -99,7 +100,7 @@ class Survivors:
         return [texts[rank] for rank in self.ranks]
 
     def leave(self) -> None:
-        """Let the others read what was said last: rank 0 may host the store."""
+        """Wait until the others have read the last text: rank 0 may host the store."""
         self._store.publish(f"survivor/left/{self._store.rank}", "1", self.ranks)
         if self._store.rank == 0:
             key, ranks = "survivor/left", self.ranks
@@ -109,7 +110,7 @@ class Survivors:
             )
 
     def _wait_for(self, missing: Callable[[], list[int]], limit_s: float) -> None:
-        """Wait until nobody is missing, or who is cannot come any more."""
+        """Wait until no rank is missing, or the missing ranks cannot come any more."""
         store = self._store
 
         def over() -> bool:
@@ -119,12 +120,12 @@ class Survivors:
 
 
 def _awaited(store: ControlStore, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have not come, and still may."""
+    """Return the ranks that have not come, but still may."""
     absent = {*ranks} - {*store.announcing("survivor", ranks)}
     return sorted(absent - {*_gone(store, absent), *store.deregistered(absent)})
 
 
 def _gone(store: ControlStore, ranks: Iterable[int]) -> list[int]:
-    """Return those of some ranks that are seen to run no more."""
+    """Return the ranks, among those given, that have been seen to run no more."""
     store.members()
     return store.standing_still(ranks)

@@ -1,11 +1,11 @@
-"""Waiting: by looking again and again, and for a call that nothing can interrupt.
+"""Waiting with a time limit: polling a condition, and abandoning a call that nothing can interrupt.
 
-Connecting ranks is such a call in every library: gloo, MPI and NCCL wait for the other ranks,
-whatever becomes of those meanwhile. It runs on a thread that may be left behind inside the library.
-The caller waits next to it, and goes when there is no hope:
+Connecting ranks is such a call in every library: gloo, MPI and NCCL wait for the other ranks, even
+if those have failed meanwhile. It runs on a thread that may be abandoned inside the library. The
+caller waits for the thread, and stops waiting when there is no hope:
 
     caller   done? no, check; done? no, check: raises           (looks no more)
-    thread   inside the library .................. done         `discard(what was made)`
+    thread   inside the library .................. done         `discard(result)`
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 def wait_until(
     done: Callable[[], bool], limit_s: float, *, first_pause_s: float, longest_pause_s: float
 ) -> bool:
-    """Look until `done()` says yes or the time is over; return the answer.
+    """Poll until `done()` is true or the time is over; return the result.
 
     Args:
-        done: Asked at least once; what it raises is passed on.
-        limit_s: Seconds to look.
-        first_pause_s: Seconds between the first two looks; each pause is twice the one before.
+        done: Called at least once; its exceptions are passed on.
+        limit_s: Seconds to poll.
+        first_pause_s: Seconds between the first two calls; each pause is twice the previous one.
         longest_pause_s: Seconds that no pause exceeds.
     """
     end, pause = time.monotonic() + limit_s, first_pause_s
@@ -53,18 +53,18 @@ def run_abandonable(
 
     Args:
         function: Called once.
-        thread_name: Of the thread.
+        thread_name: The name of the thread.
         check: Called now and then; raises if there is no hope.
         look_s: Seconds between two calls of `check`.
         limit_s: Seconds to wait.
-        discard: Called, on a thread of its own, with a result that nobody waits for any more.
+        discard: Called, on a thread of its own, with a result that comes after the caller has left.
 
     Returns:
-        What the function returns.
+        The result of the function.
 
     Raises:
         TimeoutError: the time was over.
-        BaseException: what the function or `check` raised.
+        BaseException: raised by the function or `check`.
     """
     made: Future[T] = Future()
 
@@ -76,7 +76,7 @@ def run_abandonable(
 
     def discard_late(late: Future[T]) -> None:
         if discard is not None and late.exception() is None:
-            # Not here: this is the caller's thread if the result came just now, and what ends a
+            # On another thread: this one is the caller's if the result came just now, and ending a
             # connection may wait for other ranks.
             threading.Thread(target=discard, args=(late.result(),), daemon=True).start()
 

@@ -1,8 +1,8 @@
-"""The contract of runtimes: start a plan on states, run steps, hand states back.
+"""The contract of runtimes: start a plan on states, run steps, return the states.
 
-`contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
-rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
-of steps that are traced, and what that says of operators.
+`contract` has the abstract classes that runtime plugins implement; `batches` computes which samples
+of a batch a rank holds; `ownership` which rank saves which part of a state, and how a state is
+gathered; `trace` records when the ranks of a traced step did what, and derives operator times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which samples of a batch ranks hold: what a loader makes for the ranks of one process.
+"""The samples of a batch that ranks hold: what a loader loads for the ranks of one process.
 
-A batch of a step is the micro-batches in order. Each of them is split over the ranks as the plan
-says, so a rank's part of the batch is its slice of each micro-batch, in their order. Twelve samples
-in two micro-batches, split over two ranks:
+A batch of a step is the micro-batches in order. Each micro-batch is split over the ranks as the
+plan decides, so a rank's part of the batch is its slice of each micro-batch, in their order. Twelve
+samples in two micro-batches, split over two ranks:
 
     sample     0  1  2  3  4  5 |  6  7  8  9 10 11
     rank 0     0  1  2          |  3  4  5              samples 0-2, 6-8
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPart:
-    """What some ranks hold of a batch tensor.
+    """The part of a batch tensor that some ranks hold.
 
     Args:
-        name: Of the tensor.
-        shape, dtype: Of the part: dim 0 is what the ranks hold of that of the batch, the other dims
-            are whole.
-        samples: Where the part is in dim 0 of the batch: ranges, ascending and apart; none of a
-            tensor without dims.
-        of: Dim 0 of the batch.
+        name: The name of the tensor.
+        shape, dtype: The shape and dtype of the part: dim 0 are the held samples; other dims are
+            whole.
+        samples: The position of the part in dim 0 of the batch: disjoint ranges in ascending order;
+            empty for a tensor without dims.
+        of: The extent of dim 0 of the batch.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BatchPart:
         return sum(map(len, self.samples)) == self.of
 
     def __str__(self) -> str:
-        """Its samples, such as "samples 0-2, 6-8 of 12"."""
+        """Return its samples, such as "samples 0-2, 6-8 of 12"."""
         if self.is_whole:
             return "all samples"
         spans = ", ".join(
@@ -58,7 +58,7 @@ class BatchPart:
 
 
 def batch_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
-    """Return a slot of every batch tensor of a plan, by name."""
+    """Return a slot (name, shape, layout) of every batch tensor of a plan, by name."""
     return {
         slot.name: slot
         for part in plan.ranks
@@ -70,7 +70,7 @@ def batch_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
 def micro_batch_rows(
     plan: PhysicalPlan, slot: StateSlot, ranks: Iterable[int]
 ) -> tuple[range, ...]:
-    """Return the samples of one micro-batch that some ranks hold: ranges, ascending and apart."""
+    """Return the samples of one micro-batch that some ranks hold: disjoint, ascending ranges."""
     if not slot.shape:
         return ()
     assert slot.sbp is not None, "batches are tensors"
@@ -79,10 +79,10 @@ def micro_batch_rows(
 
 
 def batch_parts(plan: PhysicalPlan, ranks: Iterable[int]) -> dict[str, BatchPart]:
-    """Return what some ranks hold of each batch tensor, by name.
+    """Return the part of each batch tensor that some ranks hold, by name.
 
-    It is what `Session.step(batch_is="local")` takes in the process of these ranks. Tensors that
-    none of them holds any of, as only another stage reads them, are left out.
+    The process of these ranks passes these parts to `Session.step(batch_is="local")`. Tensors of
+    which they hold nothing, because only another stage reads them, are left out.
     """
     ranks, count = tuple(ranks), plan.num_micro_batches
     found = {}
@@ -110,12 +110,12 @@ def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]
     """Return the samples of each batch that some ranks hold, for a loader or sampler.
 
     Args:
-        plan: Any.
-        ranks: Such as those of one process, `Session.local_ranks`.
+        plan: The plan that is run.
+        ranks: The ranks, such as those of one process, `Session.local_ranks`.
 
     Returns:
-        Ranges of sample numbers in the batch, ascending and apart. Tensors that all of these ranks
-        have whole do not count next to those that are split. None if the ranks read no batch.
+        Disjoint ranges of sample numbers in the batch, ascending. A tensor that these ranks hold
+        whole does not count if another tensor is split. Empty if the ranks read no batch.
 
     Raises:
         SbpValueError: two tensors of the batch are split in different ways.
@@ -134,7 +134,7 @@ def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]
 
 
 def _joined(spans: Iterable[range]) -> tuple[range, ...]:
-    """Return the union of ranges, ascending, those that touch made one."""
+    """Return the union of ranges in ascending order; ranges that touch are merged."""
     found: list[range] = []
     for span in sorted((span for span in spans if span), key=lambda span: span.start):
         if found and span.start <= found[-1].stop:

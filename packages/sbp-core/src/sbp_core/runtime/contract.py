@@ -1,9 +1,9 @@
-"""The contract of runtimes: start a plan on states, run steps, hand states back.
+"""The interface of runtimes: the abstract classes `Runtime`, `Session` and `Snapshot`.
 
-A runtime owns the ranks of one process. Batches come in whole, as the one-device program would see
-them, and each rank takes its own part; or as the part of the process' ranks. States are handed over
-as whole logical tensors, of which each process cuts what its ranks hold, and handed back as those,
-as the pieces that ranks own or, for those who compare, as each rank's shard.
+A runtime owns the ranks of one process. It takes whole batches, as the one-device program would,
+and each rank uses its own part; or only the part of the process' ranks. It takes states as whole
+logical tensors, of which each process keeps the shards of its ranks. It returns states as whole
+tensors, as the pieces that ranks own or, for tests that compare, as each rank's shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step gave: losses and metrics by name, in every process and equal on every rank."""
+    """Losses and metrics of one step by name, in every process and equal on every rank."""
 
     outputs: Mapping[str, Tensor]
 
@@ -39,9 +39,9 @@ class StepResult:
 
 
 class NotFiniteStepError(RunError):
-    """A step that was undone as `loss` or `grad_norm` is infinite or no number.
+    """A step that was undone because `loss` or `grad_norm` is infinite or NaN.
 
-    The session goes on.
+    The session can run further steps.
 
     `outputs` are its losses and metrics by name, as in `StepResult`, as far as they were known.
     """
@@ -49,7 +49,7 @@ class NotFiniteStepError(RunError):
     outputs: Mapping[str, Tensor] = MappingProxyType({})
 
 
-#: What a process passes to a step: the whole batch, or the part of its ranks.
+#: The batch that a process passes to a step: the whole one, or the part of its ranks.
 BatchIs = Literal["global", "local"]
 
 #: Returns, for a rank, a context manager around that rank's work of a step, such as a profiler.
@@ -57,13 +57,13 @@ Watch = Callable[[int], AbstractContextManager[object]]
 
 
 def check_not_forked(pid: int) -> None:
-    """Refuse a call in a child that was forked: it has none of the threads that ranks are.
+    """Refuse a call in a forked child process: it lacks the threads that execute the ranks.
 
     Args:
-        pid: Of the process that has the ranks.
+        pid: The id of the process that has the ranks.
 
     Raises:
-        RunError: this process is another one.
+        RunError: the current process has another id.
     """
     if os.getpid() != pid:
         raise RunError(
@@ -83,41 +83,42 @@ def unwatched(rank: int) -> AbstractContextManager[object]:
 class Snapshot(ABC):
     """The local ranks' parts of the states at the time of the call of `Session.snapshot`.
 
-    Any thread may read it, also when the session has gone on, has failed or is closed. Use it as a
-    context manager: `release` hands its memory to the next snapshot.
+    Any thread may read it, even when the session has run further steps, has failed or is closed.
+    Use it as a context manager: `release` gives its memory to the next snapshot.
 
     Args:
-        steps_done: The steps that the session had done.
+        steps_done: The number of steps that the session had done.
     """
 
     steps_done: int
 
     @abstractmethod
     def slices(self) -> Sequence[StateSlice]:
-        """Return what `pieces` yields, in its order, without the values; waits for nothing.
+        """Return the slices of `pieces` in the same order, without values and without waiting.
 
-        Those of larger elements come first, so that all are aligned where they lie without gaps.
+        Slices with larger elements come first, so that all are aligned when stored without gaps.
         """
 
     @abstractmethod
     def pieces(self) -> Iterator[StatePiece]:
-        """Yield what `Session.pieces` would have yielded, in the order in which it is overwritten.
+        """Yield the pieces that `Session.pieces` would have yielded, in the order of their updates.
 
-        Waits for each piece until it is copied. Values that were copied are in the memory of the
-        host; the others, which nothing overwrites, where they are. They hold until `release`.
+        Waits until each piece is copied. Copied values are in host memory; values that no update
+        overwrites are not copied and stay where they are. All are valid until `release`.
 
-        Of a snapshot with a limit, each holds until the next is asked for, and they are read once:
-        what has been read makes room for other copies. What was not copied for want of room is read
-        where it is, and its update waits.
+        If the snapshot has a limit, each piece is valid until the next one is requested, and the
+        pieces can be read once: reading a piece frees its room for other copies. A piece that found
+        no room is read in place, and its update waits.
 
         Raises:
-            RunError: a value could not be copied, such as for lack of memory: the session goes on,
-                and this snapshot is of no use; or it was released, or has a limit and was read.
+            RunError: a value could not be copied, such as for lack of memory: the session
+                continues, but this snapshot is useless; or it was released, or has a limit and was
+                read.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of all values; what is not yet copied no longer is. Safe to call twice."""
+        """Free all values; no further values are copied. Safe to call twice."""
 
     def __enter__(self) -> Snapshot:
         return self
@@ -129,16 +130,16 @@ class Snapshot(ABC):
 class Session(ABC):
     """A started plan. Use it as a context manager.
 
-    Who wants to observe the work of ranks, such as `memory.meter`, sets `watch` between steps; who
-    wants to know when they did what, sets `trace`, if `Runtime.traces`.
+    To observe the work of ranks, for example with `memory.meter`, set `watch` between steps; to
+    record when ranks did what, set `trace`, if `Runtime.traces`.
     """
 
     watch: Watch = staticmethod(unwatched)
     trace: Trace | None = None
 
-    #: Whether a step whose loss is infinite or no number is undone, where the runtime can do that:
-    #: where no state is overwritten before all ranks know the loss. So is one whose `grad_norm` is,
-    #: if that is known by then. Equal in all processes.
+    #: Whether to undo a step with an infinite or NaN loss, if the runtime can do that: if no state
+    #: is overwritten before all ranks know the loss. The same holds for `grad_norm`, if it is known
+    #: by then. Equal in all processes.
     only_finite: bool = False
 
     #: The ranks that run in this process, and the steps that have been done.
@@ -159,27 +160,27 @@ class Session(ABC):
             batch: Batch tensors by name, with dim 0 micro-batches times the captured size; or the
                 part of each that the local ranks hold.
             scalars: Every scalar input by name, such as `lr`; `seed` and `step` (from 0), if the
-                program draws random numbers. Others are left aside.
-            batch_is: `global`, the whole batch; or `local`, in dim 0 what the local ranks hold of
-                it: `sbp_core.runtime.batch_parts` says which samples. Of tensors that they hold
-                nothing of, anything or nothing.
+                program draws random numbers. Further names are ignored.
+            batch_is: `global`, the whole batch; or `local`, the samples (dim 0) that the local
+                ranks hold, see `sbp_core.runtime.batch_parts`. Tensors that the local ranks hold
+                nothing of may be anything, or missing.
 
         Raises:
-            SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
-            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
-                the batch has an entry that is no input and not None.
-            NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or no number.
-                States are those from before the step.
-            RunError: a rank failed; names the rank and the actor, and says which states are left:
-                those from before the step, or, if it had overwritten some, those of two steps,
-                which no method hands out but `shard`. Or the session is closed.
+            SbpTypeError: the batch is not a mapping, an entry no tensor, or a scalar no number.
+            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or the
+                batch has an entry that is not an input and not None.
+            NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or NaN; no
+                state has changed.
+            RunError: a rank failed; names the rank, the actor, and the condition of the states:
+                either unchanged, or a mixture of two steps, if the step had overwritten some. Only
+                `shard` returns such a mixture. Or the session is closed.
         """
 
     def status(self) -> Sequence[str]:
-        """Say in lines what each local rank is at, such as what it waits for.
+        """Describe in lines what each local rank is doing, such as what it waits for.
 
-        For people who wonder why a run does not go on: called from any thread, in the middle of a
-        step that hangs, too, and returns at once. A runtime that knows no more says this.
+        For people who wonder why a run makes no progress: any thread may call it, even while a step
+        hangs, and it returns at once. A runtime that lacks this knowledge says so.
         """
         ranks = ", ".join(map(str, self.local_ranks))
         return [f"ranks {ranks}: {self.steps_done} steps are done"]
@@ -194,13 +195,13 @@ class Session(ABC):
 
     @abstractmethod
     def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
-        """Yield what the local ranks own of the states: over all ranks, each element once.
+        """Yield the pieces of states that the local ranks own: over all ranks, each element once.
 
         Nothing is sent and nothing is copied, so this works after a failed step, too.
 
         Args:
-            among: The ranks that are left, if others are lost: what is owned is dealt out among
-                them. See `lost_states`.
+            among: The ranks that remain, if some ranks are lost: ownership is distributed among the
+                remaining ones. See `lost_states`.
 
         Raises:
             RunError: a step failed when it had overwritten some states.
@@ -208,114 +209,113 @@ class Session(ABC):
 
     @abstractmethod
     def snapshot(self, *, limit_bytes: int | None = None) -> Snapshot:
-        """Return what `pieces` yields, to be read while later steps run; they do not change it.
+        """Return the content of `pieces`, to be read while later steps run; they do not change it.
 
-        Returns at once. What the next update overwrites is copied aside by one thread, which the
-        first snapshot starts, while that step computes, in the order in which its update needs it.
-        The update of a state waits for the copies of that state only, and makes those that nobody
-        has begun. What no update overwrites is not copied. A runtime may copy all of it at once,
-        as the reference runtime does: then a limit means nothing to it.
+        Returns at once. While the next step computes, one thread, which the first snapshot starts,
+        copies the values that its update overwrites, in the order of the update. The update of a
+        state waits for the copies of that state only, and makes the copies that the thread has not
+        begun. Values that no update overwrites are not copied. A runtime may also copy everything
+        at once, as the reference runtime does: then it ignores the limit.
 
-        Called between steps; nothing is sent. Processes that save together call it between the same
-        two steps.
+        Call it between steps; nothing is sent. All processes that save call it after the same step.
 
-        - A snapshot before another is copied or released: each has copies of its own.
-        - A step that fails or is undone: a snapshot from before it stays whole, even where states
-          are left of two steps; one from after it is as `pieces`.
-        - `load_state_dict`: snapshots from before it keep what was replaced.
+        - A snapshot while another one is not yet copied or released: each has copies of its own.
+        - A step that fails or is undone: a snapshot from before it stays valid, even if the states
+          are a mixture of two steps; a snapshot after it behaves like `pieces`.
+        - `load_state_dict`: snapshots from before it keep the replaced values.
         - `close`: waits until all copies are made; snapshots can still be read.
-        - Of a session that shares the states of another: steps of that one wait for the copies.
+        - If a session shares the states of another one, steps of the other one wait for the copies.
 
-        A snapshot holds at most a copy of what the local ranks own and updates overwrite; so does
-        the session from the first release of one on, which the next snapshot uses, until `close`.
-        With a limit, a snapshot and what the session keeps are at most that large together. Then
-        somebody has to read it while steps go on: an update that finds no room waits for the
-        reader, and says so if that takes a second; if it takes too long for the other ranks, it
-        goes beyond the limit, and says so.
+        A snapshot holds at most a copy of everything that the local ranks own and updates
+        overwrite. After the first release, the session keeps as much memory for the next snapshot,
+        until `close`. With a limit, a snapshot and the memory that the session keeps are at most
+        that large together. Then the snapshot must be read while steps run: an update that finds no
+        room waits for the reader, and logs this after one second; if the other ranks would wait too
+        long, it exceeds the limit, and logs this.
 
         Args:
             limit_bytes: Most bytes of copies at a time, >= 0; None for all.
 
         Raises:
-            RunError: as of `pieces`.
+            RunError: for the reasons of `pieces`.
         """
 
     @abstractmethod
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
-        """Return a state as a whole logical tensor, a copy; None where it does not go.
+        """Return a state as a whole logical tensor, a copy; None in processes that do not get it.
 
-        Where ranks live in several processes, all of them call this, in one order, between the same
-        steps. It is sent through boxing.
+        If the ranks are in several processes, all processes call this, in the same order, between
+        the same steps. The state is sent through boxing (resharding).
 
         Args:
             name: One of `state_dict`.
-            to: The rank whose process gets the state; all of them if None.
+            to: The rank whose process gets the state; all processes if None.
 
         Raises:
             SbpLookupError: there is no such state or rank.
-            RunError: the processes do not ask for the same; a rank did not come by the deadline;
-                ranks of other processes can no longer be asked, as the session is closed or a step
-                failed; or a step failed when it had overwritten some states.
+            RunError: the processes' requests differ; a rank did not arrive by the deadline; ranks
+                of other processes are unreachable, because the session is closed or a step failed;
+                or a step failed when it had overwritten some states.
         """
 
     @abstractmethod
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """Return every state as a whole logical tensor, by the names of `initial_states`.
 
-        They are gathered one at a time, as `gather` does. Where they do not go, there are none.
+        They are gathered one at a time by `gather`. Processes that receive no states return none.
 
         Raises:
             SbpLookupError: there is no such rank.
-            RunError: as of `gather`.
+            RunError: for the reasons of `gather`.
         """
 
     @abstractmethod
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
-        """Replace every state. Each process calls it, and cuts what its ranks hold.
+        """Replace every state. Each process calls it, and keeps the shards of its ranks.
 
-        One state after the other is replaced, and the old one is let go of before the new one is
-        read or cut: old and new ones are not held together, but for what a snapshot keeps.
+        The states are replaced one by one, and the old value is freed before the new one is read or
+        cut. So old and new states are never in memory together, except for copies of a snapshot.
 
         Args:
-            states: Whole tensors by name, in a `dict`; or a mapping that makes each when it is
-                asked for, of which a process asks for those that its ranks hold a part of, or one
-                that reads parts of them, such as a file.
+            states: Whole tensors by name, in a `dict`; or a mapping that makes each tensor on
+                access, of which a process reads only the states that its ranks hold a part of; or a
+                mapping that reads parts of tensors, such as a file.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype. The states are
-                as they were, unless the mapping only makes them when they are asked for.
-            Exception: what the mapping raises, such as for a damaged file. If some states were
-                replaced by then, there are none: steps, and all that hands states out, raise a
-                `RunError` that says so, until others are loaded.
+                unchanged, unless the mapping makes tensors on access.
+            Exception: raised by the mapping, such as for a damaged file. If some states were
+                replaced by then, the session has no states: steps, and all methods that return
+                states, raise a `RunError` that explains this, until states are loaded again.
         """
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
-        """Replace some states; the others stay. Each process calls it with the same ones.
+        """Replace some states and keep the rest. Each process calls it with the same states.
 
         Args:
             states: Whole tensors, by names of `state_dict`.
 
         Raises:
-            SbpValueError: one is unknown, or of another shape or dtype. The states are as they
-                were.
-            RunError: as of `gather`, in a runtime that replaces all or none.
+            SbpValueError: a state is unknown, or of another shape or dtype. The states are
+                unchanged.
+            RunError: for the reasons of `gather`, in a runtime that replaces all or none.
         """
         self.load_state_dict({**self.state_dict(), **states})
 
     def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
         """Hold the states of another plan, too. Each process calls it with the same plan.
 
-        What is here stays where it is. Another session for that plan can then be started on the
-        states of this one. Where a host number stood for several states, and there is one for each
-        in that plan, this session takes no more steps of its own.
+        Existing states do not move. Another session for that plan can then be started on the states
+        of this session. If a host number represents several states here, but that plan has one
+        number for each, this session can run no more steps of its own.
 
         Args:
-            plan: Of the same ranks; stores the states of this session as they are stored here.
-            states: Whole tensors, by the names of what only that plan has.
+            plan: A plan for the same ranks that stores the states of this session as here.
+            states: Whole tensors, by the names of the states that only that plan has.
 
         Raises:
-            SbpValueError: one is missing, or of another shape or dtype. The states are as they
-                were.
+            SbpValueError: a state is missing, or of another shape or dtype. The states are
+                unchanged.
             RunError: the runtime cannot; see `Runtime.has_forms`.
         """
         raise RunError(
@@ -335,11 +335,11 @@ class Session(ABC):
 
 
 class Runtime(ABC):
-    """Kind `runtime`: `build(config)` returns one.
+    """Base class of plugins of kind `runtime`: `build(config)` returns one.
 
-    `traces` says whether its sessions note what they do in `Session.trace`, and `traces_operators`
-    whether they note each operator if the trace asks for it; `has_forms` whether `start` takes
-    `keeps`; `uses_backend` whether ranks exchange data through the backend that `start` is given.
+    `traces`: its sessions record their work in `Session.trace`. `traces_operators`: they also
+    record each operator if the trace asks for it. `has_forms`: `start` accepts `keeps`.
+    `uses_backend`: ranks exchange data through the backend that is passed to `start`.
     """
 
     traces: bool = False
@@ -360,19 +360,18 @@ class Runtime(ABC):
         """Start a plan on initial states; the backend is opened here and closed by the session.
 
         Args:
-            plan: Checked (see `sbp_core.check`).
-            states: Whole tensors by the names of `initial_states`. Or a session that runs in this
-                process: its states are shared, as they are when a step begins, and new values that
-                steps of the new session make of them are dropped, unless it `keeps` them; so an
-                evaluation runs on what is being trained. The two take their steps in turn.
-            backend: Not yet open. None uses that of the session whose states are shared, which
-                closes it; what fails in one of them ends both.
+            plan: A checked plan (see `sbp_core.check`).
+            states: Whole tensors by the names of `initial_states`. Or a session of this process,
+                whose states are shared: the new session reads the values that they have when a step
+                begins, and drops the new values that its steps make, unless it `keeps` them. So an
+                evaluation uses the states of a running training. The sessions take turns.
+            backend: A backend that is not yet open. None uses the backend of the session whose
+                states are shared, which closes it; a failure in one of the two sessions ends both.
             ranks: Ranks to run in this process; all that the backend has here, if None.
-            keeps: Whether the session whose states are shared goes on with new values that steps
-                of the new one make: another form of the same training step. Asked for with a
-                session as `states` only.
+            keeps: Whether the shared states take the new values that steps of the new session make:
+                for another form (captured version) of the step. Needs a session as `states`.
 
         Raises:
-            SbpValueError: a state is missing, or not as the plan says; a shared one is stored
-                otherwise in its session, or the plan overwrites it.
+            SbpValueError: a state is missing, or does not match the plan; a shared state is stored
+                differently in its session, or the plan overwrites it.
         """

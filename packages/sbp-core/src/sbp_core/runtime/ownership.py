@@ -1,17 +1,20 @@
-"""Which rank owns which part of a state: the one that saves it, of all that hold it.
+"""Ownership of states: which rank saves which part of a state, if several ranks hold it.
 
-A function of the plan alone, so that all ranks know it without asking each other. Over all ranks
-every element of every state is owned exactly once. Two states on three ranks, the first split, the
-second replicated:
+It depends on the plan alone, so all ranks know it without communication. Over all ranks, every
+element of every state is owned exactly once. Checkpoints and snapshots save these parts. Two states
+on three ranks, the first split, the second replicated:
 
     rank 0   w rows 0-1   b            owns  w rows 0-1
     rank 1   w rows 2-3   b            owns  w rows 2-3
     rank 2   w row 4      b            owns  w row 4, b
 
-A slice of several times `SHARE_BYTES` that several ranks hold is owned in parts:
+If several ranks hold a slice of several times `SHARE_BYTES`, each owns a part of it:
 
     rank 0   t rows 0-999              owns  t rows 0-499
     rank 1   t rows 0-999              owns  t rows 500-999
+
+The module also extends a plan by the states of another plan (`widened`), and finds the boxing steps
+that gather a whole state (`gather_routes`).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from sbp_core.tensor import Tensor
 
 
-#: Bytes of a slice that are worth an owner of their own.
+#: Least bytes of a part for which a slice is divided among several owners.
 SHARE_BYTES = 8 * 2**20
 
 
@@ -44,12 +47,12 @@ Number = float | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlice:
-    """Which part of a state a rank owns.
+    """The part of a state that a rank owns.
 
     Args:
-        name: Of the state, one of `Session.state_dict`.
-        shape, dtype: Of the whole state.
-        bounds: Where the part is in it: (start, stop) of each dim.
+        name: The name of the state, one of `Session.state_dict`.
+        shape, dtype: The shape and dtype of the whole state.
+        bounds: The position of the part in the state: (start, stop) of each dim.
     """
 
     name: str
@@ -58,7 +61,7 @@ class StateSlice:
     bounds: Bounds
 
     def with_value(self, value: Tensor | Number) -> StatePiece:
-        """Return the piece that is there."""
+        """Return the piece of this slice with its value."""
         return StatePiece(
             name=self.name, shape=self.shape, dtype=self.dtype, bounds=self.bounds, value=value
         )
@@ -66,19 +69,19 @@ class StateSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePiece(StateSlice):
-    """What a rank owns of a state.
+    """The part of a state that a rank owns, with its value.
 
     Args:
-        name, shape, dtype, bounds: As of `StateSlice`.
-        value: The piece: of shape `stop - start`, and no copy, so that a later step may overwrite
-            it; of a state that ranks keep as a host number, the number.
+        name, shape, dtype, bounds: As in `StateSlice`.
+        value: The part, of shape `stop - start`, without a copy: a later step may overwrite it. For
+            a state that ranks keep as a host number, the number.
     """
 
     value: Tensor | Number
 
 
 def state_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
-    """Return a slot of every state of a plan, by the name that ranks know it by."""
+    """Return a slot of every state of a plan, by the name that the state has on the ranks."""
     return {
         slot.name: slot
         for part in plan.ranks
@@ -93,13 +96,13 @@ def state_owners(
     """Return the owners of every state, each with the slice that it owns.
 
     A slice that several ranks hold is owned by one of them, or in even parts by some. Slices and
-    parts are dealt out from the largest to the smallest, each to the holder that owns fewest bytes
-    so far. A rank owns one slice of a state at most, of what it holds; empty slices have no owner,
-    unless the whole state is empty.
+    parts are assigned from the largest to the smallest, each to the holder that owns fewest bytes
+    so far. A rank owns at most one slice of a state, among those that it holds; empty slices have
+    no owner, unless the whole state is empty.
 
     Args:
-        plan: Any.
-        among: The ranks that can own, where others are lost; what none of them holds has no owner.
+        plan: The plan.
+        among: The ranks that can own, if some ranks are lost; slices that none holds have no owner.
             All if None.
 
     Returns:
@@ -134,8 +137,8 @@ def lost_states(plan: PhysicalPlan, among: Collection[int]) -> Mapping[str, Sequ
     """Return the states that some ranks do not hold all of, each with the ranks that have the rest.
 
     Args:
-        plan: Any.
-        among: The ranks that are left.
+        plan: The plan.
+        among: The ranks that remain.
     """
     lost: dict[str, list[int]] = {}
     for name, slot in state_slots(plan).items():
@@ -150,7 +153,7 @@ def lost_states(plan: PhysicalPlan, among: Collection[int]) -> Mapping[str, Sequ
 
 
 def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds]:
-    """Yield even parts of a slice, at most one a holder, each one run of its bytes."""
+    """Yield even, contiguous parts of a slice, at most one for each holder."""
     dim = next((d for d, (start, stop) in enumerate(bounds) if stop - start > 1), None)
     if dim is None:
         yield bounds
@@ -166,12 +169,12 @@ def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds
 def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
     """Return a plan whose ranks also hold the states of another plan; their work is unchanged.
 
-    A state that is kept otherwise in the other plan, by another host number or by one in the place
-    of a tensor without dims, is kept as there from then on.
+    If the other plan keeps a state differently (by another host number, or by a host number in
+    place of a tensor without dims), the returned plan keeps it as the other plan does.
 
     Args:
-        plan: Any.
-        other: Of the same ranks and stages. A state of both is stored alike.
+        plan: The plan to extend.
+        other: A plan for the same ranks and stages. A state of both is stored alike.
     """
     own, theirs = state_slots(plan), state_slots(other)
     moved = {
@@ -207,9 +210,9 @@ def with_states_of(
     """Return a plan whose ranks hold further states, for `widened`.
 
     Args:
-        plan: Any.
-        like: By name of a state, of which state it is, its shape and its dtype. It lies where that
-            does, cut alike if it is of the same shape; else it is there whole.
+        plan: The plan to extend.
+        like: For the name of each new state, the existing state that it belongs to, its shape and
+            its dtype. The ranks of that state hold it: split alike for equal shapes, else whole.
     """
 
     def held(part: RankPlan) -> Iterator[StateSlot]:
@@ -227,7 +230,7 @@ def with_states_of(
 
 
 def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
-    """Return a plan in which each host number is one state, for `widened`."""
+    """Return a plan in which each host number represents one state only, for `widened`."""
 
     def held(part: RankPlan) -> Iterator[StateSlot]:
         for slot in part.slots:
@@ -239,7 +242,7 @@ def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def known_state(plan: PhysicalPlan, name: str) -> str:
-    """Return the name of a state on the ranks: one host number may represent several states.
+    """Return the name that a state has on the ranks: one host number may represent several states.
 
     Raises:
         SbpLookupError: no rank has such a state.
@@ -258,7 +261,7 @@ def known_state(plan: PhysicalPlan, name: str) -> str:
 
 
 def check_destination(plan: PhysicalPlan, to: int | None) -> None:
-    """Check where states are to go: to a rank of the plan, or to all (None).
+    """Check the destination of gathered states: a rank of the plan, or all ranks (None).
 
     Raises:
         SbpLookupError: there is no such rank.
@@ -273,18 +276,18 @@ def gather_routes(
 ) -> tuple[tuple[BoxingStep, ...], ...]:
     """Return the boxing steps that bring a whole state to one rank, or to all.
 
-    One route, or two: to the ranks of the stage that has the state, then to those of other stages.
-    Whoever is in the target of a route's last step goes on with what it got; the others go on with
-    what they had before the route.
+    There are one or two routes: to the ranks of the stage that has the state, then to the ranks of
+    other stages. Ranks in the target of a route's last step continue with their result; all other
+    ranks continue with the value that they had before the route.
 
         stored (S(0)) on ranks 0, 1, for all of ranks 0 to 3
         route 0    all-gather: (S(0)) -> (B) on 0, 1
         route 1    local: (B) -> (S(0)) on 0, 1; transfer: (S(0)) on 0, 1 -> (B) on 2, 3
 
     Args:
-        plan: Any.
-        name: Of the state; a host number takes no step.
-        to: A rank; all of them if None.
+        plan: The plan.
+        name: The name of the state; a host number needs no step.
+        to: The destination rank; all ranks if None.
 
     Raises:
         SbpLookupError: there is no such state or rank.

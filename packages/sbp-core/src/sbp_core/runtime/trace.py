@@ -1,11 +1,13 @@
-"""What ranks did when, in the steps that are traced: spans of firings and waits, bytes held, times.
+"""Record a trace of steps: when each thread of each rank did what, and the bytes that ranks held.
 
     session.trace = trace = Trace()
     session.step(batch, scalars)
     session.trace = None
     for span in trace.spans: ...
 
-Times are of the wall clock, which the processes of a host share.
+A firing is one execution of an actor (a segment of operators, or a boxing step). A runtime records
+a span for each firing and each wait. Times are wall-clock times, which are comparable between the
+processes of a host. `measured_operators` computes operator times from a trace.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class SpanKind(StrEnum):
-    """What a thread of a rank does in a span.
+    """The activity of a thread of a rank in a span.
 
-    A `FIRING` is one of an actor. `BLOCKED` is the time before a firing in which data or credits
-    are missing. `TURN` is a part of a firing: waiting until another rank of the process has
-    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies after it.
+    `FIRING`: one execution of an actor. `BLOCKED`: the wait before a firing, for data or for free
+    places in the outputs (credits). `TURN`: inside a firing, the wait until another rank of the
+    process has computed. `OPERATOR`: inside a firing, one operator call, with freeing values.
     """
 
     FIRING = "firing"
@@ -47,13 +49,13 @@ class Span:
     """A time in which a thread did one thing.
 
     Args:
-        kind: What it did.
-        rank, thread: Whose thread.
-        step: Number of the step, from 0.
-        actor, micro_batch: Which firing it was, or was waited with.
+        kind: The activity.
+        rank, thread: The rank and its thread.
+        step: The number of the step, from 0.
+        actor, micro_batch: The firing; for a wait, the firing that waited.
         begin_ns, end_ns: Nanoseconds of the wall clock.
-        waits_for: Of a wait: data and credits that were missing when it began.
-        node: Of an operator: the node of the graph that calls it.
+        waits_for: For a wait: data and credits that were missing when it began.
+        node: For an operator: the node of the graph that calls it.
     """
 
     kind: SpanKind
@@ -78,10 +80,10 @@ class MemorySample:
 
 
 class TensorMeter(Protocol):
-    """Counts the tensors of ranks that are alive; see `sbp_torch.memory.MemoryMeter`."""
+    """Counts the live tensors of ranks; see `sbp_torch.memory.MemoryMeter`."""
 
     def note(self, rank: int, tensor: Tensor, *, handed: bool = False) -> None:
-        """Count a tensor that a rank holds, until it is gone."""
+        """Count a tensor that a rank holds, until it is freed."""
 
     def alive(self, rank: int) -> int:
         """Return the bytes alive on a rank."""
@@ -90,13 +92,13 @@ class TensorMeter(Protocol):
 class Trace:
     """Spans and bytes held, recorded by a runtime; several threads may record.
 
-    A session whose `trace` is set notes each firing and each wait when it is over.
+    A session whose `trace` is set records each firing and each wait at its end.
 
     Args:
-        meter: Counts what the firings leave; None to count nothing. What operators hold only
-            inside a firing is not seen.
-        operators: Whether each operator is noted, too. The clock between them takes less than a
-            tenth of a microsecond; on a GPU it waits for the operator, so that steps are slower.
+        meter: Counts the tensors that exist between firings; None to count nothing. Tensors that
+            exist only inside a firing are not counted.
+        operators: Whether each operator is recorded, too. Reading the clock takes less than a tenth
+            of a microsecond; on a GPU it waits for the operator, so that steps are slower.
     """
 
     now_ns = staticmethod(time.time_ns)
@@ -111,12 +113,12 @@ class Trace:
         self.spans.append(span)
 
     def count(self, rank: int, made: Iterable[Any], *, handed: bool = False) -> None:
-        """Count what a firing has made, and note what the rank holds now.
+        """Count the results of a firing, and record the bytes that the rank holds now.
 
         Args:
-            rank: Whose firing it was.
-            made: Tensors, and values that are none.
-            handed: Whether boxing made them, so that their storages may be another rank's.
+            rank: The rank of the firing.
+            made: The results; those that are not tensors are ignored.
+            handed: Whether boxing made them; then their memory may belong to another rank.
         """
         if self.meter is None:
             return
@@ -129,20 +131,20 @@ class Trace:
 def measured_operators(
     graph: LogicalGraph, strategy: Strategy, spans: Iterable[Span]
 ) -> tuple[MeasuredOperator, ...]:
-    """Return what the calls of a traced run took, sorted by their text.
+    """Return the times of the operator calls of a traced run, sorted by their text.
 
-    A firing waits for its turn where ranks are threads of one process, and takes and hands on: that
-    belongs to what it computes. So the time of a firing is shared out to its operators by what each
-    of them takes. Of each rank the median of all firings counts, and of the ranks the slowest one,
-    as the others will wait for it.
+    A firing takes longer than its operators: it also waits for its turn if ranks are threads of one
+    process, receives inputs and sends outputs. This overhead is divided among its operators in
+    proportion to their times. For each rank the median over all firings counts, and of these the
+    slowest rank, because the other ranks will wait for it.
 
         firing     | turn | aten.mm 30 us | aten.relu 10 us | hands on |     60 us in all
         shared out | aten.mm 45 us                | aten.relu 15 us    |
 
     Args:
-        graph: What ran.
-        strategy: Under which it ran.
-        spans: Of all ranks, with those of operators; without them nothing is found.
+        graph: The graph that ran.
+        strategy: The strategy under which it ran.
+        spans: The spans of all ranks, with operators; without these the result is empty.
     """
     times_s: dict[str, list[float]] = defaultdict(list)
     found: dict[str, MeasuredOperator] = {}
@@ -162,7 +164,7 @@ def measured_operators(
 
 
 def _node_times(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of each node on the slowest rank: of each rank the median."""
+    """Return the seconds of each node on the slowest rank, from the median of each rank."""
     firings_ns: dict[tuple[int, str, int, int], int] = {}
     operators: dict[tuple[int, str, int, int], Counter[str]] = defaultdict(Counter)
     for span in spans:

@@ -1,4 +1,4 @@
-r"""Frozen dataclasses as JSON values and back, directed by their types.
+r"""Serialisation: frozen dataclasses to JSON values and back, directed by their types.
 
 | type | JSON |
 |---|---|
@@ -7,21 +7,21 @@ r"""Frozen dataclasses as JSON values and back, directed by their types.
 | an enum | the value of the member |
 | `tuple[X, ...]`, `tuple[X, Y]` | a list |
 | `Mapping[str, X]`; of other keys | an object; a list of pairs |
-| a dataclass | an object with a key a field; a field that has its default is left out |
-| `X | Y` | what JSON has for either; of several dataclasses `{"type": "X", ...}` |
+| a dataclass | an object with a key for each field; fields with their default are left out |
+| `X | Y` | the JSON value of either; for several dataclasses `{"type": "X", ...}` |
 | `Any`, `object` | any JSON value |
-| a type with a `JsonForm` | what the type has that stands for it |
+| a type with a `JsonForm` | the type's own JSON value |
 
-The caller names the type, and the annotations of its fields say the rest. A file names neither
-classes nor modules, so reading it runs no code but that of the classes that are expected. Whatever
-a file holds, reading it ends: in a value, or in an `SbpError` that names the place.
+The caller passes the type, and the annotations of its fields determine the rest. A file names
+neither classes nor modules, so reading it runs only code of the expected classes. Whatever a file
+contains, reading it ends with a value, or with an `SbpError` that names the place.
 
-Sizes are looked at before memory is taken, and paths that a file names are kept to its folder
+Sizes are checked before memory is allocated, and paths in a file may not leave its folder
 (`file_within`).
 
-In order: `lines` (where in a file its parts stand), `misfit` (what is wrong with a value, and
-where), `plain` (numbers, text, any JSON value), `typed` (all other types), `file` (bytes and
-paths), `document` (whole files, which say what they are), `yaml_text` (values in YAML).
+In order: `lines` (the line of each part of a file), `misfit` (errors in a value, with their place),
+`plain` (numbers, text, any JSON value), `typed` (all other types), `file` (bytes and paths),
+`document` (whole files with format and version), `yaml_text` (values in YAML).
 
 >>> from sbp_core.cluster import Link
 >>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)

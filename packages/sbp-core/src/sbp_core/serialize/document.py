@@ -1,4 +1,7 @@
-"""Files of JSON that say what they are: `{"format": "sbp-plan", "version": 2, ...}`."""
+"""JSON files with a format name and a version: `{"format": "sbp-plan", "version": 2, ...}`.
+
+Plans, graphs, clusters and strategies are such files.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from sbp_core.serialize.typed import dump, load
 
 T = TypeVar("T")
 
-#: Characters of a line of a file that people read, about.
+#: Approximate characters of a line in a file that people read.
 _WIDTH = 96
 
 
@@ -24,15 +27,15 @@ _WIDTH = 96
 class Document(Generic[T]):
     """A kind of file.
 
-    What it takes to read one is bounded: `most_bytes` of text, some 30 times as much memory.
+    Reading one needs bounded memory: `most_bytes` of text, and some 30 times as much for the value.
 
     Args:
-        kind: The class that it holds.
-        format: What the file says it is.
-        version: Of its layout; no other one is read.
-        todo: What to do with a file that cannot be read.
-        error: What is raised of it.
-        most_bytes: Of the file.
+        kind: The class of the value in it.
+        format: The name of the format in the file.
+        version: The version of the layout; other versions are not read.
+        todo: The advice for a file that cannot be read.
+        error: The class of errors.
+        most_bytes: The largest size of a file.
     """
 
     kind: type[T]
@@ -47,15 +50,14 @@ class Document(Generic[T]):
         return {"format": self.format, "version": self.version, **dump(value, self.kind)}
 
     def load(self, value: object, where: str | Lines = "") -> T:
-        """Read what `dump` made.
+        """Read the result of `dump`.
 
         Args:
             value: A JSON value.
             where: The file that it comes from, or its lines, for messages.
 
         Raises:
-            SbpError: `error`: it is another kind of file, or of another version, or something in it
-                is missing or cannot be meant.
+            SbpError: `error`: it is of another kind or version, or a part is missing or invalid.
         """
         name = f"{self.format.removeprefix('sbp-')} file"
         if not isinstance(value, dict):
@@ -84,7 +86,7 @@ class Document(Generic[T]):
         return self.read_with_lines(path)[0]
 
     def read_with_lines(self, path: Path) -> tuple[T, Lines]:
-        """Read a file; return also in which lines its parts stand.
+        """Read a file; return also the lines of its parts.
 
         Raises:
             SbpError: `error`: it cannot be read; see `load`.
@@ -95,7 +97,7 @@ class Document(Generic[T]):
         return self.load(value, lines), lines
 
     def write(self, value: T, path: Path) -> None:
-        """Write a file for people to read and edit: a line a part that holds no objects."""
+        """Write a file for people to read and edit: one line for each part without objects."""
         path.write_text(_pretty(self.dump(value)) + "\n", encoding="utf-8")
 
 
@@ -105,14 +107,14 @@ def parse(
     """Return the value of a JSON text.
 
     Raises:
-        SbpError: `error`: it is no JSON, or a key occurs twice in one object; names the line.
+        SbpError: `error`: it is not JSON, or a key occurs twice in one object; names the line.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
     except json.JSONDecodeError as cause:
         place = f"{in_line(where, cause.lineno)}, column {cause.colno}"
         raise error(f"this is no JSON: {cause.msg}", where=place, todo=todo) from cause
-    # The lines of what is wrong are looked for up to there: what follows may be without end.
+    # The line of an error is searched up to its position: the rest of the text may be huge.
     except _NoNumberError as cause:
         line = word_line(text, cause.word)
         what = f"this is no JSON: {cause.word} is no number of JSON"
@@ -126,7 +128,7 @@ def parse(
 
 
 class _NoNumberError(ValueError):
-    """A word that Python takes for a number of JSON."""
+    """A word that Python accepts as a JSON number, such as `NaN`, but JSON does not."""
 
     def __init__(self, word: str) -> None:
         super().__init__(word)

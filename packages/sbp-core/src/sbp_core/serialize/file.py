@@ -1,4 +1,4 @@
-"""Files from elsewhere: read whole up to a size, and kept to the folder that names them."""
+"""Safe reading of untrusted files: whole, up to a size, and inside the folder that names them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sbp_core.serialize.lines import in_line
 from sbp_core.serialize.misfit import is_unicode, shown
 from sbp_core.units import format_bytes
 
-#: Bytes of a file that is read whole, where its kind does not say it otherwise.
+#: The most bytes of a file that is read whole, if its kind sets no other limit.
 MOST_BYTES = 16 * 2**20
 
-#: Bytes of the name of a file that systems take.
+#: The most bytes of a file name that systems accept.
 _MOST_NAME_BYTES = 255
 
 _KINDS = {
@@ -29,17 +29,17 @@ _KINDS = {
 
 
 def open_file(path: Path, *, follow: bool = True) -> FileIO:
-    """Open a file to read it, if it is a regular one: the door of all files from elsewhere.
+    """Open a file to read it, if it is a regular file: all untrusted files are opened here.
 
-    Its kind is looked at after the opening, of what was opened: a pipe would be waited for, a
-    device would never end, and a name may mean something else a moment later.
+    The kind is checked after opening, on the open file: a pipe would block, a device would never
+    end, and a name may refer to another file a moment later.
 
     Args:
-        path: Of the file.
-        follow: Whether a link is followed, as the user has named it.
+        path: The path of the file.
+        follow: Whether a link is followed, such as for a path that the user has given.
 
     Raises:
-        OSError: it is not there, may not be read, is no regular file, or its name cannot be.
+        OSError: it does not exist, may not be read, is not a regular file, or its name is invalid.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -66,21 +66,21 @@ def read_bytes(
 ) -> bytes:
     """Return the content of a file.
 
-    Its kind and size are looked at before it is read: a pipe would never end, nor a device.
+    Its kind and size are checked before it is read: a pipe or a device would never end.
 
     Args:
-        path: Of the file; a link is followed, as the user has named it.
-        most_bytes: That it may have.
-        error: What to raise.
-        todo: What to do about it.
+        path: The path of the file, as the user has given it; a link is followed.
+        most_bytes: The largest allowed size.
+        error: The class of errors.
+        todo: The advice in errors.
 
     Raises:
-        SbpError: `error`: it is not there, may not be read, is no regular file, or too large.
+        SbpError: `error`: it does not exist, may not be read, is not a regular file, or too large.
     """
     try:
         with BufferedReader(open_file(path)) as file:
             given_bytes = os.fstat(file.fileno()).st_size
-            # A file of the kernel says that it has 0 bytes.
+            # A file of the kernel reports a size of 0 bytes.
             data = file.read(min(given_bytes or MOST_BYTES, most_bytes) + 1)
     except OSError as cause:
         raise error(
@@ -109,7 +109,7 @@ def read_text(
     """Return the text of a file; see `read_bytes`.
 
     Raises:
-        SbpError: `error`: it cannot be read, is no text, or empty.
+        SbpError: `error`: it cannot be read, is not text, or is empty.
     """
     data = read_bytes(path, most_bytes=most_bytes, error=error, todo=todo)
     try:
@@ -135,19 +135,19 @@ def file_within(
     """Return the path of a file that another file names, if it is in a folder.
 
     Args:
-        folder: That it may not leave, neither by its name nor by links.
-        name: As it is written: parts with `/` between them.
+        folder: The folder that it may not leave, neither by its name nor by links.
+        name: The name as it is written: parts with `/` between them.
         where: The file and the place that names it, for messages.
-        error: What to raise.
-        todo: What to do about it.
+        error: The class of errors.
+        todo: The advice in errors.
 
     Raises:
-        SbpError: `error`: the name is none of a file in that folder, or leads out of it by a link.
+        SbpError: `error`: the name is not a file name in that folder, or leads out of it by a link.
     """
     parts = PurePosixPath(name).parts
     is_plain = bool(parts) and is_unicode(name) and "\0" not in name and "\\" not in name
     is_plain = is_plain and all(len(part.encode()) <= _MOST_NAME_BYTES for part in parts)
-    # `C:x` is relative to nothing that we know.
+    # `C:x` is relative to the unknown current folder of a drive.
     if not is_plain or ".." in parts or parts[0][0] == "/" or PureWindowsPath(name).drive:
         raise error(
             f"{shown(name)} names no file of this folder",
@@ -158,9 +158,9 @@ def file_within(
     path = folder.joinpath(*parts)
     try:
         home, found = folder.resolve(), path.resolve()
-        if found.is_symlink():  # from Python 3.13 on, links in a circle are left as they are
+        if found.is_symlink():  # from Python 3.13 on, circular links are not resolved
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    except (OSError, RuntimeError) as cause:  # links in a circle, a name that is too long
+    except (OSError, RuntimeError) as cause:  # circular links, a name that is too long
         raise error(f"{shown(name)} cannot be found: {cause}", where=where, todo=todo) from cause
     if not found.is_relative_to(home) or found == home:
         raise error(

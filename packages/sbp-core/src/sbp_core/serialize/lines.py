@@ -1,4 +1,4 @@
-"""In which line of a file each of its parts stands, so that messages can say it."""
+"""Line numbers of the parts of a JSON file, for error messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Keys = tuple[str | int, ...]
 #: A part of a file: its keys, and its line.
 Part = tuple[Sequence[str | int], int]
 
-#: What JSON is made of: strings, punctuation, other words.
+#: The tokens of JSON: strings, punctuation, other words.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
 class Lines:
-    """The lines of a file.
+    """The line of each part of a file.
 
     Args:
         file: Its name; may be empty.
         parts: Yields the keys of every part with its line, counted from 1; called when a line is
-            asked for. A yielded sequence of keys may change when the next one is.
+            needed. It may change a yielded sequence of keys when it yields the next one.
     """
 
     def __init__(self, file: str, parts: Callable[[], Iterable[Part]]) -> None:
@@ -36,9 +36,9 @@ class Lines:
         return {tuple(keys): line for keys, line in self._parts()}
 
     def where(self, keys: Sequence[str | int]) -> str:
-        r"""Return the file and the line of a part, or of the innermost one around it that stands.
+        r"""Return the file and the line of a part, or of the innermost existing part around it.
 
-        Nothing is stored of the others, of which there may be many.
+        The other parts are not stored, because there may be many.
 
         >>> Lines("a.json", lambda: json_parts('{"a":\n [7,\n  {"b": 1}]}')).where(["a", 1, "c"])
         'a.json, line 3'
@@ -52,13 +52,13 @@ class Lines:
 
 
 def in_line(file: str, line: int) -> str:
-    """Return a place in words; the file may be empty."""
+    """Return a place as text; the file may be empty."""
     return f"{file}, line {line}" if file else f"line {line}"
 
 
 def repeated_key_line(text: str) -> int | None:
-    """Return the line in which a key of a JSON text stands for the second time."""
-    # One set for each object that is open: names of all of them would be as many as the file has.
+    """Return the line of the first repeated key in an object of a JSON text."""
+    # One set for each open object: the sets of all objects would be as large as the file.
     names: list[set[str]] = []
     for keys, line in json_parts(text):
         del names[len(keys) :]
@@ -72,7 +72,7 @@ def repeated_key_line(text: str) -> int | None:
 
 
 def word_line(text: str, word: str) -> int | None:
-    """Return the line in which a word of a JSON text, outside of strings, stands first."""
+    """Return the first line of a JSON text that contains a word outside of strings."""
     starts = (token.start() for token in _TOKEN.finditer(text) if token[0] == word)
     return next((text.count("\n", 0, start) + 1 for start in starts), None)
 
@@ -115,7 +115,7 @@ def json_parts(text: str) -> Iterator[Part]:
 
 
 def _key(word: str) -> str:
-    """Return what a JSON string says, or itself if it is none."""
+    """Return the content of a JSON string, or the word itself if it is none."""
     try:
         return str(json.loads(word, strict=False))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is wrong with a value that a type does not accept, and where in the whole it is."""
+"""Errors about values that a type does not accept, with the path to the wrong part."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from sbp_core.errors import SbpError
 
-#: Characters of a value that messages show, at most.
+#: The most characters of a value that messages show.
 _MOST_CHARACTERS = 60
 
 
 class MisfitError(Exception):
-    """A part of a value is not what its type wants; `typed.load` makes an `SbpError` of it.
+    """A part of a value does not match its type; `typed.load` turns it into an `SbpError`.
 
     Args:
-        what: What it is instead, to be put after the place: " is 'many'".
+        what: The mismatch, to be put after the place: " is 'many'".
         accepted, todo, where: As in `SbpError`.
     """
 
@@ -25,8 +25,8 @@ class MisfitError(Exception):
     ) -> None:
         super().__init__(what)
         self.what, self.accepted, self.todo, self.where = what, accepted, todo, where
-        #: Keys and indices that lead to the part, the innermost first: who passes the error on
-        #: adds its own, so that reading what is right keeps no account of where it is.
+        #: Keys and indices that lead to the part, the innermost first: each caller that passes the
+        #: error on adds its own, so that reading a valid value need not track its position.
         self.path: list[str | int] = []
         #: A key of that part that the error is about, if it names one.
         self.key: str | None = None
@@ -42,7 +42,7 @@ class MisfitError(Exception):
         return cls(f": {error.what}", error.accepted, error.todo, error.where)
 
     def keys(self) -> list[str | int]:
-        """Return the keys and indices that lead to what is wrong, the outermost first."""
+        """Return the keys and indices that lead to the wrong part, the outermost first."""
         return [*reversed(self.path), *([] if self.key is None else [self.key])]
 
     def message(self, root: str) -> str:
@@ -55,10 +55,10 @@ class MisfitError(Exception):
 
 
 def at(place: str | int, load: Callable[..., Any], *args: Any) -> Any:
-    """Return `load(*args)`; what is wrong with it is wrong at a place.
+    """Return `load(*args)`; its errors get the place.
 
     Raises:
-        MisfitError: that of `load`, with the place.
+        MisfitError: raised by `load`, with the place added.
     """
     try:
         return load(*args)
@@ -68,7 +68,7 @@ def at(place: str | int, load: Callable[..., Any], *args: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value in a few words, whatever it is."""
+    """Return a short text of any value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict | list):
@@ -82,7 +82,7 @@ def shown(value: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    r"""Whether a text can be written: JSON may hold halves of characters (`"\ud800"`)."""
+    r"""Whether a text can be encoded: JSON may contain halves of characters (`"\ud800"`)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -91,7 +91,7 @@ def is_unicode(text: str) -> bool:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return what to do about an unknown name."""
+    """Return the advice for an unknown name."""
     text = name[:_MOST_CHARACTERS] if isinstance(name, str) else ""
     near = difflib.get_close_matches(text, sorted(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Numbers, text, true, false, null, and any JSON value: written and read."""
+"""Serialisation of the basic types: numbers, text, true, false, null, and any JSON value."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 from sbp_core.serialize.misfit import MisfitError, at, is_unicode
 
-#: Lists and objects inside each other, at most, where a type does not limit them: reading and all
-#: that walks the value later may recurse.
+#: The deepest nesting of lists and objects, if a type does not limit it: reading, and later code
+#: that walks the value, may recurse.
 MOST_DEPTH = 50
 
-#: What numbers that JSON has not are written as.
+#: Texts for numbers that JSON lacks.
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How values of one type are written and read.
+    """The functions that write and read values of one type.
 
     Args:
         dump: Value to JSON value.
-        load: The way back; raises `MisfitError`.
-        kinds: Classes of its values, by which a union knows what to write.
-        json: Classes of its JSON values, by which a union knows what to read.
-        accepted: Its JSON values in words.
+        load: The reverse; raises `MisfitError`.
+        kinds: Classes of its values, by which a union chooses how to write.
+        json: Classes of its JSON values, by which a union chooses how to read.
+        accepted: A description of its JSON values.
     """
 
     dump: Callable[[Any], Any]
@@ -75,7 +75,7 @@ def _load_float(value: Any) -> float:
 
 def _load_str(value: Any) -> str:
     if type(value) is not str:
-        # A reader of YAML takes `12e3` for a number.
+        # YAML parses `12e3` as a number.
         quoted = "" if isinstance(value, dict | list) else "put it in quotation marks"
         raise MisfitError.found(value, "text", quoted)
     if not value.isascii() and not is_unicode(value):
@@ -114,7 +114,7 @@ def _load_any(value: Any, depth: int = 0) -> Any:
 
 _NONE = type(None)
 
-#: Types whose values JSON has itself.
+#: The codecs of types that JSON has itself.
 PLAIN = types.MappingProxyType(
     {
         bool: Codec(

@@ -1,4 +1,4 @@
-"""From a type to how its values are written and read: dataclasses, containers, unions, enums."""
+"""Serialisation by type: codecs for dataclasses, containers, unions and enums, from annotations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sbp_core.serialize.plain import PLAIN, Codec
 
 T = TypeVar("T")
 
-#: Key that tells dataclasses of one union apart.
+#: Key that distinguishes dataclasses of one union.
 _TAG = "type"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """What stands for a type in JSON, where its fields do not.
+    """A JSON representation of a type other than by its fields.
 
-    A class has a class method `json_form`; a name of a type is `Annotated[X, JsonForm(...)]`.
+    A class returns it from a class method `json_form`; an alias is `Annotated[X, JsonForm(...)]`.
 
     Args:
-        kind: The type that is written in its place; None for a JSON value as it is.
-        dump: Makes that of a value.
-        load: Makes a value of that; raises an `SbpError` if it cannot be meant.
+        kind: The type that is written in its place; None for any JSON value.
+        dump: Converts a value to `kind`.
+        load: Converts back; raises an `SbpError` if the input is invalid.
     """
 
     kind: Any
@@ -43,7 +43,7 @@ def dump(value: T, kind: type[T]) -> Any:
     """Return a JSON value that `load` reads back equal.
 
     Args:
-        value: Is trusted to be a `kind`.
+        value: The value, which is not checked to be a `kind`.
         kind: A type; see the docstring of the package.
     """
     return _codec(cast("Any", kind)).dump(value)
@@ -58,19 +58,19 @@ def load(
     error: type[SbpError] = SbpValueError,
     todo: str = "",
 ) -> T:
-    """Read what `dump` made.
+    """Read the result of `dump`.
 
     Args:
         value: A JSON value.
         kind: The type that is expected.
-        root: What messages call the whole value.
+        root: The name of the whole value in messages.
         where: The file that it comes from, or its lines, for messages.
-        error: What to raise.
-        todo: What to do, if the place in question does not say.
+        error: The class of errors.
+        todo: The advice, if the place in question has none.
 
     Raises:
-        SbpError: `error`: something in it is missing, unknown or cannot be meant. It names the
-            place, what was found, and what is accepted.
+        SbpError: `error`: something in it is missing, unknown or invalid. It names the place, what
+            was found, and what is accepted.
     """
     try:
         found: T = _codec(cast("Any", kind)).load(value)
@@ -87,9 +87,9 @@ def load(
 
 @lru_cache(maxsize=1024)
 def _codec(kind: Any) -> Codec:
-    """Return how values of a type are written and read."""
+    """Return the codec of a type."""
     origin, args = get_origin(kind), get_args(kind)
-    # First, so that a type that says its own form is written so even if it is a dataclass.
+    # First, because a dataclass may have its own form.
     form = _form(kind)
     if form is not None:
         return _formed(kind, form)
@@ -135,9 +135,9 @@ def _formed(kind: Any, form: JsonForm) -> Codec:
 
 
 def _union(args: tuple[Any, ...]) -> Codec:
-    """Return the codec of `X | Y`; of JSON that several could have written the first one reads."""
-    # Dataclasses are all mappings in JSON. One needs no tag; several get one, and are one member
-    # then. Those with a form of their own are told apart by that.
+    """Return the codec of `X | Y`; JSON that fits several types is read as the first one."""
+    # Dataclasses are all mappings in JSON. A single one needs no tag; several get one, and are one
+    # member then. Dataclasses with a `JsonForm` are distinguished by that.
     classes: list[Any] = [kind for kind in args if is_dataclass(kind) and _form(kind) is None]
     members = [_codec(kind) for kind in args if len(classes) < 2 or kind not in classes]
     if len(classes) > 1:
@@ -149,7 +149,7 @@ def _union(args: tuple[Any, ...]) -> Codec:
 
     def load(value: Any) -> Any:
         for member in members:
-            # The exact type, as `isinstance` has it that True is an int.
+            # The exact type, because True is an int for `isinstance`.
             if type(value) in member.json or member.json == (object,):
                 return member.load(value)
         raise MisfitError.found(value, accepted)
@@ -213,7 +213,7 @@ def _long_tuple(part: Codec) -> Codec:
     def load(value: Any) -> Any:
         if not isinstance(value, list):
             raise MisfitError.found(value, "a list")
-        # What `at` does for one entry, without a call for each: lists are long.
+        # Like `at`, but without a call for each entry, because lists are long.
         found: list[Any] = []
         try:
             for entry in value:
@@ -242,7 +242,7 @@ def _mapping(key: Codec, part: Codec) -> Codec:
 
 
 def _pairs(pair: Codec) -> Codec:
-    """Return the codec of a mapping whose keys are no text."""
+    """Return the codec of a mapping whose keys are not text."""
     entries = _long_tuple(pair)
 
     def dump(value: Any) -> Any:
@@ -279,7 +279,7 @@ def _enum(kind: type[Enum]) -> Codec:
 
 
 def _fields(cls: type) -> Codec:
-    """Return the codec of a dataclass: what its `__init__` takes, by name."""
+    """Return the codec of a dataclass: the arguments of its `__init__`, by name."""
     own = [field for field in fields(cls) if field.init]
     codecs = {field.name: _codec(_annotation(cls, field)) for field in own}
     defaults = {field.name: _default(field) for field in own}
@@ -293,7 +293,7 @@ def _fields(cls: type) -> Codec:
         found = {}
         for name, dump_part, default in dumps:
             part = getattr(value, name)
-            # Defaults are left out, so that documents show what was chosen.
+            # Defaults are left out, so that documents show the chosen values.
             if default is MISSING or part != default:
                 found[name] = dump_part(part)
         return found
@@ -332,12 +332,12 @@ def _fields(cls: type) -> Codec:
 def _annotation(cls: type, field: Field[Any]) -> Any:
     """Return the type of one field.
 
-    `get_type_hints` would ask for all names, those of fields that are not written included.
+    `get_type_hints` would resolve all names, also those of fields that are not written.
     """
     if not isinstance(field.type, str):
         return field.type
     owner = next(base for base in cls.__mro__ if field.name in get_annotations(base))
-    # An annotation is a text under `from __future__ import annotations`, in the names of the module
+    # Under `from __future__ import annotations`, an annotation is a text with names of the module
     # of the class that declares it, which may be a base class elsewhere.
     return eval(field.type, vars(sys.modules[owner.__module__]))
 

@@ -1,7 +1,7 @@
-"""Values in YAML, and the lines in which their parts stand. Needs PyYAML.
+"""Safe reading of YAML, with the lines of the parts. Needs PyYAML.
 
-What PyYAML would take in silence is refused: keys that occur twice, references, and halves of
-characters.
+Input that PyYAML would silently accept is refused: repeated keys, references, and halves of
+characters. `sbp_core.strategy_yaml` uses it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.serialize.lines import Keys, Lines, in_line
 from sbp_core.serialize.misfit import is_unicode, shown
 
-#: What PyYAML passes on of values that it cannot make.
+#: Errors of Python that PyYAML passes on for values that it cannot make.
 _OF_PYYAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 #: Kinds of values that are written in digits, and how many these may be.
@@ -39,14 +39,14 @@ def pyyaml() -> Any:
 
 
 def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
-    """Return what a text in YAML says, and in which lines.
+    """Return the value of a YAML text, and the lines of its parts.
 
     Args:
         text: The text.
-        file: Where it comes from, for messages; may be empty.
+        file: The file that it comes from, for messages; may be empty.
 
     Raises:
-        SbpValueError: it is none, says something twice, or refers to parts of itself.
+        SbpValueError: it is not YAML, repeats a key, or refers to parts of itself.
         SbpLookupError: PyYAML is not installed.
     """
     yaml = pyyaml()
@@ -65,7 +65,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         raise SbpValueError(
             f"this is no YAML: {what}", where=place, todo="correct that place"
         ) from error
-    # Brackets inside each other without end.
+    # Too deeply nested brackets also raise.
     except (yaml.YAMLError, *_OF_PYYAML) as error:
         raise SbpValueError(
             f"this is no YAML: {error}", where=file, todo="correct that place"
@@ -94,24 +94,24 @@ def _yaml_lines(yaml: Any, root: Any) -> Iterator[tuple[Keys, int]]:
 
 
 def _loader(yaml: Any) -> Any:
-    """Return a loader that refuses references and keys that occur twice."""
+    """Return a loader that refuses references and repeated keys."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few lines of references to references stand for a value without end.
+            # A few lines of nested references expand to a huge value.
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark
                 raise yaml.composer.ComposerError(None, None, "a reference (*)", mark)
             return super().compose_node(parent, index)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
-            # Such as 1:59:59:59..., which takes time with the square of its length.
+            # Such as 1:59:59:59..., which takes quadratic time.
             if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
                 what = f"{shown(node.value)} is too long for a number"
                 raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
             try:
                 found = super().construct_object(node, deep)
-            # PyYAML passes on what Python says of dates and numbers that are none.
+            # PyYAML passes on Python's errors about invalid dates and numbers.
             except _OF_PYYAML as error:
                 what = f"{shown(node.value)} cannot be read: {error}"
                 raise yaml.constructor.ConstructorError(

@@ -1,9 +1,8 @@
-"""A plan's step in simulated time, once or again and again while a search changes it.
+"""The dataflow network of a plan's step, to time it once, or repeatedly while a search changes it.
 
-Who waits for whom is what `sbp_core.compile.plan_network` says, within one step; so the step's time
-is that network's latency, and each firing begins when the last of those is over that it waits for.
-The network is of one rank of each class (`sbp_core.compile.symmetry`): ranks that do the same have
-the same times.
+`sbp_core.compile.plan_network` gives the dependencies within one step. The step's time is the
+latency of that network, and each firing begins when the last of its dependencies has ended. The
+network has one rank of each class of equal ranks (`sbp_core.compile.symmetry`).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class TimedFiring:
                  ^ start_s    ^ free_s         ^ end_s
 
     Args:
-        rank: Where it fires.
-        actor: What the plan says of who fires.
-        index: Which of the actor's firings in the step, from 0.
-        start_s: When its thread begins with it.
-        free_s: When its thread is free again.
-        end_s: When what it makes is there; later than `free_s` of boxing that overlaps.
+        rank: The rank.
+        actor: The actor in the plan.
+        index: The number of the actor's firing in the step, from 0.
+        start_s: The time at which its thread begins it.
+        free_s: The time at which its thread is free again.
+        end_s: The time at which its result is available; later than `free_s` if boxing overlaps.
     """
 
     rank: int
@@ -54,9 +53,9 @@ class Simulation:
     """A step in simulated time.
 
     Args:
-        step_s: When the last firing is over, in seconds.
-        orders: For each (rank, thread) its firings in order: the actor, which of its firings it is,
-            and the number of the firing in the network, where those of a group have the same one.
+        step_s: The end of the last firing, in seconds.
+        orders: For each (rank, thread) its firings in order: the actor, the index of the firing,
+            and the number of the firing in the network, which all firings of a group share.
         starts_s, frees_s, ends_s: Times by that number.
     """
 
@@ -92,10 +91,10 @@ class Simulation:
 
 
 class FiringNetwork:
-    """A plan's step, ready to be changed and played again.
+    """A plan's step, which can be changed and timed again.
 
     Args:
-        plan: With firing orders that `sbp_core.check` accepts.
+        plan: A plan with firing orders that `sbp_core.check` accepts.
 
     Raises:
         PlanError: the plan deadlocks before the end of the step.
@@ -121,11 +120,11 @@ class FiringNetwork:
 
     @property
     def step_s(self) -> float:
-        """When the last firing is over, in seconds."""
+        """The end of the last firing, in seconds."""
         return float(self._starts.end_s)
 
     def simulate(self) -> Simulation:
-        """Return when every firing is."""
+        """Return the times of every firing."""
         starts_s = [float(time_s) for time_s in self._starts.start_s]
         frees_s = [start + busy for start, busy in zip(starts_s, self._duration_s, strict=True)]
         ends_s = frees_s.copy()
@@ -158,21 +157,21 @@ class FiringNetwork:
         link_quotas: Mapping[ActorId, int] | None = None,
         orders: Mapping[int, Orders] | None = None,
     ) -> bool:
-        """Change quotas or orders, and time anew what begins at other times then.
+        """Change quotas or orders, and update the times of the affected firings.
 
-        What is said of a rank is meant of all ranks that do the same. Nothing else of the plan
-        changes: to change it back is to change it again.
+        A change for a rank applies to all ranks that do the same. Nothing else of the plan changes:
+        the reverse change restores it.
 
         Args:
-            quotas: Of registers, by (rank, name).
-            link_quotas: Of all links that an actor sends on.
+            quotas: Quotas of registers, by (rank, name).
+            link_quotas: The quota of all links that an actor sends on.
             orders: For each rank the firings of all its threads.
 
         Returns:
             Whether the step still comes to its end; if not, nothing is changed.
 
         Raises:
-            PlanError: an order has other firings than the one before.
+            PlanError: an order has other firings than before.
         """
         rank_of = self._folded.stands_for
         edges = {
@@ -188,7 +187,7 @@ class FiringNetwork:
         ranks = {rank_of[rank]: order for rank, order in (orders or {}).items()}
         for rank, order in ranks.items():
             _check_orders(rank, self._orders[rank], order)
-        # A firing may wait for another one for several reasons, of which one goes.
+        # A firing may wait for another one for several reasons; one of them is removed.
         before = Counter(wait for name in edges for wait in self._credits(self._edges[name]))
         before.update(wait for rank in ranks for wait in self._turns(rank, self._orders[rank]))
         after = Counter(wait for edge in edges.values() for wait in self._credits(edge))
@@ -203,7 +202,7 @@ class FiringNetwork:
     def _numbered(
         self, rank: int, order: Sequence[tuple[str, int]]
     ) -> list[tuple[Actor, int, int]]:
-        """Return a thread's order as actors, which firing of theirs it is, and its number."""
+        """Return a thread's order as actors, the index of each firing, and its number."""
         by_name, ends = self._plan.by_rank[rank].by_name, self._made.ends
         return [
             (by_name[name], index, self._first[ends[rank, name].begin] + index)
@@ -223,7 +222,7 @@ class FiringNetwork:
                 yield consumer + number, producer + index
 
     def _turns(self, rank: int, orders: Orders) -> Iterator[_Wait]:
-        """Yield the waits of firings for those before them on threads and links of a rank."""
+        """Yield the waits of firings for the previous ones on threads and links of a rank."""
         for order in self._made.orders_of(rank, orders).values():
             yield from pairwise(self._first[name] + index for name, index in order)
 
@@ -245,10 +244,10 @@ def _check_orders(rank: int, before: Orders, after: Orders) -> None:
 
 
 def simulate(plan: PhysicalPlan) -> Simulation:
-    """Play one step of a plan in the times that it predicts.
+    """Simulate one step of a plan with its predicted times.
 
     Args:
-        plan: With firing orders that `sbp_core.check` accepts.
+        plan: A plan with firing orders that `sbp_core.check` accepts.
 
     Raises:
         PlanError: the plan deadlocks before the end of the step.

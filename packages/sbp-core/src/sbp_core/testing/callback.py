@@ -4,8 +4,8 @@
         def make_callback(self):
             return build(MyConfig())
 
-One that asks for nothing in the 8 steps of the suite, or to stop in them, is fine. The tests take
-pytest's fixture `tmp_path`.
+A callback passes even if it requests nothing, or a stop, in the 8 steps of the suite. The tests
+take pytest's fixture `tmp_path`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from sbp_core.serialize import dump, load
 
 __all__ = ["CallbackConformance"]
 
-#: Steps that a callback is led through.
+#: Steps of the simulated run.
 _STEPS = 8
 
 
 class CallbackConformance(ABC):
-    """What every callback must do. See the module's docstring for how to use it."""
+    """Tests that every callback must pass. See the module's docstring for how to use it."""
 
     #: Losses of the steps, and held-out losses after every second of them.
     losses: tuple[float, ...] = (4.0, 3.0, 2.5, 2.2, 2.1, 2.3, 2.6, 3.0)
 
     @abstractmethod
     def make_callback(self) -> Callback:
-        """Return what `build(config)` returns."""
+        """Return the result of `build(config)`."""
 
     def test_it_is_a_callback(self) -> None:
         """The trainer refuses anything else."""
         assert isinstance(self.make_callback(), Callback), "it does not derive from Callback"
 
     def test_it_can_be_led_through_a_run(self, tmp_path: Path) -> None:
-        """It returns what the trainer understands, after every step."""
+        """It returns a value that the trainer accepts, after every step."""
         callback = self.make_callback()
         asked = self._lead(callback, tmp_path)
         callback.on_train_end(self._state(_STEPS))
         assert len(asked) == _STEPS + _STEPS // 2
 
     def test_two_of_them_ask_for_the_same(self, tmp_path: Path) -> None:
-        """Each process of a run has one, and all of them have to mean the same."""
+        """Each process of a run has its own callback, and all of them have to agree."""
         folders = [tmp_path / name for name in ("first", "second")]
         for folder in folders:
             folder.mkdir()
@@ -54,18 +54,18 @@ class CallbackConformance(ABC):
         assert first == second
 
     def test_only_the_first_process_writes(self, tmp_path: Path) -> None:
-        """In the others the run folder stays as it is."""
+        """In all other processes the run folder stays unchanged."""
         self._lead(self.make_callback(), tmp_path, is_first=False)
         assert not list(tmp_path.iterdir()), "a process that is not the first wrote files"
 
     def test_its_state_is_plain_json(self, tmp_path: Path) -> None:
-        """What it keeps comes back from a checkpoint as it was."""
+        """Its state is unchanged after a round trip through a checkpoint."""
         callback = self.make_callback()
         self._lead(callback, tmp_path)
         self._saved(callback)
 
     def test_a_resumed_run_goes_on_as_the_unbroken_one(self, tmp_path: Path) -> None:
-        """Stopped after any step and resumed, it asks for the same in the steps that follow."""
+        """Stopped after any step and resumed, it makes the same requests in the following steps."""
         for stop in range(1, _STEPS):
             folders = [tmp_path / f"{name}_{stop}" for name in ("whole", "parts")]
             for folder in folders:
@@ -81,7 +81,7 @@ class CallbackConformance(ABC):
             assert self._lead(after, folders[1], start=stop) == expected, f"behind step {stop}"
 
     def _saved(self, callback: Callback) -> Mapping[str, object]:
-        """Return the state of a callback as a checkpoint hands it back."""
+        """Return the state of a callback as a checkpoint returns it."""
         own = callback.state_dict()
         state = TrainerState(callbacks={"own": own} if own else {})
         read = load(json.loads(json.dumps(dump(state, TrainerState))), TrainerState)
@@ -98,7 +98,7 @@ class CallbackConformance(ABC):
         begins: bool = True,
         is_first: bool = True,
     ) -> list[TrainerControl | None]:
-        """Lead a callback through steps; return what it asks for, evaluations included."""
+        """Call a callback for some steps; return its requests, also after evaluations."""
         context = TrainingContext(
             folder=folder, is_first=is_first, total_steps=_STEPS, batch_size=4
         )

@@ -1,7 +1,7 @@
-"""Random edits of files: what a slip of a hand, a script or a disk may make of them.
+"""Random edits of JSON values, texts and bytes, to test readers of files with damaged input.
 
-For tests that feed what they get to a reader: whatever it holds, the answer is to be a value or an
-`SbpError`, and soon.
+The edits imitate mistakes of people, scripts and disks. For any such input, a reader must return a
+value or raise an `SbpError`, within a short time. `fuzz` uses this module.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = ["ODD_VALUES", "edited", "edited_bytes", "edited_text"]
 
-#: Values of every kind that JSON or YAML have, the awkward ones among them. A NaN is left out: it
-#: is no JSON, and files are compared.
+#: Values of every kind in JSON or YAML, including awkward ones. NaN is left out: it is not JSON,
+#: and files are compared.
 ODD_VALUES: Sequence[Any] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 1000, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30,
     0.0, 0.5, -0.5, 1e-320, 1e308, -1e308, float("inf"),
@@ -24,7 +24,7 @@ ODD_VALUES: Sequence[Any] = (
     {"type": "TensorType"}, {"x": {"x": {}}},
 )  # fmt: skip
 
-#: What is put into a text.
+#: Snippets to insert into a text.
 _SNIPPETS = (
     " ", "  ", "\n", "\t", "\0", ":", ": ", "- ", ",", "[", "]", "{", "}", "(", ")", "'", '"', "#",
     "&a ", "*a", "!", "!!python/name:os.system ", "|", ">", "%", "@", "@1", "@-1", "`", "\\",
@@ -34,7 +34,7 @@ _SNIPPETS = (
     "/etc/passwd", "${oc.env:HOME}", "!!binary ", "1:59:59", "0x", "&a [*a, *a]", "__class__",
 )  # fmt: skip
 
-#: What is put into the place of a number or an SBP, which may well be meant.
+#: Numbers and SBPs in a text, which edits replace by others that may be valid.
 _WORD = re.compile(r"[SP]\(\w+\)|\b[BP]\b|\d+")
 _WORDS = ("S(0)", "S(1)", "S(2)", "B", "P", "P(max)", "0", "1", "2", "3", "-1", "1000000000")
 
@@ -43,13 +43,13 @@ def edited(value: Any, random: Random) -> Any:
     """Return a JSON value with one random edit at a random place.
 
     Args:
-        value: Not changed; the result shares what is as it was.
+        value: Not changed; the result shares its unchanged parts.
         random: Draws the place and the edit.
     """
     if not isinstance(value, dict | list) or not value or random.random() < 0.15:
         return _changed(value, random)
     places = list(value) if isinstance(value, dict) else list(range(len(value)))
-    # Most of a file is deep inside it.
+    # Prefer containers, because most of a file is deeply nested.
     weights = [5 if isinstance(value[place], dict | list) else 1 for place in places]
     place = random.choices(places, weights)[0]
     copy = value.copy()
@@ -144,12 +144,12 @@ def edited_text(text: str, random: Random) -> str:
     return "".join(lines)
 
 
-#: Where a number of a binary file may stand, in bytes.
+#: Sizes of numbers in a binary file, in bytes.
 _FIELDS = (1, 2, 4, 8)
 
 
 def edited_bytes(data: bytes, random: Random) -> bytes:
-    """Return bytes with one random edit, as a disk, a cut transfer or a hand makes them."""
+    """Return bytes with one random edit, like damage by a disk, a cut transfer or a person."""
     size = len(data)
     start = random.randrange(size + 1)
     # Headers are at the start.

@@ -1,4 +1,4 @@
-"""Hand-made calls of operators and signatures, for tests of what derives and checks signatures."""
+"""Hand-made operator calls and signatures, for tests of sharding rules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def call(
     Args:
         op: The operator.
         inputs: Shapes of these tensors by name; without names they are x0, x1, ...
-        outputs: Shapes of what it makes.
+        outputs: Shapes of its results.
         rest: The arguments after the tensors.
-        dtype: Of all tensors. A call that reads none says it, as factories do.
-        tags: Of the operator.
+        dtype: The dtype of all tensors. A call without input tensors passes it, as factories do.
+        tags: The tags of the operator.
     """
     if not isinstance(inputs, Mapping):
         inputs = {f"x{index}": shape for index, shape in enumerate(inputs)}
@@ -47,10 +47,10 @@ def call(
 
 
 def signature(inputs: Sequence[str], outputs: Sequence[str]) -> Signature:
-    """Return the signature that texts such as `S(0), B` mean."""
+    """Return the signature of texts such as `S(0), B`, one for each input and output."""
     return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
 
 
 def texts(found: Iterable[Signature1d]) -> list[str]:
-    """Return signatures as people read them."""
+    """Return signatures as readable texts."""
     return [str(one) for one in found]

@@ -1,4 +1,4 @@
-"""The kinds of files that the core reads, with some that are right: for `sbp_core.testing.fuzz`."""
+"""The kinds of files that the core reads, each with valid examples, for `sbp_core.testing.fuzz`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def measured_cluster() -> Cluster:
 
 
 def _written(write: Callable[[Path], object]) -> bytes:
-    """Return what a function writes into a file."""
+    """Return the bytes that a function writes into a file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         write(path)
@@ -110,7 +110,7 @@ def _use_graph(path: Path) -> None:
 
 
 def _racks() -> Cluster:
-    """Return a machine of GPUs in racks, with what their hosts have."""
+    """Return a machine of GPUs in racks, with host memory."""
     link = Link(latency_s=1e-5, bytes_per_s=1e8)
     desk = replace(measured_cluster(), calibrations={}, backend="", machine={})
     device = replace(desk.device, kind="cuda", host_memory_bytes=100, host_link=link)
@@ -167,7 +167,7 @@ def _use_strategy_yaml(path: Path) -> None:
     _take(*strategy_yaml.load_with_lines(path, graph), graph)
 
 
-#: By name.
+#: The kinds of files by name.
 KINDS = {
     kind.name: kind
     for kind in (

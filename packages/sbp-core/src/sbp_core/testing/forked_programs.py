@@ -1,7 +1,7 @@
-"""Python programs in copies of one process that has imported what they have in common.
+"""Run Python programs in forks of one process that has imported their common modules.
 
-For tests that run many programs, whose time goes into imports. A program sees what `python -c`
-shows it, but for modules that are imported already.
+For tests with many programs, where imports take most of the time. A program behaves as under
+`python -c`, but some modules are imported already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["ForkedPrograms"]
 
-#: What the copied process runs: for each line that it reads, a copy; it answers with its exit code.
+#: Source of the server: it forks a child for each request line and prints the child's exit code.
 _SERVER = """
 import atexit, importlib, json, os, sys, traceback, types
 for name in sys.argv[1:]:
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 
 class ForkedPrograms:
-    """Runs programs, each in a copy of a process that is started here and ended by `close`.
+    """Runs programs, each in a fork of a process that is started here and ended by `close`.
 
     Args:
         imports: Modules that the process imports first; they must start no thread.
@@ -78,12 +78,12 @@ class ForkedPrograms:
     def run(
         self, program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program in a folder; return its exit code and what it wrote.
+        """Run a program in a folder; return its exit code and its output.
 
         Args:
             program: Source text.
             arguments: `sys.argv[1:]`.
-            folder: Where it runs.
+            folder: The working folder.
             environment: All variables; modules are found in the folders of its PYTHONPATH first.
         """
         assert self._server.stdin is not None and self._server.stdout is not None

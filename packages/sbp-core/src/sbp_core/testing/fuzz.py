@@ -1,12 +1,12 @@
-"""Files with random edits, given to what reads them: used, or refused by an error of ours, soon.
+"""Fuzz tests of file readers: an edited file is accepted, or refused by an `SbpError`, soon.
 
     kind = FileKind(name="my file", suffix=".json", originals=..., use=MyFile.load)
     for seed in range(10_000):
         assert not try_edit(kind, seed, folder).fault
 
-An edit is a function of its seed, so what was found is found again. A reader that never returns, or
-takes all memory, takes the process that tries it along: `python -m fuzz` in `integration` tries in
-processes that are watched.
+An edit is a function of its seed, so a fault can be reproduced. A reader that never returns, or
+uses up all memory, also blocks or kills the testing process: `python -m fuzz` in `integration`
+tests in processes that are watched.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from sbp_core.testing.edits import edited, edited_bytes, edited_text
 
 __all__ = ["MOST_S", "EditOutcome", "FileKind", "edited_file", "try_edit"]
 
-#: Seconds of the processor that no file of the size of these may take.
+#: Most CPU seconds for a file of the size of these.
 MOST_S = 20.0
 
-#: Letters of a message that is shown.
+#: Most characters of a traceback that is shown.
 _SHOWN = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileKind:
-    """A kind of file that comes from elsewhere.
+    """A kind of untrusted file.
 
     Args:
-        name: Of the kind.
-        suffix: Of its files; `.json` and `.yaml` are edited as values, too, others as bytes.
-        originals: Returns files that are right.
-        use: Reads a file and does with it what a user would. What it raises should be an
-            `SbpError` that names the file.
+        name: The name of the kind.
+        suffix: The suffix of its files; `.json` and `.yaml` are edited as values, too.
+        originals: Returns valid files.
+        use: Reads a file and uses it like a user would. It may only raise an `SbpError` naming the
+            file.
         names_place: Whether every refusal has to name the file or a part of it.
-        edit: Makes one edit of a value, where files are edited as values.
+        edit: Makes one edit of a value, for files that are edited as values.
     """
 
     name: str
@@ -58,14 +58,13 @@ class FileKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditOutcome:
-    """What came of one edit.
+    """The outcome of one edit.
 
     Args:
-        seed: Of the edit.
-        error: Type of what was raised; empty if the file was used.
-        fault: What is wrong with that, such as the traceback of an error that is not ours; empty
-            if nothing is.
-        time_s: Seconds of the processor.
+        seed: The seed of the edit.
+        error: The type of the exception; empty if the file was accepted.
+        fault: The fault, such as the traceback of an error that is not ours; empty if none.
+        time_s: CPU seconds.
     """
 
     seed: int
@@ -110,7 +109,7 @@ def _yaml_text(value: Any) -> str:
     return text
 
 
-#: How files of values are read and written, by their suffix.
+#: Functions that read and write files of values, by suffix.
 _VALUES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
     ".json": (json.loads, json.dumps),
     ".yaml": (_yaml_value, _yaml_text),
@@ -118,12 +117,12 @@ _VALUES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
 
 
 def try_edit(kind: FileKind, seed: int, folder: Path) -> EditOutcome:
-    """Edit a file, use it, and return what came of it.
+    """Edit a file, use it, and return the outcome.
 
     Args:
-        kind: Of the file.
-        seed: Of the edit.
-        folder: Where the file is put; others with its name are replaced.
+        kind: The kind of the file.
+        seed: The seed of the edit.
+        folder: The folder for the file; existing files of its name are replaced.
     """
     path = folder / f"edited{kind.suffix}"
     path.write_bytes(edited_file(kind, seed))
@@ -135,7 +134,7 @@ def try_edit(kind: FileKind, seed: int, folder: Path) -> EditOutcome:
         fault = _unclear(refused, path, kind)
     except Exception as raw:
         error = type(raw).__name__
-        # The innermost calls say most, and a recursion has many.
+        # The innermost calls are most informative, and a recursion has many.
         fault = "not an error of ours: " + traceback.format_exc(limit=-8)[-_SHOWN:]
     time_s = process_time() - begin
     if time_s > MOST_S and not fault:
@@ -144,7 +143,7 @@ def try_edit(kind: FileKind, seed: int, folder: Path) -> EditOutcome:
 
 
 def _unclear(refused: SbpError, path: Path, kind: FileKind) -> str:
-    """Return what a refusal lacks, or an empty text."""
+    """Return what is missing in a refusal, or an empty text."""
     text = str(refused)
     if not refused.what:
         return "a refusal says nothing"

@@ -1,4 +1,4 @@
-"""Hand-made graphs and machines, for tests that need no tensor library."""
+"""Hand-made graphs and clusters, for tests that need no tensor library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cluster(
     latency_s: float = 1e-5,
     launch_s: float = 0.0,
 ) -> Cluster:
-    """Return a machine of one node."""
+    """Return a cluster of one node."""
     device = Device(
         memory_bytes=1 << 30,
         flop_per_s={"float32": 1e10},
@@ -49,7 +49,7 @@ def cluster(
 
 
 class Builder:
-    """Collects the nodes of one graph."""
+    """A builder that collects the nodes of one graph."""
 
     def __init__(self) -> None:
         self.inputs: list[GraphInput] = []
@@ -70,10 +70,10 @@ class Builder:
 
         Args:
             name: Its name.
-            kind: What it is.
-            shape: Of the logical tensor.
-            of: Of an optimizer state, the parameter that it belongs to.
-            dtype: Of its elements.
+            kind: Its kind.
+            shape: The shape of the logical tensor.
+            of: For an optimizer state, the parameter that it belongs to.
+            dtype: The dtype of its elements.
         """
         self.inputs.append(GraphInput(name=name, kind=kind, of=of))
         self.types[name] = TensorType(tuple(shape), dtype)
@@ -91,7 +91,7 @@ class Builder:
         forward: str = "",
         pointwise: bool = False,
     ) -> str:
-        """Add a float32 node of ATen's `op`, and return its name; tensors are given as `Ref`s."""
+        """Add a float32 node of ATen's `op`, and return its name; tensors are passed as `Ref`s."""
         self.nodes.append(
             Node(
                 name=name,
@@ -109,7 +109,7 @@ class Builder:
         return name
 
     def graph(self, name: str = "toy") -> LogicalGraph:
-        """Return the graph of what was added so far."""
+        """Return the graph of all nodes that were added so far."""
         return LogicalGraph(
             name=name,
             inputs=tuple(self.inputs),

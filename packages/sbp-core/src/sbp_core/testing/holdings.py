@@ -1,7 +1,6 @@
-"""What this process holds of the system: threads and open files, sockets among them.
+"""Resources of this process (threads, open files, sockets), to test that `close` releases them.
 
-By these a test sees whether something that was closed has let go of all it had. Where there is a
-`/proc`, threads and files of libraries are seen, too; elsewhere the threads of Python alone.
+With a `/proc`, threads and files of libraries are found, too; elsewhere only Python's threads.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ __all__ = ["grown", "holdings", "listening"]
 
 _PROCESS = Path("/proc/self")
 
-#: Seconds that a thread, which was told to end, gets to do so, and between two looks.
+#: Seconds that a stopped thread may take to end, and seconds between two looks.
 _END_S, _PAUSE_S = 20.0, 0.005
 
-#: How the system writes that a socket listens.
+#: The system's code for a listening socket.
 _LISTENS = "0A"
 
-#: How the names of the threads of our libraries begin.
+#: Prefix of the names of our libraries' threads.
 _OURS = "sbp-"
 
 
 def holdings() -> Counter[str]:
-    """Return how many of each kind this process holds: `thread sbp-outbox`, `socket:[*]`, ...
+    """Return the number of resources of each kind: `thread sbp-outbox`, `socket:[*]`, ...
 
-    Numbers in names are left out, because no two threads or sockets have the same.
+    Numbers in names are replaced, because no two threads or sockets have the same.
     """
     return Counter([*_threads(), *_files()])
 
 
 def listening() -> set[str]:
-    """Return the addresses that sockets of this process listen on; empty without a `/proc`.
+    """Return the addresses on which sockets of this process listen; empty without a `/proc`.
 
     `127.0.0.1` and `::1` are the loopback interface, `0.0.0.0` and `::` are all interfaces.
     """
@@ -50,7 +49,7 @@ def listening() -> set[str]:
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             _, place, _, state, *_ = fields = line.split()
             if state == _LISTENS and f"[{fields[9]}]" in own:
-                # Words of 4 bytes, each as this machine keeps numbers.
+                # Words of 4 bytes, each in this machine's byte order.
                 words = bytes.fromhex(place.partition(":")[0])
                 parts = [words[at : at + 4] for at in range(0, len(words), 4)]
                 if sys.byteorder == "little":
@@ -60,17 +59,17 @@ def listening() -> set[str]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Return of what there is more than before, in words; `""` if of nothing."""
+    """Return a text about resources whose number has grown; `""` if there are none."""
     more = {kind: count - before.get(kind, 0) for kind, count in after.items()}
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items()) if count > 0)
 
 
 @contextmanager
 def no_thread_is_left() -> Iterator[None]:
-    """Check that no thread of ours is alive at the end that was not there before.
+    """Check that no thread of ours is alive at the end that did not exist at the begin.
 
     Raises:
-        AssertionError: names them.
+        AssertionError: names the threads.
     """
     before = set(threading.enumerate())
     yield
@@ -104,7 +103,7 @@ def _links() -> Iterator[str]:
     for entry in sorted((_PROCESS / "fd").glob("*")):
         try:
             yield str(entry.readlink())
-        except OSError:  # what lists them is one of them, and closed by now
+        except OSError:  # the descriptor of the listing itself, which is closed by now
             continue
 
 

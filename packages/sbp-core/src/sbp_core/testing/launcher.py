@@ -4,8 +4,8 @@
         def make_launcher(self):
             return build(MyConfig())
 
-The tests start small programs on this machine, and take pytest's fixture `tmp_path`. A launcher
-that asks the boxing backend how ranks are started gets one that starts processes side by side.
+The tests start small programs on this machine, and take pytest's fixture `tmp_path`. For launchers
+that call the boxing backend's `launch_specs`, the suite has a backend with one process a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sbp_core.processes import (
 
 __all__ = ["LauncherConformance"]
 
-#: Leaves a file of its own, whoever it is, and ends badly if it is told to.
+#: Program of a rank: writes a file of its own, and exits with the given code.
 _RANK = """
 import os, pathlib, sys
 pathlib.Path(sys.argv[1], f"ran_{os.getpid()}").touch()
@@ -38,29 +38,29 @@ _TIMEOUT_S = 120.0
 
 
 class LauncherConformance(ABC):
-    """What every launcher must do. See the module's docstring for how to use it."""
+    """Tests that every launcher must pass. See the module's docstring for how to use it."""
 
-    #: Ranks that are started.
+    #: Number of ranks to start.
     num_ranks: int = 2
 
     @abstractmethod
     def make_launcher(self) -> Launcher:
-        """Return what `build(config)` returns."""
+        """Return the result of `build(config)`."""
 
     def test_each_rank_stands_in_one_spec(self, tmp_path: Path) -> None:
-        """What is started stands for all ranks, each once."""
+        """The specifications contain all ranks, each once."""
         specs = self._specs(tmp_path, code=0)
         ranks = sorted(rank for spec in specs for rank in spec.ranks)
         assert ranks == list(range(self.num_ranks)), f"ranks {ranks}"
 
     def test_every_rank_runs_once(self, tmp_path: Path) -> None:
-        """As many processes as ranks run the command, and their end is a good one."""
+        """As many processes as ranks run the command, and all end well."""
         report = self._run(tmp_path, code=0)
         assert report.error() is None, str(report)
         assert len(list(tmp_path.glob("ran_*"))) == self.num_ranks
 
     def test_a_rank_that_ends_badly_is_heard(self, tmp_path: Path) -> None:
-        """The run has failed if its ranks have."""
+        """The run fails if its ranks fail."""
         assert self._run(tmp_path, code=3).error() is not None
 
     def _specs(self, folder: Path, code: int) -> Sequence[LaunchSpec]:
@@ -74,13 +74,13 @@ class LauncherConformance(ABC):
 
     def _run(self, folder: Path, code: int) -> ExitReport:
         def ignore(line: Line) -> None:
-            """Look at no line."""
+            """Ignore the line."""
 
         return supervise(self._specs(folder, code), on_line=ignore, timeout_s=_TIMEOUT_S)
 
 
 class _SideBySide(BoxingBackend):
-    """Starts one process a rank, and connects none."""
+    """A backend that starts one process for each rank, and connects none."""
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         return one_process_per_rank(
@@ -97,7 +97,7 @@ class _SideBySide(BoxingBackend):
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """Do nothing, because no rank waits."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""

@@ -6,8 +6,7 @@
         def read(self, run_folder):
             return [(line.step, line.metrics) for line in parse(run_folder / "my.log")]
 
-A sink that keeps nothing sets `keeps = False`. The tests take
-pytest's fixture `tmp_path`.
+A sink that keeps nothing sets `keeps = False`. The tests take pytest's fixture `tmp_path`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ Records = Sequence[tuple[int, Mapping[str, float]]]
 
 
 class MetricSinkConformance(ABC):
-    """What every metric sink must do. See the module's docstring for how to use it."""
+    """Tests that every metric sink must pass. See the module's docstring for how to use it."""
 
-    #: Whether what is logged can be read again.
+    #: Whether logged metrics can be read back.
     keeps: bool = True
 
-    #: Metrics that come and go, numbers without a short decimal form, and no numbers at all.
+    #: Metrics of some steps only, numbers without a short decimal form, NaN and infinity.
     records: Records = (
         (1, {"loss": 0.1, "tokens_per_s": 12345.678}),
         (2, {"loss": 1 / 3}),
@@ -41,17 +40,17 @@ class MetricSinkConformance(ABC):
 
     @abstractmethod
     def make_factory(self) -> MetricSinkFactory:
-        """Return what `build(config)` returns."""
+        """Return the result of `build(config)`."""
 
     @abstractmethod
     def read(self, run_folder: Path) -> Records | None:
-        """Read back what a sink has written: steps in order, each with its metrics.
+        """Return the metrics that a sink has written: steps in order, each with its metrics.
 
-        None if that cannot be read here, because it goes to a server: then it is not compared.
+        None if they cannot be read here, because they are sent to a server: then no test compares.
         """
 
     def test_what_is_logged_survives_without_close(self, tmp_path: Path) -> None:
-        """A run that is killed keeps what it logged."""
+        """A run that is killed keeps its logged metrics."""
         sink = self.make_factory()(tmp_path)
         for number, (step, metrics) in enumerate(self.records, start=1):
             sink.log(step, metrics)
@@ -59,7 +58,7 @@ class MetricSinkConformance(ABC):
         sink.close()
 
     def test_closing_loses_nothing(self, tmp_path: Path) -> None:
-        """Everything can be read afterwards, exactly."""
+        """Everything can be read back after closing, exactly."""
         sink = self.make_factory()(tmp_path)
         for step, metrics in self.records:
             sink.log(step, metrics)
@@ -67,7 +66,7 @@ class MetricSinkConformance(ABC):
         self._check(tmp_path, self.records)
 
     def test_a_run_without_metrics_is_fine(self, tmp_path: Path) -> None:
-        """Closing at once leaves no record."""
+        """Closing immediately leaves no record."""
         self.make_factory()(tmp_path).close()
         self._check(tmp_path, ())
 
@@ -86,7 +85,7 @@ class MetricSinkConformance(ABC):
         assert sorted(tmp_path.iterdir()) == folders, "files outside the run folder"
 
     def test_a_resumed_run_goes_on_behind_the_step_that_was_saved(self, tmp_path: Path) -> None:
-        """What an earlier part has of later steps is dropped; a new run begins anew."""
+        """Records of later steps are dropped; a new run starts without records."""
         for stop in (0, 1, 3):
             folder = tmp_path / str(stop)
             folder.mkdir()

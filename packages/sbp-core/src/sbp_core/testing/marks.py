@@ -1,4 +1,4 @@
-"""Marks on the tests of suites, which are there whether pytest is or not."""
+"""Marks on the tests of conformance suites that also work without pytest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def exhaustive(test: _Test) -> _Test:
-    """Give a test the mark `exhaustive` of pytest: it takes minutes.
+    """Mark a test as `exhaustive` for pytest: it takes minutes.
 
-    Nothing happens where pytest is not installed. A project whose tests subclass the suite lists
-    the mark among its `markers`, and selects by it: `pytest -m exhaustive`.
+    Does nothing without pytest. A project whose tests subclass the suite lists the mark among its
+    `markers`, and selects by it: `pytest -m exhaustive`.
     """
     try:
         import pytest

@@ -6,10 +6,10 @@
         def make_planner(self):
             return build(MyConfig())
 
-Every strategy must cover the graph, be legal op by op, be the same when asked for again, survive
-its file format, compile and pass the check. That needs rules of the graph's operators, but no
-tensor library; `sbp_torch.testing.planner.PlannerRunConformance` also runs what was planned. A
-planner that plans only some programs overrides `make_graph`.
+Every strategy must cover the graph, be legal op by op, be reproducible, survive its file format,
+compile and pass the check. This needs rules of the graph's operators, but no tensor library;
+`sbp_torch.testing.planner.PlannerRunConformance` also runs the plans. A planner for some programs
+only overrides `make_graph`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Mesh = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 class PlannerConformance(ABC):
-    """What every planner must do. See the module's docstring for how to use it."""
+    """Tests that every planner must pass. See the module's docstring for how to use it."""
 
     #: Meshes of ranks 0, 1, 2, ... to plan for.
     meshes: tuple[Mesh, ...] = (((1,), ("data",)), ((2,), ("data",)), ((2, 2), ("data", "tensor")))
@@ -61,7 +61,7 @@ class PlannerConformance(ABC):
     def plan(
         self, mesh: Mesh, num_micro_batches: int, pins: Mapping[str, PinValue] | None = None
     ) -> Strategy:
-        """Ask for one plan."""
+        """Make one plan."""
         placement = Placement.grid(*mesh)
         request = PlanRequest(
             graph=self.make_graph(num_micro_batches),
@@ -78,14 +78,14 @@ class PlannerConformance(ABC):
         return strategy
 
     def plans(self) -> Iterator[tuple[str, LogicalGraph, Strategy]]:
-        """Yield what is planned for, the graph and its strategy, for all meshes."""
+        """Yield a description, the graph and its strategy, for all meshes."""
         for mesh in self.meshes:
             for count in self.micro_batches:
                 what = f"mesh {mesh[0]} {mesh[1]}, {count} micro-batches"
                 yield what, self.make_graph(count), _planned(type(self), mesh, count)
 
     def test_every_op_and_state_has_a_legal_assignment(self) -> None:
-        """All nodes and tensor inputs, no others, on the ranks of the mesh."""
+        """Exactly all nodes and tensor inputs are assigned, on the ranks of the mesh."""
         for mesh in self.meshes:
             for count in self.micro_batches:
                 strategy = _planned(type(self), mesh, count)
@@ -93,14 +93,14 @@ class PlannerConformance(ABC):
                 assert set(strategy.ranks) <= set(Placement.grid(*mesh).rank_list)
 
     def test_planning_again_gives_the_same_strategy(self) -> None:
-        """The same request, a new planner."""
+        """A new planner gets the same request."""
         for mesh in self.meshes:
             count = self.micro_batches[-1]
             again = self.plan(mesh, count)
             assert again == _planned(type(self), mesh, count), f"another strategy for {mesh}"
 
     def test_strategies_survive_their_file_format(self) -> None:
-        """Through JSON and back: equal, report included."""
+        """A strategy is equal after a round trip through JSON, report included."""
         for what, _, strategy in self.plans():
             text = json.dumps(strategy.to_json(), allow_nan=False)
             again = Strategy.from_json(json.loads(text))
@@ -108,7 +108,7 @@ class PlannerConformance(ABC):
             assert (again.nodes, again.storage) == (strategy.nodes, strategy.storage), what
 
     def test_every_strategy_compiles_and_passes_the_check(self) -> None:
-        """To a plan that cannot deadlock, and whose shards have the shapes that they must have."""
+        """The plan cannot deadlock, and its shards have the required shapes."""
         for _, graph, strategy in self.plans():
             check(compile_plan(graph, strategy))
 
@@ -139,8 +139,8 @@ def check_legal(graph: LogicalGraph, strategy: Strategy) -> None:
     """Check that a strategy covers exactly a graph and is legal op by op.
 
     Raises:
-        AssertionError: something is missing, or there is too much.
-        SignatureError: an op is cut as no signature allows.
+        AssertionError: a decision is missing, or superfluous.
+        SignatureError: an op is split as no signature allows.
     """
     assert strategy.graph_hash == graph_hash(graph), "planned for another graph"
     assert strategy.num_micro_batches == graph.num_micro_batches

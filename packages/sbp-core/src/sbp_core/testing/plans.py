@@ -1,4 +1,4 @@
-"""Strategies and plans written by hand or inferred, on hand-made graphs."""
+"""Hand-made strategies, and plans compiled from them or from inferred ones, on hand-made graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def strategy_of(
     input_stages: Mapping[str, int] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Strategy:
-    """Return a strategy; what is not named is B on stage 0.
+    """Return a strategy; ops and inputs that are not named are B on stage 0.
 
     Signatures are written `"S(0) | B -> S(0)"`, with `|` between tensors.
     """
@@ -98,7 +98,7 @@ def pipeline_plan(
     num_updates: int = 1,
     staleness: tuple[int, ...] = (),
 ) -> PhysicalPlan:
-    """Return the plan of an MLP in as many stages as there are quotas."""
+    """Return the plan of an MLP with one stage for each number in `in_flight`."""
     mesh = mesh or Placement.grid((len(in_flight),), ("pipe",))
     graph = mlp(widths, batch, num_micro_batches, num_updates)
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
@@ -122,12 +122,12 @@ def batch_plan(
     tensors: Mapping[str, tuple[int, str, tuple[int, ...]]],
     count: int = 1,
 ) -> PhysicalPlan:
-    """Return a plan with no actors, of batch tensors.
+    """Return a plan without actors that only has batch tensors.
 
     Args:
-        stages: Of the plan.
-        tensors: Of one micro-batch: name -> (stage, nd-SBP, shape).
-        count: Micro-batches.
+        stages: The stages of the plan.
+        tensors: The tensors of one micro-batch: name -> (stage, nd-SBP, shape).
+        count: The number of micro-batches.
     """
 
     def slots(rank: int) -> tuple[StateSlot, ...]:

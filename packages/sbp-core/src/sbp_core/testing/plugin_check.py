@@ -1,6 +1,6 @@
-"""Whether a plugin is whole: what its hooks, modules, option files, rules and callbacks say.
+"""Checks of an installed plugin package: hooks, imports, option files, rules and callbacks.
 
-Each check yields what is wrong, a line each. `testing.suites` runs them, and the conformance suites
+Each check yields one line for each problem. `testing.suites` runs them, and the conformance suites
 of its kinds, as tests of pytest: `sbp-plugins check NAME`.
 """
 
@@ -37,10 +37,10 @@ __all__ = ["PluginCheck"]
 #: Kinds that are not chosen by an option of Hydra.
 _WITHOUT_OPTION = frozenset({"callback", "pass", "signature", "tensor_library"})
 
-#: Groups of options that are of no kind of plugins.
+#: Option groups that belong to no kind of plugin.
 _OTHER_GROUPS = frozenset({"compile", "experiment", "hydra", "trainer"})
 
-#: A setting that is taken from another group, if that has it.
+#: A setting that is copied from another group, if that has it.
 _SELECTED = re.compile(r"\$\{oc\.select:\s*[\w.]+\s*,(?P<fallback>.*)\}")
 
 #: A setting that is computed, or has to be given on the command line: nothing to compare.
@@ -63,10 +63,10 @@ class PluginCheck:
 
     @classmethod
     def of(cls, name: str) -> PluginCheck:
-        """Return the checks of a plugin that is installed.
+        """Return the checks of an installed plugin.
 
         Args:
-            name: Of its distribution or entry point.
+            name: The name of its distribution or entry point.
 
         Raises:
             SbpLookupError: there is none of that name.
@@ -80,7 +80,7 @@ class PluginCheck:
 
     @property
     def entries(self) -> list[PluginEntry]:
-        """What it offers."""
+        """Its entries in the registry."""
         return [
             entry
             for entry in self.registry.entries
@@ -88,7 +88,7 @@ class PluginCheck:
         ]
 
     def settings(self, entry: PluginEntry) -> dict[str, object]:
-        """Return what the option file of a plugin says; nothing without one."""
+        """Return the settings in the option file of a plugin; empty without one."""
         for folder in self._folders():
             file = folder.root().joinpath(entry.kind, f"{entry.name}.yaml")
             if file.is_file():
@@ -97,7 +97,7 @@ class PluginCheck:
         return {}
 
     def check_hooks(self) -> Iterator[str]:
-        """Its module can be imported, and its hooks return what they have to."""
+        """Its module can be imported, and its hooks return valid values."""
         for problem in self.registry.problems:
             if self.distribution in problem.distributions:
                 yield str(problem)
@@ -105,7 +105,7 @@ class PluginCheck:
             yield "it offers nothing"
 
     def check_imports(self) -> Iterator[str]:
-        """All modules can be imported; one that needs a package that is not installed is passed."""
+        """All modules can be imported; modules that need an optional package are skipped."""
         for name in self._modules():
             try:
                 importlib.import_module(name)
@@ -132,7 +132,7 @@ class PluginCheck:
                     yield f"{_named(entry)}: {reason(error)}"
 
     def check_options(self) -> Iterator[str]:
-        """Option files are of a group, name a plugin, and say what its dataclass says."""
+        """Option files belong to a group, name a plugin, and have the defaults of its dataclass."""
         seen = set()
         for folder in self._folders():
             for group in folder.root().iterdir():
@@ -161,23 +161,23 @@ class PluginCheck:
             yield "options end in .yaml"
             return
         if option in self.registry.former_names(kind):
-            return  # it leads to the option of the present name
+            return  # an alias of the option with the present name
         try:
             settings = _settings(file)
             entry = self.registry.entry(kind, str(settings.pop("name", None)))
             config = entry.factory.config if entry.factory else object
             known = {key: value for key, value in settings.items() if value is not _OPEN}
             if any(name in settings and name not in known for name in _required(config)):
-                return  # whoever chooses the option has to set them
+                return  # the user of the option has to set them
             made: Any = merge_settings(config, known, key=kind)
             if option == entry.name:
                 yield from _differing(made, known)
         except (SbpError, UnicodeDecodeError) as error:
-            if not _lacks_file(error):  # which whoever chooses the option has
+            if not _lacks_file(error):  # a file that users of the option have
                 yield " ".join(str(error).split())
 
     def check_rules(self) -> Iterator[str]:
-        """Rules are of operators that exist, in a notation that can be read."""
+        """Rules belong to existing operators, and their notation is valid."""
         for entry in self.entries:
             if entry.kind != "signature":
                 continue
@@ -199,7 +199,7 @@ class PluginCheck:
                 yield f"{_named(entry)}: {' '.join(str(error).split())}"
 
     def _operator_faults(self, entry: PluginEntry, meaning: object) -> Iterator[str]:
-        """Yield what PyTorch says of a rule: of its operator, and of the shards that it allows."""
+        """Yield PyTorch's objections to a rule: to its operator, and to its shards."""
         library = entry.name.partition(".")[0]
         # The operators of an optional package are registered when it is used.
         if extra_with(self.distribution, library) or not importlib.util.find_spec("sbp_torch"):
@@ -207,7 +207,7 @@ class PluginCheck:
         for name in self._modules():  # one of which registers the operator
             try:
                 importlib.import_module(name)
-            except Exception:  # `check_imports` says so
+            except Exception:  # reported by `check_imports`
                 continue
         check: Any = importlib.import_module("sbp_torch.testing.signatures").check_notation
         try:
@@ -216,7 +216,7 @@ class PluginCheck:
             yield f"{_named(entry)}: {error}"
 
     def check_callbacks(self) -> Iterator[str]:
-        """Callbacks have no method that is nearly one that would be called."""
+        """Callbacks have no method whose name is nearly that of a hook method."""
         known = {name for name in vars(Callback) if not name.startswith("_")}
         for entry in self.entries:
             if entry.kind != "callback":
@@ -224,7 +224,7 @@ class PluginCheck:
             try:
                 made = self.registry.make(entry.kind, entry.name)
             except SbpError:
-                continue  # its suite says so
+                continue  # reported by its suite
             for name in dir(type(made)):
                 near = "" if name.startswith("_") or name in known else nearest(name, known)
                 if near or (name.startswith("on_") and name not in known):
@@ -235,7 +235,7 @@ class PluginCheck:
         return [one for one in self.registry.folders if one.distribution == self.distribution]
 
     def _modules(self) -> Iterator[str]:
-        """Yield the modules of its packages, but those that are programs."""
+        """Yield the modules of its packages, except programs."""
         for package in self.packages:
             spec = importlib.util.find_spec(package)
             yield package
@@ -247,7 +247,7 @@ class PluginCheck:
                     yield one.name
 
     def _is_optional(self, error: BaseException) -> bool:
-        """Whether an import needs a package of somebody else that is not installed."""
+        """Whether an import needs a third-party package that is not installed."""
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         return bool(missing) and str(missing).partition(".")[0] not in self.packages
 
@@ -267,10 +267,10 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Travers
 
 
 def _settings(file: Traversable) -> dict[str, object]:
-    """Return what an option file says, as far as it alone says it; without its defaults list.
+    """Return the settings of an option file that do not depend on other files; no defaults list.
 
     Raises:
-        SbpLookupError: these are no settings.
+        SbpLookupError: these are not settings.
     """
     said, _ = read_yaml(file.read_text("utf-8"), file.name)
     if not isinstance(said, Mapping):
@@ -279,7 +279,7 @@ def _settings(file: Traversable) -> dict[str, object]:
 
 
 def _known(value: object) -> object:
-    """Return a value of an option file as far as the file alone says it."""
+    """Return a value of an option file as far as it does not depend on other files."""
     if isinstance(value, str):
         selected = _SELECTED.fullmatch(value)
         if selected and "${" not in selected["fallback"]:
@@ -296,7 +296,7 @@ def _known(value: object) -> object:
 
 
 def _lacks_file(error: BaseException | None) -> bool:
-    """Whether an error comes from a file that is not there."""
+    """Whether an error comes from a file that does not exist."""
     while error is not None and not isinstance(error, FileNotFoundError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -312,9 +312,9 @@ def _required(config: type) -> set[str]:
 
 
 def _differing(made: Any, said: Mapping[str, object]) -> Iterator[str]:
-    """Yield the settings of which a file has another default than the dataclass.
+    """Yield the settings for which a file has another default than the dataclass.
 
-    `sbp-train` takes that of the file, and who makes the plugin in Python that of the dataclass.
+    `sbp-train` uses the default of the file, Python callers use that of the dataclass.
     """
     config = type(made)
     required = _required(config)

@@ -1,4 +1,4 @@
-"""Signals in tests that send them: heard, whatever the tests were started by."""
+"""Default handling of signals in tests that send them, however the tests were started."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["hears_signals"]
 
 @contextmanager
 def hears_signals() -> Iterator[None]:
-    """Hear SIGINT and SIGHUP, and let programs that are started hear them.
+    """Handle SIGINT and SIGHUP, in this process and in programs that it starts.
 
-    A context, or a decorator of a test. What a script runs in its background ignores SIGINT
-    otherwise, and what runs under `nohup` ignores SIGHUP.
+    A context, or a decorator of a test. Otherwise, processes that a script runs in its background
+    ignore SIGINT, and processes under `nohup` ignore SIGHUP.
     """
     heard: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
     if hasattr(signal, "SIGHUP"):

@@ -1,8 +1,8 @@
 """The mark `slow`, as a plugin of pytest: `addopts = "-p sbp_core.testing.slow"`.
 
 A test that takes a second or more is marked `@pytest.mark.slow`, and runs in the session of that
-name. Of a test with many cases, each of them short, some stay quick: `@pytest.mark.slow(but=3)`
-leaves three, evenly spread over those that are not marked `exhaustive`, too.
+name. If a test has many short cases, some stay quick: `@pytest.mark.slow(but=3)` removes the mark
+from three cases, evenly spread over the cases that are not marked `exhaustive`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["pytest_collection_modifyitems", "pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line(
         "markers", "slow(but=0): takes a second or more, runs in the session of that name"
     )
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @HookimplMarker("pytest")(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the mark from those cases that are to stay quick."""
+    """Remove the mark from the cases that stay quick."""
     for _, same in groupby(items, key=_function):
         cases = [item for item in same if item.get_closest_marker("exhaustive") is None]
         mark = cases[0].get_closest_marker("slow") if cases else None

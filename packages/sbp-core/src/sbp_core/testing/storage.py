@@ -22,22 +22,22 @@ _LAST = "manifest.json"
 
 
 class StorageConformance(ABC):
-    """What every storage must do. See the module's docstring for how to use it."""
+    """Tests that every storage must pass. See the module's docstring for how to use it."""
 
-    #: Whether a run is kept from writing where another one does.
+    #: Whether a run is refused while another one writes to the same place.
     refuses_a_second_run: bool = True
 
     @abstractmethod
     def make_factory(self) -> StorageFactory:
-        """Return what `build(config)` returns. Other run folders are other places."""
+        """Return the result of `build(config)`. Different run folders are different places."""
 
     def test_a_place_that_was_never_written_to_is_empty(self, tmp_path: Path) -> None:
-        """Asking makes nothing."""
+        """Reading creates nothing."""
         assert list(self._storage(tmp_path).names()) == []
         assert list(tmp_path.iterdir()) == []
 
     def test_what_is_committed_can_be_read(self, tmp_path: Path) -> None:
-        """By another object, with sizes, from any byte on."""
+        """Another object reads it, with sizes, from any byte on."""
         files = {"a.bin": bytes(range(256)) * 40, "empty.bin": b"", "b.bin": b"b"}
         _write(self._storage(tmp_path), "step-1", files)
 
@@ -54,7 +54,7 @@ class StorageConformance(ABC):
             assert bytes(buffer) == files["a.bin"][10:17]
 
     def test_nobody_sees_what_is_not_committed(self, tmp_path: Path) -> None:
-        """Neither while it is written, nor if that is where it ends."""
+        """Neither while it is written, nor if it is never committed."""
         storage = self._storage(tmp_path)
         staged = storage.stage("step-1")
         with staged.create("a.bin") as file:
@@ -67,7 +67,7 @@ class StorageConformance(ABC):
         assert list(self._storage(tmp_path).names()) == []
 
     def test_what_is_committed_is_not_discarded(self, tmp_path: Path) -> None:
-        """By who cannot know that it is: another process ended before it could say so."""
+        """A process may discard without knowing of the commit, if the committing process ended."""
         storage = self._storage(tmp_path)
         for value in (b"former", b"later"):
             staged = storage.stage("step-1")
@@ -114,7 +114,7 @@ class StorageConformance(ABC):
         _check(self._storage(tmp_path), "step-1", {"a.bin": b"whole"})
 
     def test_a_folder_of_the_same_name_is_replaced(self, tmp_path: Path) -> None:
-        """The earlier one can be read until the new one is committed, and is gone then."""
+        """The earlier folder can be read until the new one is committed, and is gone then."""
         storage = self._storage(tmp_path)
         _write(storage, "step-1", {"a.bin": b"old", "more.bin": b"old"})
         staged = storage.stage("step-1")
@@ -129,7 +129,7 @@ class StorageConformance(ABC):
         _check(self._storage(tmp_path), "step-1", {"b.bin": b"new"})
 
     def test_a_folder_that_is_removed_is_gone(self, tmp_path: Path) -> None:
-        """The others stay."""
+        """The other folders stay."""
         storage = self._storage(tmp_path)
         for name in ("step-1", "step-2"):
             _write(storage, name, {"a.bin": name.encode()})
@@ -140,7 +140,7 @@ class StorageConformance(ABC):
         _check(storage, "step-2", {"a.bin": b"step-2"})
 
     def test_what_is_missing_is_an_os_error(self, tmp_path: Path) -> None:
-        """As of any file."""
+        """Missing files and folders raise an `OSError`."""
         storage = self._storage(tmp_path)
         _write(storage, "step-1", {"a.bin": b""})
         for action in (
@@ -156,7 +156,7 @@ class StorageConformance(ABC):
             raise AssertionError("no OSError of what is not there")
 
     def test_a_second_run_is_refused(self, tmp_path: Path) -> None:
-        """Until the first one has ended; what was begun is gone with the next claim."""
+        """Until the first one has ended; the next claim removes uncommitted folders."""
         storage = self._storage(tmp_path)
         with storage.claim():
             staged = storage.stage("step-1")
@@ -179,7 +179,7 @@ class StorageConformance(ABC):
                 raise AssertionError("what a run has begun is still there")
 
     def test_two_runs_have_two_places(self, tmp_path: Path) -> None:
-        """Each run folder is one."""
+        """Each run folder is a place of its own."""
         folders = [tmp_path / "one", tmp_path / "two"]
         for folder in folders:
             folder.mkdir()
@@ -189,7 +189,7 @@ class StorageConformance(ABC):
             assert list(self._storage(folder).names()) == [f"step-of-{folder.name}"]
 
     def test_a_place_has_names_for_messages(self, tmp_path: Path) -> None:
-        """That tell folders and files apart."""
+        """The names distinguish folders and files."""
         storage = self._storage(tmp_path)
         names = [storage.place(), storage.place("step-1"), storage.place("step-1", "a.bin")]
         assert len(set(names)) == 3

@@ -1,11 +1,11 @@
-"""The checks and conformance suites of a plugin as tests of pytest, without a line of its own.
+"""A pytest plugin that runs the checks and conformance suites of an installed sbp plugin.
 
     pytest -p sbp_core.testing.suites --sbp-plugin my-plugin
 
-collects them next to the tests that are there; `sbp-plugins check my-plugin` runs them alone. The
-object is made with the settings of its option file, or else its defaults. A suite that needs more
-than the object is skipped with what it needs: subclass it in a test module. Of a model, the batch
-is one of a data set of the same plugin. What a metric sink writes is not read.
+collects them with all other tests; `sbp-plugins check my-plugin` runs them alone. The plugin object
+is made with the settings of its option file, or else its defaults. A suite that needs more than the
+object is skipped with a message about what it needs: subclass it in a test module. For a model, the
+batch comes from a data set of the same plugin. The output of a metric sink is not read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "suites"]
 #: The line of a hook's docstring that names the suite of its kind.
 _SUITE = re.compile(r"^\s*Suite: `([\w.]+)\.(\w+)`\.$", re.MULTILINE)
 
-#: Suites that also run what others only look at, if what runs it is installed.
+#: Suites that also run the plans; they replace the hooks' suites if their package is installed.
 _RUNNING = {"planner": ("sbp_torch.testing.planner", "PlannerRunConformance")}
 
 
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the tests of the plugins that are asked for."""
+    """Add the tests of the requested plugins."""
     import pytest
 
     for name in config.getoption("--sbp-plugin"):
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(
             raise pytest.UsageError(str(error)) from error
 
         class Suites(pytest.Module):
-            """Stands for a file that holds the suites."""
+            """A stand-in for a test file with the suites."""
 
             def _getobj(self, found: types.ModuleType = module) -> types.ModuleType:
                 return found
@@ -73,10 +73,10 @@ def pytest_collection_modifyitems(
 
 
 def suites(name: str) -> dict[str, type]:
-    """Return the test classes of a plugin that is installed, by name.
+    """Return the test classes of an installed plugin, by name.
 
     Args:
-        name: Of its distribution or entry point.
+        name: The name of its distribution or entry point.
 
     Raises:
         SbpLookupError: there is none of that name.
@@ -116,7 +116,7 @@ def _suite(kind: str) -> type | None:
 
 
 def _suite_of(title: str, base: type, check: PluginCheck, entry: PluginEntry) -> type:
-    """Return a suite with all that it needs of a plugin, or a test that says what it lacks."""
+    """Return a suite completed by a plugin's objects, or a test that is skipped with a reason."""
     supplied: dict[str, Any] = {}
     needed: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
     for method in needed:
@@ -138,7 +138,7 @@ def _suite_of(title: str, base: type, check: PluginCheck, entry: PluginEntry) ->
 
 
 def _batch(check: PluginCheck, model: PluginEntry, batch_size: int) -> Mapping[str, Any]:
-    """Return a batch of the first data set of the same plugin that a model takes."""
+    """Return a batch of the first data set of the same plugin that a model accepts."""
     made: Any = check.registry.make("model", model.name, check.settings(model))
     for entry in check.entries:
         if entry.kind != "data":
