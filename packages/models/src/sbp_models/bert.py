@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""BERT: a transformer encoder with post-norm blocks, which guesses the tokens that are masked.
+"""BERT: a transformer encoder with post-norm blocks, trained to predict masked tokens.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    H heads    K width of a head    V vocabulary
 
@@ -28,7 +28,7 @@ from sbp_models.context import too_long
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
 
-#: What layer norms add to a variance.
+#: Epsilon that layer norms add to a variance.
 NORM_EPSILON = 1e-12
 
 #: Kinds of segments: the first and the second text of a pair.
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads, in both directions."""
+    """Multi-head self-attention, not causal."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x_BTD: torch.Tensor, mask_B11T: torch.Tensor | None) -> torch.Tensor:
-        """Map (B, T, D) to (B, T, D); where the mask is False, no token looks."""
+        """Map (B, T, D) to (B, T, D); where the mask is False, no token attends."""
         B, T, D = x_BTD.shape
         q_BHTK, k_BHTK, v_BHTK = (
             layer(x_BTD).view(B, T, self.num_heads, D // self.num_heads).transpose(1, 2)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between."""
+    """Two linear layers; the hidden width is four times the outer one."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -158,11 +158,11 @@ class Bert(nn.Module):
         return F.linear(x_BTD, self.embed.tokens.weight, self.bias)
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of the tokens asked for, in nats: a 0-d tensor.
+        """Return the mean cross-entropy of the tokens with a target, in nats: a 0-d tensor.
 
         Args:
-            batch: `tokens` and `targets`, int64 (B, T) each, the target being -100 where nothing is
-                asked for; perhaps `mask` and `segments`, see `forward`.
+            batch: `tokens` and `targets`, int64 (B, T) each, the target being -100 for tokens
+                without a target; optionally `mask` and `segments`, see `forward`.
         """
         logits_BTV = self.forward(batch["tokens"], batch.get("mask"), batch.get("segments"))
         return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten())

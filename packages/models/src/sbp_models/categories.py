@@ -1,13 +1,15 @@
-"""The row of its table that each category of a column of Parquet or CSV has.
+"""Map the categories of a Parquet or CSV column to the rows of an embedding table.
 
-A category is its text. Integers, and floats and decimals without a fraction, are the text of the
-integer, as a column of integers with a null in it becomes one of floats in pandas:
+For the data set `click_log`. A category is identified by its text. Integers, and floats and
+decimals without a fraction, have the text of the integer, because in pandas a column of integers
+with a null becomes a column of floats:
 
     Parquet   17   17.0   Decimal("17.00")   "17"   "007"   "NA"   1.5     null  NaN  ""
     CSV       17   17.0   17.00              "17"   007     NA     1.5     an empty field
     row       17   17     17                 17     hash    hash   hash    the last row
 
-An integer that is a row before the last one has that row. Other categories are hashed to these.
+An integer below the number of the last row has that row. All other categories are hashed to these
+rows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sbp_core.errors import ConfigError
 #: A text that is an integer, also one that was written as a float: 17 and 17.0, not 007 or 1e3.
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0+)?")
 
-#: Types of columns whose values are taken as their text, as `pyarrow.types` calls them.
+#: Types of columns whose values are converted to text, by their names in `pyarrow.types`.
 _KINDS = (
     *("null", "boolean", "integer", "floating", "decimal", "date"),
     *("string", "large_string", "string_view"),
@@ -34,17 +36,17 @@ _KINDS = (
 
 
 class Categories:
-    """Finds the rows of a column of categories, and remembers which were asked for.
+    """Finds the table rows of the categories of a column, and remembers which kinds it has seen.
 
     Args:
         arrow: The library `pyarrow`.
-        name: Of the column.
-        rows: Of its table, >= 2; the last one is that of missing values.
+        name: Name of the column.
+        rows: Number of rows of its table, >= 2; the last one is for missing values.
     """
 
     def __init__(self, arrow: Any, name: str, rows: int) -> None:
         self.name, self._arrow, self._rows = name, arrow, rows
-        #: Whether the integer was seen that just does not fit, and whether others do not fit.
+        #: Whether the integer of the last row was seen; whether other categories were hashed.
         self._has_next = self._has_hashed = False
 
     def rows_of(self, column: Any, file: Path, row: int) -> npt.NDArray[np.int32]:
@@ -52,11 +54,11 @@ class Categories:
 
         Args:
             column: An array of pyarrow, or a chunked one.
-            file: That it is of, and `row`, the number of its first row there, for messages.
-            row: See `file`.
+            file: The file with the column, for messages.
+            row: Number of its first row in the file, for messages.
 
         Raises:
-            ConfigError: a value is no category: names column and row.
+            ConfigError: a value is no category; the message names column and row.
         """
         if isinstance(column, self._arrow.ChunkedArray):
             column = column.combine_chunks()
@@ -83,17 +85,17 @@ class Categories:
                 )
             table.append(self._row_of(text))
         found = np.array([*table, self._rows - 1], dtype=np.int32)
-        values: npt.NDArray[np.int32] = found[places]  # null is -1, and so the last
+        values: npt.NDArray[np.int32] = found[places]  # null is -1, which is the last row
         return values
 
     def check_rows(self, path: str) -> None:
         """Refuse a table that has a row for each integer, and none for missing values.
 
         Args:
-            path: What was read, to be named.
+            path: The file or folder, for the message.
 
         Raises:
-            ConfigError: it is so.
+            ConfigError: the table has no row for missing values.
         """
         if self._has_next and not self._has_hashed:
             raise ConfigError(
@@ -118,7 +120,7 @@ class Categories:
         return int.from_bytes(hashed) % last
 
     def _values(self, distinct: Any) -> list[Any]:
-        """Return the values of an array; floats keep their own precision."""
+        """Return the values of an array; floats keep their precision (as numpy scalars)."""
         if self._arrow.types.is_floating(distinct.type):
             return list(distinct.to_numpy(zero_copy_only=False))
         values: list[Any] = distinct.to_pylist()
@@ -137,7 +139,7 @@ def _text(value: Any) -> str | None:
     elif isinstance(value, np.floating):
         if np.isnan(value):
             return ""
-        # Larger integers are rounded in such floats, so that several of them became one.
+        # Such floats round larger integers, so several integers would become one category.
         if abs(value) > 2.0 ** (np.finfo(value.dtype).nmant + 1):
             return None
         value = int(value) if value.is_integer() else value

@@ -1,8 +1,8 @@
-"""Files of logged clicks as batches of pyarrow: Parquet and CSV, and where one of them is broken.
+"""Read Parquet and CSV files of logged clicks as pyarrow batches, and find errors in them.
 
-CSV is in UTF-8, with a byte order mark or without; a quoted value may hold line breaks. Nothing is
-missing in a column of categories but an empty field: `NA` is a category. In a column of numbers,
-the words that pyarrow and pandas know for what is missing are no numbers.
+For the data set `click_log`. CSV is in UTF-8, with or without a byte order mark; a quoted value may
+contain line breaks. In a column of categories only an empty field is missing: `NA` is a category.
+In a column of numbers, the words that pyarrow and pandas use for missing values are missing values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import not_utf8
 
-#: The files that are read in a folder.
+#: Suffixes of the files that are read in a folder.
 SUFFIXES = frozenset({".csv", ".parquet"})
 
-#: Rows of a Parquet file that are read at once, and bytes of each of its columns.
+#: Rows of a Parquet file that are read at once, and size of the read buffer of a column.
 _ROWS_AT_ONCE = 2**16
 _BUFFER_BYTES = 2**20
 
@@ -46,20 +46,20 @@ class ClickFiles:
         self.columns = [*self.numbers, *config.sparse]
 
     def batches(self, file: Path) -> Iterator[tuple[Any, int]]:
-        """Yield batches of a file, and its bytes that have been read by then.
+        """Yield batches of a file, each with the number of bytes read so far.
 
         Raises:
-            ConfigError: the file is broken, or has not the columns.
+            ConfigError: the file is broken, or lacks a column.
         """
         return self._csv(file) if file.suffix.lower() == ".csv" else self._parquet(file)
 
     def _parquet(self, file: Path) -> Iterator[tuple[Any, int]]:
-        """Yield batches of a file, and its bytes that have been read by then."""
+        """Yield batches of a file, each with the number of bytes read so far."""
         parquet = library("pyarrow.parquet", extra="clicks", needed_by="data=click_log")
         size_bytes = 0
         with ExitStack() as files:
             try:
-                # Of what was opened, not of the name, which may mean another file by now.
+                # The size of the opened file; the name may refer to another file by now.
                 source = files.enter_context(open_file(file))
                 size_bytes = os.fstat(source.fileno()).st_size
                 # Buffered and not read ahead: a row group may be as large as the file.
@@ -86,7 +86,7 @@ class ClickFiles:
                     for batch in opened.iter_batches(
                         _ROWS_AT_ONCE, row_groups=[group], columns=self.columns
                     ):
-                        # The share of the rows is near enough to that of the bytes.
+                        # The fraction of the rows approximates the fraction of the bytes.
                         read_rows += batch.num_rows
                         yield batch, size_bytes * read_rows // max(num_rows, read_rows)
                 except (self.arrow.ArrowException, OSError, ValueError) as error:
@@ -101,7 +101,7 @@ class ClickFiles:
                 opened.read_row_group(group, columns=[path])
             except (self.arrow.ArrowException, OSError, ValueError) as of_column:
                 where += f", column {path}"
-                # What is told of a column may be what is broken: then it ends the process to ask.
+                # The metadata of a column may be broken, too: then reading it kills the process.
                 if "page" in str(of_column):
                     column = opened.metadata.row_group(group).column(index)
                     begin = column.dictionary_page_offset or column.data_page_offset
@@ -110,7 +110,7 @@ class ClickFiles:
         return ConfigError(f"{file} is broken: {error}", where=where, accepted="whole files")
 
     def _csv(self, file: Path) -> Iterator[tuple[Any, int]]:
-        """Yield batches of a file, and its bytes that have been read by then."""
+        """Yield batches of a file, each with the number of bytes read so far."""
         library_csv = library("pyarrow.csv", extra="clicks", needed_by="data=click_log")
         names = _header(file)
         self._check_columns(file, names)
@@ -129,7 +129,7 @@ class ClickFiles:
             ):
                 for batch in reader:
                     yield batch, opened.tell()
-                # A value whose quote is never closed holds all rows that follow.
+                # A quoted value that is never closed swallows all following rows.
                 if opened.quotes % 2:
                     self._check_rows(file, names, options.null_values)
         except (self.arrow.ArrowException, OSError) as error:
@@ -141,16 +141,16 @@ class ClickFiles:
     def _check_rows(
         self, file: Path, names: Sequence[str], missing: Sequence[str], reason: str = ""
     ) -> None:
-        """Refuse the first row that cannot be meant, with its line and byte.
+        """Refuse the first invalid row, with its line and byte.
 
         Args:
-            file: To read again.
-            names: Of its columns.
-            missing: What is no number and accepted as one.
-            reason: What pyarrow says is wrong.
+            file: The file, which is read again.
+            names: Names of its columns.
+            missing: Texts that stand for a missing number.
+            reason: The error message of pyarrow.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there is an invalid row.
         """
         numbers = [names.index(name) for name in self.numbers]
         used = [names.index(name) for name in self.columns]
@@ -199,7 +199,7 @@ class ClickFiles:
 
 
 class _CountsQuotes(FileIO):
-    """A file that counts the quotes in what was read of it."""
+    """A file that counts the quotes in the bytes that were read."""
 
     quotes = 0
 
@@ -241,7 +241,7 @@ def _header(file: Path) -> list[str]:
 def _rows(file: Path) -> Iterator[tuple[int, int, list[str] | csv.Error]]:
     """Yield line, first byte and values of each row, an empty one for an empty line.
 
-    Bytes that are no UTF-8 are escaped. An error of the library is the last that is yielded.
+    Bytes that are not UTF-8 are escaped. An error of the library is yielded last.
     """
     lines, size_bytes = 0, 0
 
@@ -275,7 +275,7 @@ def _is_escaped(text: str) -> bool:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether pyarrow takes a text for a number."""
+    """Return whether pyarrow can read a text as a number."""
     with suppress(ValueError):
         float(text)
         return text.isascii() and "_" not in text

@@ -1,13 +1,14 @@
-"""A data set of clicks that were logged, in Parquet or CSV files, read through pyarrow.
+"""The data set `click_log`: logged clicks in Parquet or CSV files, read through pyarrow.
 
-    label, I1, I2, C1, C2             dense   log(1 + I), 0 for what is missing
+    label, I1, I2, C1, C2             dense   log(1 + I), 0 if missing
     1,     3,  ,   a9, 17             sparse  a9 hashed to the rows of its table, 17 as it is,
-    0,     ,   7,  ,   4                      what is missing the last row, which nothing else has
+    0,     ,   7,  ,   4                      missing values to the last row, which is reserved
                                       clicks  label
 
-A category is the same one in CSV and Parquet, and as text, integer or float: see `categories`.
-All files are read when the data set is built, once and a part at a time: `record_cache` keeps the
-rows, 4 bytes for a number or category. The last rows are held out, as logs go on in time.
+A category is the same in CSV and Parquet, and as text, integer or float: see `categories`. When the
+data set is built, all files are read once, part by part. `record_cache` keeps the rows, with 4
+bytes for each number or category. The last rows are held out for validation, because logs are
+ordered by time.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from sbp_models.splits import SplitDataset
 
 
 class ClickLog(SplitDataset):
-    """Logged clicks. Fulfils `sbp_torch.kinds.Dataset`.
+    """Logged clicks. Implements `sbp_torch.kinds.Dataset`.
 
     Args:
-        records: Of `dtype_of`, one a row.
-        num_clicked: How many rows were clicked on.
-        held_out: Part of the rows that is held out: the last ones.
-        label: What `describe` calls it.
+        records: Array of dtype `dtype_of(config)`, one record for each row.
+        num_clicked: Number of rows with label 1.
+        held_out: Fraction of the rows that is held out: the last ones.
+        label: Name of the data set in `describe`.
 
     Raises:
         ConfigError: a split has no rows.
@@ -61,8 +62,8 @@ class ClickLog(SplitDataset):
         """Return rows of `train` or `validation`.
 
         Returns:
-            `dense`, float32 (n, numbers); `sparse`, int64 (n, features, 1), below the rows of the
-            feature; `clicks`, float32 (n,), 0 or 1.
+            `dense`, float32 (n, numbers); `sparse`, int64 (n, features, 1), rows of the tables;
+            `clicks`, float32 (n,), 0 or 1.
         """
         found = self._checked(numbers, split)
         rows = found + (self._cut if split == "validation" else 0)
@@ -74,7 +75,7 @@ class ClickLog(SplitDataset):
         }
 
     def describe(self) -> str:
-        """Return one line: how many rows, numbers and features there are."""
+        """Return a line with the numbers of rows, dense columns and features."""
         fields = self._records.dtype
         return (
             f"{self._label}: {self._counts()}; {fields['dense'].shape[0]} numbers, "
@@ -84,11 +85,11 @@ class ClickLog(SplitDataset):
 
 
 def build(config: ClickLogConfig) -> ClickLog:
-    """Make the data set of a file or folder.
+    """Build the data set from a file or folder.
 
     Raises:
-        ConfigError: a file is broken (names the byte), or has not the columns or values; or the
-            last row of a table is meant for a category as well as for missing values.
+        ConfigError: a file is broken (the message names the byte), or lacks columns or has invalid
+            values; or the last row of a table is needed for a category and for missing values.
         RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
@@ -113,7 +114,7 @@ def build(config: ClickLogConfig) -> ClickLog:
 
 
 def dtype_of(config: ClickLogConfig) -> np.dtype[Any]:
-    """Return what is kept of a row: what a sample takes lies side by side."""
+    """Return the dtype of a stored row: the values of one sample, next to each other."""
     return np.dtype(
         [
             ("dense", "<f4", (len(config.dense),)),
@@ -161,7 +162,7 @@ class _Reader:
         for place, name in enumerate(config.dense):
             given = self._numbers(file, row, table, name)
             values = np.nan_to_num(given, posinf=np.inf, neginf=-np.inf)
-            with np.errstate(over="ignore"):  # what is too large for float32 is refused below
+            with np.errstate(over="ignore"):  # values too large for float32 are refused below
                 records["dense"][:, place] = (
                     np.log1p(np.maximum(values, 0)) if config.log_transform else values
                 )
@@ -172,11 +173,11 @@ class _Reader:
         return records
 
     def _numbers(self, file: Path, row: int, table: Any, name: str) -> npt.NDArray[np.float64]:
-        """Return a column as numbers: NaN where it has none."""
+        """Return a column as numbers; NaN for missing values."""
         column = table.column(name)
         number = self.arrow.float64()
         try:
-            # Not safe: that of a large integer which float64 has not, is the next one.
+            # Not safe: a large integer is rounded to the nearest float64.
             found = column.cast(number, safe=False)
         except self.arrow.ArrowException as error:
             raise ConfigError(
@@ -196,7 +197,7 @@ class _Reader:
         values: npt.NDArray[np.float64],
         fits: npt.NDArray[np.bool_],
     ) -> None:
-        """Refuse the first value that does not fit.
+        """Refuse the first invalid value.
 
         Raises:
             ConfigError: there is one.

@@ -1,8 +1,9 @@
-"""A data set of synthetic clicks: numbers, a few categorical features, and whether one clicked.
+"""The data set `clicks`: synthetic clicks with numbers and categorical features.
 
-Values of a feature are drawn with a density that falls like 1 / rank, as in practice. The chance of
-a click follows from a rule that the data set keeps: every number has a weight, every value of a
-feature an effect. A sample is a pure function of the seed, the split and its number.
+Values of a feature are drawn with a density proportional to 1 / rank, as in real logs. The
+probability of a click follows from a fixed rule, so a model can learn it: every number has a
+weight, every value of a feature an effect. A sample is a pure function of the seed, the split and
+its number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LOGIT_STD = 2.0
 
 
 class Clicks(SplitDataset):
-    """Samples and whether they were clicked on. Fulfils `sbp_torch.kinds.Dataset`."""
+    """Synthetic samples with labels. Implements `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ClicksConfig) -> None:
         self._config = config
@@ -37,7 +38,7 @@ class Clicks(SplitDataset):
 
         Returns:
             `dense`, float32 (n, num_dense), of mean 0 and variance 1; `sparse`, int64
-            (n, features, bag), below the rows of the feature; `clicks`, float32 (n,), 0 or 1.
+            (n, features, bag), rows of the tables; `clicks`, float32 (n,), 0 or 1.
         """
         config = self._config
         checked = self._checked(numbers, split)
@@ -56,7 +57,7 @@ class Clicks(SplitDataset):
         }
 
     def describe(self) -> str:
-        """Return one line: how many numbers and features there are."""
+        """Return a line with the numbers of dense values and features."""
         config = self._config
         return (
             f"synthetic clicks, {config.num_dense} numbers, {len(config.rows)} features of "
@@ -64,7 +65,7 @@ class Clicks(SplitDataset):
         )
 
     def _pick(self, key: int, samples: npt.NDArray[np.uint64], rows: int) -> npt.NDArray[np.int64]:
-        """Return values of a feature, int64 (batch, bag), the low ones most often."""
+        """Return values of a feature, int64 (batch, bag); low values are the most frequent."""
         # The integer part of (rows + 1) ** u has the density 1 / value.
         drawn = (rows + 1.0) ** uniform(key, members(samples, self._config.bag))
         return np.minimum(drawn.astype(np.int64) - 1, rows - 1)
@@ -82,5 +83,5 @@ class Clicks(SplitDataset):
 
 
 def build(config: ClicksConfig) -> Clicks:
-    """Make the data set."""
+    """Build the data set."""
     return Clicks(config)

@@ -1,4 +1,4 @@
-"""The error for texts that are longer than a model looks back."""
+"""The error for texts that are longer than the context of a language model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sbp_core.errors import SbpValueError
 
 
 def too_long(time: int, context: int) -> SbpValueError:
-    """Make the error for more tokens than a model looks at."""
+    """Return the error for a text with more tokens than the model's context."""
     return SbpValueError(
         f"{time} tokens are more than the context of {context}",
         accepted=f"tokens of shape (batch, time <= {context})",

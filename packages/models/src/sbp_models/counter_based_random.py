@@ -1,6 +1,6 @@
 """Counter-based pseudo-random numbers: number `n` of a key is a pure function of both.
 
-A data set can so make a sample without making those before it.
+With them, a data set makes any sample without the samples before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def key_of(*parts: object) -> int:
-    """Return the key of a stream, in [0, 2^64): of what it is for, and the seed."""
+    """Return the key of a stream, in [0, 2^64), from its purpose and the seed."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
@@ -26,7 +26,7 @@ def hashes(key: int, counts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     Source: the finaliser of SplitMix64, in Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014, figure 17, applied to a counter.
     """
-    # Arrays of uint64 wrap around silently, which is the arithmetic modulo 2**64 that is meant.
+    # Arrays of uint64 wrap around silently: this is arithmetic modulo 2**64, as intended.
     z = counts * _STEP + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,6 @@
-"""The handwritten digits that come with scikit-learn: 1,797 real images of 8 x 8 pixels.
+"""The data set `digits`: 1,797 real handwritten digits of 8 x 8 pixels from scikit-learn.
 
-Every tenth image is held out. No network is used: scikit-learn brings the images.
+Every tenth image is held out. No network is used: scikit-learn contains the images.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (its test set).
@@ -19,12 +19,12 @@ from sbp_models.configs import DigitsConfig
 from sbp_models.extras import library
 from sbp_models.splits import SplitDataset
 
-#: One image of so many is held out.
+#: One of this many images is held out.
 _HELD_OUT_EVERY = 10
 
 
 class Digits(SplitDataset):
-    """Images of digits, and which digits they are. Fulfils `sbp_torch.kinds.Dataset`."""
+    """Images of digits with labels. Implements `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: DigitsConfig) -> None:
         sklearn: Any = library("sklearn.datasets", extra="digits", needed_by="data=digits")
@@ -56,10 +56,10 @@ class Digits(SplitDataset):
         }
 
     def describe(self) -> str:
-        """Return one line: how many images there are."""
+        """Return a line with the number of images."""
         return f"{self._label}: {self._counts()}, 10 classes"
 
 
 def build(config: DigitsConfig) -> Digits:
-    """Make the data set."""
+    """Build the data set."""
     return Digits(config)

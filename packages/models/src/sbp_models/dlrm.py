@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
 """DLRM: a recommendation model of embedding tables, dot products and two MLPs.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    N numbers    F features    L values of a feature    D width of a row
     V vectors, F + 1

@@ -1,4 +1,4 @@
-"""Libraries that only some data sets need: imported when these are built."""
+"""Import optional libraries (extras of this package) when a data set that needs them is built."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sbp_core.errors import ConfigError
 
 
 def library(name: str, *, extra: str, needed_by: str) -> Any:
-    """Return a library that an extra of this package brings.
+    """Import and return a library that an extra of this package installs.
 
     Args:
-        name: Under which it is imported.
-        extra: That brings it.
+        name: Name of the module.
+        extra: The extra that installs it.
         needed_by: Option that needs it, such as `data=tokens`.
 
     Raises:
-        ConfigError: it is not installed, or cannot be imported.
+        ConfigError: the library is not installed, or cannot be imported.
     """
     try:
         return import_module(name)

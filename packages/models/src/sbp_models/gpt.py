@@ -1,14 +1,14 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""A decoder-only transformer: pre-norm blocks, learned positions, untied head.
+"""GPT: a decoder-only transformer with pre-norm blocks, learned positions and an untied head.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    H heads    K width of a head    J 3 K    V vocabulary
 
 Parameters are called `embed.tokens`, `embed.positions`, `blocks.N.norm1`,
 `blocks.N.attention.qkv`, `blocks.N.attention.proj`, `blocks.N.norm2`, `blocks.N.mlp.up`,
-`blocks.N.mlp.down`, `norm` and `head`, each with `.weight` and, but for `embed` and `head`,
-`.bias`; plans pin them by these names.
+`blocks.N.mlp.down`, `norm` and `head`, each with `.weight` and, except `embed` and
+`head`, `.bias`; users pin (fix) their SBP by these names.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3,
 for the block and the initialisation.
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # Rows of qkv are ordered head by head, each head's q, k and v together, so that splitting
-        # the rows of the weight splits the heads; a module with some of the rows has some heads.
+        # Rows of qkv are ordered head by head, each head's q, k and v together. So splitting the
+        # # rows of the weight splits the heads, and a shard of the rows has some whole heads.
         qkv_BTJ = self.qkv(x_BTD)
         B, T, rows = qkv_BTJ.shape
         qkv_BTHJ = qkv_BTJ.view(B, T, rows // (3 * self.head_width), 3 * self.head_width)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between."""
+    """Two linear layers; the hidden width is four times the outer one."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Any language model or image classifier of the library `transformers`, with random weights.
+"""Language models and image classifiers of the library `transformers`, with random weights.
 
 The library is the extra `sbp-models[transformers]`, and is imported only when a model is built; no
-network is used. A model is wrapped as `network`, so its parameters are called `network.` and their
-own name. Losses are computed here from the logits, as targets of our data sets are shifted already.
+network is used. A model is wrapped as `network`, so the names of its parameters begin with
+`network.`. Losses are computed here from the logits, because targets of our data sets are shifted
+already.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ MAKERS = {
     "image_classification": "AutoModelForImageClassification",
 }
 
-#: Settings that models of `transformers` look for though their configuration may not declare them.
+#: Settings that models of `transformers` read though their configuration may not declare them.
 UNDECLARED_SETTINGS = frozenset(
     {"bos_token_id", "decoder_start_token_id", "eos_token_id", "head_dim", "pad_token_id"}
 )
 
 
 class HfModel(nn.Module):
-    """A model of `transformers` that has a loss.
+    """A model of `transformers`, extended by a loss.
 
     Args:
-        network: The model itself.
+        network: The model of the library.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -46,22 +47,22 @@ class HfModel(nn.Module):
         self.network = network
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return what the model calls the inputs of a batch."""
+        """Return the inputs of a batch, by the names that the model uses."""
         return {"input_ids": batch["tokens"]}
 
     def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the targets of a batch, int64 of the shape of logits but for the last dim."""
+        """Return the targets of a batch, int64, of the shape of the logits without the last dim."""
         return batch["targets"]
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch, in nats: a 0-d tensor.
 
-        A mixture of experts that returns its load-balancing loss (`output_router_logits: true`)
-        has it added, by its own weight.
+        If a mixture of experts returns its load-balancing loss (`output_router_logits: true`), the
+        loss is added, with the model's weight for it.
 
         Args:
-            batch: `tokens` and `targets`, int64 (batch, time) each, the target being -100 where
-                nothing is asked for; or `images` and `labels`.
+            batch: `tokens` and `targets`, int64 (batch, time) each, the target being -100 for
+                tokens without a target; or `images` and `labels`.
         """
         result = self.network(**self.inputs(batch))
         logits = result.logits
@@ -74,15 +75,15 @@ class HfModel(nn.Module):
 
 
 class MaskedLm(HfModel):
-    """An encoder that guesses the tokens that are masked."""
+    """An encoder that predicts masked tokens."""
 
 
 class CausalLm(HfModel):
     """A decoder that continues a text.
 
     Args:
-        network: The model itself.
-        context: Most tokens that it is given.
+        network: The model of the library.
+        context: Largest number of tokens of a text.
     """
 
     def __init__(self, network: nn.Module, context: int) -> None:
@@ -99,7 +100,7 @@ class Seq2SeqLm(HfModel):
     """An encoder and a decoder."""
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return tokens, and the tokens before each target, of which the first is the start."""
+        """Return the tokens, and the decoder's input: the targets shifted by a start token."""
         config: Any = self.network.config
         start = getattr(config, "decoder_start_token_id", None)
         if start is None:
@@ -124,7 +125,7 @@ def build(config: HfConfig) -> HfModel:
     """Make the model, initialised from torch's global random state.
 
     Raises:
-        ConfigError: `transformers` is not installed, knows no such kind or setting, or refuses
+        ConfigError: `transformers` is not installed, or has no such kind or setting, or refuses
             them.
     """
     library = _library()
@@ -164,7 +165,7 @@ def _library() -> ModuleType:
 
 
 def _own_config(library: ModuleType, config: HfConfig) -> Any:
-    """Return the library's own configuration, with the overrides."""
+    """Return the library's configuration, with the overrides."""
     kinds = sorted(library.CONFIG_MAPPING)
     if config.kind not in kinds:
         raise ConfigError(
@@ -173,7 +174,7 @@ def _own_config(library: ModuleType, config: HfConfig) -> Any:
             todo=suggestion(config.kind, kinds, "choose one of these"),
         )
     known = library.AutoConfig.for_model(config.kind)
-    # The library itself keeps unknown settings without a word.
+    # The library itself accepts unknown settings silently.
     for name in config.overrides:
         if not hasattr(known, name) and name not in UNDECLARED_SETTINGS:
             named = {key for key in vars(known) if not key.startswith("_")}
@@ -184,9 +185,9 @@ def _own_config(library: ModuleType, config: HfConfig) -> Any:
         raise ConfigError(
             f"kind={config.kind} refuses its overrides: {error}", todo="change model.overrides"
         ) from error
-    # Of several classes for one task, the library takes the first, if it is given a list.
+    # If there are several classes for a task, the library takes the first, but needs a list.
     own.architectures = own.architectures or []
-    # Keys and values are kept for generating text, never for a loss.
+    # The cache of keys and values is for generating text, not for a loss.
     if hasattr(own, "use_cache"):
         own.use_cache = False
     most = getattr(own, "max_position_embeddings", None)

@@ -1,6 +1,6 @@
-"""A data set of the library `datasets`, from a folder that its `save_to_disk` has written.
+"""The data set `hf_dataset`: a folder written by `save_to_disk` of the library `datasets`.
 
-The rows stay in their Arrow files, which are mapped into memory, and come in any order. Nothing is
+The rows stay in their Arrow files, which are mapped into memory and read in any order. Nothing is
 downloaded, and no code of a data set is run.
 """
 
@@ -26,12 +26,12 @@ from sbp_models.splits import SplitDataset
 
 
 class HfDataset(SplitDataset):
-    """Rows as tensors. Fulfils `sbp_torch.kinds.Dataset`.
+    """Rows as tensors. Implements `sbp_torch.kinds.Dataset`.
 
     Args:
-        splits: `train` and `validation`: a `datasets.Dataset`, and which of its rows.
-        columns: Column by name in a batch.
-        label: What `describe` calls it.
+        splits: `train` and `validation`, each a `datasets.Dataset` and the range of its rows.
+        columns: Column by its name in a batch.
+        label: Name of the data set in `describe`.
 
     Raises:
         ConfigError: a split has no rows.
@@ -73,23 +73,23 @@ class HfDataset(SplitDataset):
         return {name: rows[column] for name, column in self._columns.items()}
 
     def describe(self) -> str:
-        """Return one line: how many rows there are, and the columns."""
+        """Return a line with the number of rows, and the columns."""
         return f"{self._label}: {self._counts()}; columns {', '.join(self._columns.values())}"
 
 
 def build(config: HfDatasetConfig) -> HfDataset:
-    """Make the data set of a folder.
+    """Build the data set from a folder.
 
     Raises:
-        ConfigError: the folder is none, a file is broken (names the byte), or a split or column is
-            not there.
+        ConfigError: the folder is no data set, a file is broken (the message names the byte), or a
+            split or column is missing.
     """
     datasets = library("datasets", extra="datasets", needed_by="data=hf_dataset")
     folder = user_path(config.path, key="data.path")
     _check_files(folder)
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library passes on whatever its parts raise
+    except Exception as error:  # the library raises whatever its parts raise
         raise ConfigError(
             f"data.path={config.path} is no data set that can be read: {error}",
             accepted="a folder that save_to_disk of the library datasets has written",
@@ -126,10 +126,10 @@ def _check_columns(config: HfDatasetConfig, known: list[str]) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Read the headers of all Arrow files, which the library maps without a look.
+    """Check the headers of all Arrow files, because the library maps the files unchecked.
 
     Raises:
-        ConfigError: one is broken or cut off: names the byte.
+        ConfigError: a file is broken or cut off; the message names the byte.
     """
     arrow = library("pyarrow", extra="datasets", needed_by="data=hf_dataset")
     for state in files_of(folder, key="data.path", suffixes={".json"}):
@@ -143,7 +143,7 @@ def _check_files(folder: Path) -> None:
         at = 0
         try:
             with open_file(file) as opened:
-                # Mapped, and not read: a length that a broken file says is memory of no one.
+                # Mapped, not read: a wrong length in a broken file then allocates no memory.
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             source = arrow.BufferReader(arrow.py_buffer(mapped))
             reader = arrow.ipc.open_stream(source)

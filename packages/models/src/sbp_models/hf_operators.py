@@ -1,7 +1,7 @@
-"""How operators that the library `transformers` defines may be split.
+"""Sharding rules of operators that the library `transformers` defines.
 
-Its mixtures of experts multiply by an operator of its own wherever PyTorch's is not to be had, as
-while a model is being compiled in float32.
+Its mixtures of experts call these operators where PyTorch's grouped matrix product is not
+available, such as while a model is compiled in float32.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ def product(config: object) -> Rule:
 
 
 def gradients(config: object) -> Rule:
-    """Return the rule of `transformers::grouped_mm_fallback_backward`, which makes both."""
+    """Return the rule of `transformers::grouped_mm_fallback_backward` (both gradients)."""
     return GROUPED_MM_GRADIENTS

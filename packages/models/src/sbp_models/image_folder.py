@@ -1,10 +1,10 @@
-"""A data set of images in folders, one for each class, decoded when they are asked for.
+"""The data set `image_folder`: images in one folder for each class, decoded on access.
 
     path/cats/1.jpg  path/cats/2.jpg  path/dogs/1.jpg ...                 a part is held out
-    path/train/cats/1.jpg ...         path/validation/cats/7.jpg ...      as the folders say
+    path/train/cats/1.jpg ...         path/validation/cats/7.jpg ...      split by the folders
 
-Classes are numbered in the order of their names. Which images are held out is told by a hash of
-their names, so that images that come later change nothing for the others.
+Classes are numbered in the order of their names. A hash of an image's name decides whether it is
+held out, so new images do not change the split of the existing ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
 
 class ImageFolder(ImageFiles):
-    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`.
+    """Images and their classes. Implements `sbp_torch.kinds.Dataset`.
 
     Raises:
         ConfigError: the folder has no images, too many classes, or a split without images.
@@ -56,12 +56,12 @@ class ImageFolder(ImageFiles):
         )
 
     def describe(self) -> str:
-        """Return one line: how many images and classes there are."""
+        """Return a line with the numbers of images and classes."""
         return f"{super().describe()}, {len(self.classes)} classes"
 
 
 def _images(folder: Path) -> list[tuple[Path, str]]:
-    """Return the images below the folders of a folder, and the name of their class."""
+    """Return the images below each class folder of a folder, with the name of the class."""
     found = []
     for file in files_of(folder, key="data.path", suffixes=SUFFIXES):
         parts = file.relative_to(folder).parts if folder != file else (file.name,)
@@ -76,5 +76,5 @@ def _images(folder: Path) -> list[tuple[Path, str]]:
 
 
 def build(config: ImageFolderConfig) -> ImageFolder:
-    """Make the data set."""
+    """Build the data set."""
     return ImageFolder(config)

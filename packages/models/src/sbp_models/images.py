@@ -1,8 +1,8 @@
-"""A data set of synthetic images: stripes, whose direction and colour tell the class.
+"""The data set `images`: synthetic striped images; direction and colour depend on the class.
 
-Class `c` of `C` has stripes at the angle pi c / C, four periods wide, in a colour of its own; every
-sample shifts them by up to a quarter of a period and adds noise. A sample is a pure function of the
-seed, the split and its number.
+Class `c` of `C` has stripes at the angle pi c / C, with four periods across the image, in a
+distinct colour. Every sample shifts them by up to a quarter of a period and adds noise. A sample is
+a pure function of the seed, the split and its number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERIODS = 4
 
 
 class StripedImages(SplitDataset):
-    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`."""
+    """Images and their classes. Implements `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class StripedImages(SplitDataset):
         return {"images": _float32(images), "labels": torch.from_numpy(labels)}
 
     def describe(self) -> str:
-        """Return one line: how many classes and how large the images are."""
+        """Return a line with the number of classes and the size of the images."""
         config = self._config
         return (
             f"striped images of {config.num_classes} classes, "
@@ -71,5 +71,5 @@ def _float32(values: npt.NDArray[np.float64]) -> torch.Tensor:
 
 
 def build(config: ImagesConfig) -> StripedImages:
-    """Make the data set."""
+    """Build the data set."""
     return StripedImages(config)

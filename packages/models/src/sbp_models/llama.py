@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
 """Llama: a decoder-only transformer with RMS norms, rotary positions, grouped queries and SwiGLU.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    H heads    G heads of keys and values    R H / G
     K width of a head    F width of the MLP    V vocabulary
@@ -45,7 +45,7 @@ class RmsNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turn each pair of dims of a head by an angle that grows with the position."""
+    """Rotate each pair of dims of a head by an angle that grows with the position."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -68,7 +68,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each head of keys and values serves several of queries."""
+    """Causal grouped-query attention: several heads of queries share a head of keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return y_BTD
 
     def _repeat(self, x_BGTK: torch.Tensor) -> torch.Tensor:
-        """Give every head of queries its own copy: (B, H, T, K)."""
+        """Copy keys or values for every head of queries: (B, H, T, K)."""
         repeats = self.num_heads // self.num_key_heads
         if repeats == 1:
             return x_BGTK
@@ -101,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: one layer gates another, a third leads back."""
+    """SwiGLU: one layer gates another, a third projects back to width D."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

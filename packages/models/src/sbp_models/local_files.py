@@ -1,4 +1,4 @@
-"""Files of the user's that data sets read: which there are, and what cannot be read."""
+"""List and read the user's files for the data sets, with clear errors for unreadable files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shlex import quote
 from sbp_core.errors import ConfigError
 from sbp_core.serialize import open_file
 
-#: Bytes of a file that is read whole, such as an image or the file of a tokenizer.
+#: Largest size of a file that is read whole, such as an image or a tokenizer file, in bytes.
 MOST_BYTES = 2**30
 
 
 def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Path]:
-    """Return a file, or all files below a folder but hidden ones, by name.
+    """Return a file, or all files below a folder except hidden ones, sorted by name.
 
     Args:
-        path: Of the file or folder.
-        key: The setting that names it, for messages.
-        suffixes: Of the files to take in a folder, such as `.csv`, in lower case; all if empty.
+        path: Path of the file or folder.
+        key: The setting with the path, for messages.
+        suffixes: Suffixes of the files to take in a folder, in lower case (`.csv`); all if empty.
 
     Raises:
         ConfigError: it does not exist, cannot be listed, or has no such file.
@@ -62,23 +62,23 @@ def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Pa
 
 
 def is_hidden(parts: Iterable[str]) -> bool:
-    """Return whether a path leads to a hidden file, or to what a Mac adds to its archives."""
+    """Return whether a path leads to a hidden file, or to metadata in archives made by macOS."""
     return any(part == "__MACOSX" or (part[:1] == "." and part != "..") for part in parts)
 
 
 def read_bytes(
     file: Path, *, key: str = "", begin: int = 0, size_bytes: int | None = None
 ) -> bytes:
-    """Return what a file holds, or a part of it.
+    """Return the content of a file, or a part of it.
 
     Args:
-        file: To read.
-        key: The setting that names it, for messages.
+        file: The file to read.
+        key: The setting with the path, for messages.
         begin: First byte to read.
-        size_bytes: To read; all that follow if None.
+        size_bytes: Number of bytes to read; all that follow if None.
 
     Raises:
-        ConfigError: it cannot be read, or ends before.
+        ConfigError: the file cannot be read, or is too short.
     """
     try:
         with open_file(file) as opened:
@@ -101,18 +101,18 @@ def read_bytes(
 
 
 def is_held_out(name: str, part: float) -> bool:
-    """Return whether a sample of that name is one of the part that is held out, by a hash of it."""
+    """Return whether a hash of a sample's name selects it for the fraction that is held out."""
     key = blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(key, "little") < part * 2.0**64
 
 
 def not_utf8(file: Path, content: bytes, begin: int) -> ConfigError:
-    """Return the refusal of a file that is no UTF-8, with the encoding that it seems to have.
+    """Return the error for a file that is not UTF-8, with a guess of its encoding.
 
     Args:
-        file: To name.
-        content: Of the file, from its start on or around the byte.
-        begin: The byte that is none.
+        file: The file.
+        content: Bytes of the file, from its start or around the wrong byte.
+        begin: Position of the first byte that is not UTF-8.
     """
     encoding = encoding_of(content)
     name = "ISO-8859-1" if encoding.startswith("Latin-1") else encoding
@@ -125,7 +125,7 @@ def not_utf8(file: Path, content: bytes, begin: int) -> ConfigError:
 
 
 def encoding_of(content: bytes) -> str:
-    """Return the encoding that the start of a text seems to have, if it is not UTF-8."""
+    """Guess the encoding of a text that is not UTF-8, from its start."""
     if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "UTF-32"
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""A mixture of experts in the manner of Mixtral: Llama, whose MLPs are chosen token by token.
+"""A mixture of experts like Mixtral: Llama with several MLPs, chosen for each token.
 
-An ordinary `nn.Module` that knows nothing of ranks. All shapes are static: which experts a token is
-sent to is a matrix of zeros and ones, with which tokens are multiplied. Suffixes name the dims of a
+An ordinary `nn.Module` without distributed code. All shapes are static: tokens are multiplied by a
+0-1 matrix that assigns them to experts. Suffixes name the dims of a
 tensor:
 
     B batch    T time    D hidden    N tokens, B T    E experts    P picks of a token
@@ -31,7 +31,7 @@ from sbp_models.llama import INIT_STD, Attention, RmsNorm, Rotary
 
 
 class Experts(nn.Module):
-    """Several SwiGLU MLPs, and a router that weighs them for every token."""
+    """Several SwiGLU MLPs, and a router that weights them for every token."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, F_))
 
     def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map (B, T, D) to (B, T, D), and say how tokens were routed.
+        """Map (B, T, D) to (B, T, D), and return the routing of the tokens.
 
         Returns:
-            The result; what the router gave each expert, a distribution (N, E); which experts were
+            The result; the router's probability of each expert (N, E); whether an expert was
             picked, 0 or 1 (N, E).
         """
         x_ND = x_BTD.flatten(0, 1)
@@ -73,9 +73,9 @@ class Experts(nn.Module):
     def _dispatched(
         self, x_ND: torch.Tensor, weights_NE: torch.Tensor, picked_NE: torch.Tensor
     ) -> torch.Tensor:
-        """Let every expert compute the first tokens that picked it, as many as it has places for.
+        """Let every expert compute the first tokens that picked it, up to its capacity.
 
-        A token that finds no place in an expert gets nothing from it.
+        A token without a place in an expert gets nothing from it.
         """
         N = x_ND.shape[0]
         C = min(N, math.ceil(self.capacity * self.top_k * N / self.num_experts))
@@ -107,7 +107,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, rotary: Rotary
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map (B, T, D) to (B, T, D), and say how tokens were routed, as `Experts` does."""
+        """Map (B, T, D) to (B, T, D), and return the routing, as `Experts.forward`."""
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD), rotary)
         y_BTD, chances_NE, picked_NE = self.experts(self.norm2(x_BTD))
         return x_BTD + y_BTD, chances_NE, picked_NE
@@ -153,9 +153,9 @@ class Moe(nn.Module):
         return self.forward(tokens)[0]
 
     def losses(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return 0-d tensors: the `loss` and what it is made of, `cross_entropy` and `balance`.
+        """Return 0-d tensors: the `loss`, and its terms `cross_entropy` and `balance`.
 
-        `balance` is 1 for every pick if all experts are picked alike, and more if not.
+        `balance` is 1 for every pick if all experts are picked equally often, else more.
 
         Args:
             batch: `tokens` and `targets`, int64 (B, T) each.
@@ -171,11 +171,11 @@ class Moe(nn.Module):
 
 
 def balance_loss(chances_NE: torch.Tensor, picked_NE: torch.Tensor) -> torch.Tensor:
-    """Return how far the experts are from being picked alike: 0-d, top_k if they are.
+    """Return the load-balancing loss: 0-d, top_k if all experts are picked equally often.
 
     Args:
-        chances_NE: What the router gave each expert.
-        picked_NE: Which were picked: 0 or 1.
+        chances_NE: The router's probability of each expert.
+        picked_NE: Whether an expert was picked: 0 or 1.
     """
     share_E = picked_NE.mean(dim=0)
     return (share_E * chances_NE.mean(dim=0)).sum() * chances_NE.shape[1]

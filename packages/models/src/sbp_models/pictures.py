@@ -1,7 +1,8 @@
-"""Images of files as tensors, decoded by Pillow, and the base of the data sets of such images.
+"""Decode image files with Pillow (`Pictures`), and a base class of image data sets (`ImageFiles`).
 
-An image that is broken is named with the byte. An image comes as a viewer shows it: turned as its
-EXIF says, on white where it is transparent, and grey of 16 bits over its whole range.
+The error for a broken image names the file and the byte. Images look as in a viewer: turned by
+their EXIF orientation, on white where they are transparent, and 16-bit grey scaled over its whole
+range.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from sbp_models.extras import library
 from sbp_models.local_files import read_bytes
 from sbp_models.splits import SplitDataset
 
-#: Formats that are decoded, and the suffixes of their files: none of them runs a program.
+#: Formats that are decoded, and the suffixes of their files; no decoder starts a program.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp"})
 
-#: Most pixels of an image: a few bytes of a file can say that there are many more.
+#: Most pixels of an image: a small file can claim a huge size.
 MOST_PIXELS = 2**26
 
 #: Modes of Pillow for grey of 16 bits, whose white is `_WHITE_16`.
 _GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _WHITE_16 = 2**16 - 1
 
-#: The tag of EXIF that says how an image is to be turned, and the name of `Image.Transpose` by it.
+#: The EXIF tag of the orientation, and the name of `Image.Transpose` for each of its values.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -53,7 +54,7 @@ class Pictures:
     """Decodes images to one size.
 
     Args:
-        config: Their size and channels.
+        config: Size and channels of the images.
         needed_by: Option that needs it, such as `data=image_folder`.
 
     Raises:
@@ -68,18 +69,18 @@ class Pictures:
         self._augment = config.augment
 
     def decoded(self, content: bytes, name: str, begin: int = 0) -> torch.Tensor:
-        """Return an image scaled to the size on its shorter side, and cut in the middle.
+        """Return an image, resized by its shorter side and centre-cropped.
 
         Args:
-            content: Of a file.
-            name: Of the file, for messages.
+            content: Content of a file.
+            name: Name of the file, for messages.
             begin: Byte of that file where `content` begins.
 
         Returns:
             float32 (channels, height, width), in [-1, 1].
 
         Raises:
-            ConfigError: it is no image, broken, or has too many pixels; names the byte.
+            ConfigError: it is no image, broken, or has too many pixels; the message names the byte.
         """
         stream = io.BytesIO(content)
         try:
@@ -88,7 +89,7 @@ class Pictures:
             if pixels <= MOST_PIXELS:
                 shown = self._shown(picture).convert(self._mode)
                 picture = self._ops.fit(shown, self._size)
-        # Decoders raise all of these for files that are broken.
+        # Decoders raise all of these for broken files.
         except (
             OSError,
             SyntaxError,
@@ -116,13 +117,13 @@ class Pictures:
         """Return an image upright, of 8 bits and without transparency.
 
         Raises:
-            ValueError: it is one that has no such form.
+            ValueError: the image cannot be converted.
         """
         if picture.mode == "F":
             raise ValueError("its numbers are floats, of which nothing says what is white")
-        picture.load()  # so that what is broken is not taken for broken EXIF
+        picture.load()  # here, so that a broken image is not mistaken for broken EXIF
         orientation = None
-        # `ImageOps.exif_transpose` also writes EXIF anew, and fails where some other tag is broken.
+        # `ImageOps.exif_transpose` also rewrites EXIF, and fails if any other tag is broken.
         with suppress(Exception):
             orientation = picture.getexif().get(_ORIENTATION)
         if orientation in _TURNS:
@@ -141,9 +142,9 @@ class Pictures:
     def augmented(
         self, images: torch.Tensor, numbers: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Return images as their epochs have them: (n, channels, height, width), as they come.
+        """Return images, randomly cropped and flipped: (n, channels, height, width), in order.
 
-        What is drawn for an image depends on the seed, its number and its epoch only.
+        The random choices for an image depend only on the seed, its number and its epoch.
         """
         config = self._augment
         (height, width), pad = self._size, config.pad
@@ -169,11 +170,11 @@ class StoredImage:
     """An image in a file, and its class.
 
     Args:
-        file: That it is in.
+        file: The file with the image.
         label: The number of its class.
-        name: Of a member of `file`, for messages; empty if it is the file itself.
+        name: Name of the member of `file`, for messages; empty if `file` is the image.
         begin: Its first byte in `file`.
-        size_bytes: Its bytes from there on; None for all.
+        size_bytes: Number of its bytes; None for all that follow.
     """
 
     file: Path
@@ -184,15 +185,15 @@ class StoredImage:
 
 
 class ImageFiles(SplitDataset):
-    """Images that are decoded when they are asked for.
+    """A data set of image files, decoded on access.
 
-    Fulfils `sbp_torch.kinds.AugmentedDataset`.
+    Implements `sbp_torch.kinds.AugmentedDataset`.
 
     Args:
-        images: Those of each split.
+        images: The images of each split.
         pictures: Decodes them.
-        label: What `describe` calls them.
-        accepted: What a data set with an empty split should have been.
+        label: Name of the data set in `describe`.
+        accepted: Advice for the error about an empty split.
 
     Raises:
         ConfigError: a split has no images.
@@ -220,7 +221,7 @@ class ImageFiles(SplitDataset):
             (n,).
 
         Raises:
-            ConfigError: a file cannot be read, or an image is not whole: names the byte.
+            ConfigError: a file cannot be read, or an image is cut off; the message names the byte.
         """
         asked = [self._images[split][number] for number in self._checked(numbers, split)]
         images = [
@@ -240,9 +241,9 @@ class ImageFiles(SplitDataset):
         numbers: npt.NDArray[np.int64],
         epochs: npt.NDArray[np.int64],
     ) -> Mapping[str, torch.Tensor]:
-        """Return images mirrored and cut as their epochs have it, and their labels as they are."""
+        """Return images, randomly flipped and cropped for their epochs, and unchanged labels."""
         return {**samples, "images": self._pictures.augmented(samples["images"], numbers, epochs)}
 
     def describe(self) -> str:
-        """Return one line: what the images are, and how many."""
+        """Return a line with the name and the number of the images."""
         return f"{self._label}: {self._counts()}"

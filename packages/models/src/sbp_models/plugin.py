@@ -1,6 +1,6 @@
-"""The hooks of sbp-models: which models and data sets it brings.
+"""Plugin hooks of sbp-models: the names and configs of its models and data sets.
 
-Holds names and configs only; the objects are made in the modules of their names.
+The objects are built in the modules of their names, which are imported only then.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Records that a data set makes of its files once, and then reads in any order: tokens, clicks.
+"""A cache for records that a data set makes once from its files, then reads in any order.
 
-Those of small files are kept in memory. Others are written while they are made, chunk by chunk,
-and mapped into memory from then on. An entry of the cache is a folder of this name and content:
+For tokens and click logs. Records of small files are kept in memory. Other records are written
+chunk by chunk while they are made, and mapped into memory afterwards. An entry of the cache is a
+folder:
 
     KIND-HASH/records.bin     the records one after the other, and nothing else
-    KIND-HASH/about.json      what they are made of, and how many there are
+    KIND-HASH/about.json      metadata: settings and files, and the number of records
     KIND-HASH.lock            held by the process that makes them; others of its host wait
 
-The hash is that of all that the records depend on: the format, the settings, and path, size and
-time of change of each file, but not its content, which would have to be read. An entry is written
-aside and renamed when it is durable. One that is not what it should be is made again.
+The hash covers everything that the records depend on: the format, the settings, and path, size and
+modification time of each file. The content of the files is not hashed, because that would mean to
+read them. An entry is written to a temporary folder and renamed when it is durable. A damaged entry
+is made again.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ from sbp_core.user_paths import cache_folder, user_path
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of files whose records are not kept in memory.
+#: Size of the files, in bytes, from which on records are not kept in memory.
 IN_MEMORY_BYTES = 16 * 2**20
 
-#: Raised whenever records of the same files and settings become others.
+#: Version: increased whenever the same files and settings give different records.
 FORMAT = 2
 
-#: Seconds between two lines that say how far the making has come.
+#: Seconds between two log lines about the progress.
 _TOLD_EVERY_S = 10.0
 
 _RECORDS, _ABOUT = "records.bin", "about.json"
@@ -56,12 +58,12 @@ _RECORDS, _ABOUT = "records.bin", "about.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Some records, in order.
+    """Consecutive records.
 
     Args:
-        records: One-dimensional.
-        counts: What is counted over all records, such as documents.
-        read_bytes: Of the files, that have been read by now.
+        records: One-dimensional array.
+        counts: Counters that are summed over all chunks, such as documents.
+        read_bytes: Bytes of the files that have been read so far.
     """
 
     records: npt.NDArray[Any]
@@ -71,7 +73,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """All records: one-dimensional, in memory or mapped; and what was counted over them."""
+    """All records, as a one-dimensional array in memory or mapped; and the summed counters."""
 
     values: npt.NDArray[Any]
     counts: Mapping[str, int]
@@ -79,14 +81,14 @@ class Records:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMetadata:
-    """What is kept next to records.
+    """Metadata of stored records (`about.json`).
 
     Args:
-        key: Hash of all that they depend on.
-        num_records: How many there are.
-        record_bytes: Size of each.
-        counts: What was counted over them.
-        made_of: The settings and files, for people.
+        key: Hash of everything that they depend on.
+        num_records: Number of records.
+        record_bytes: Size of a record.
+        counts: The summed counters.
+        made_of: The settings and files, for human readers.
     """
 
     key: str
@@ -102,14 +104,14 @@ class RecordMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What records are made of, and how.
+    """Description of records: the files and settings that they depend on, and their maker.
 
     Args:
-        kind: What they are, for names of entries: `tokens`.
-        files: In order.
-        settings: What else they depend on, as JSON.
-        dtype: Of a record.
-        chunks: Makes them; called if they are not there.
+        kind: Kind of the records, for names of entries, such as `tokens`.
+        files: The files, in order.
+        settings: The other settings that they depend on, as JSON.
+        dtype: Dtype of a record.
+        chunks: Makes the records; called if they are not stored.
     """
 
     kind: str
@@ -120,15 +122,15 @@ class Recipe:
 
 
 def load_records(recipe: Recipe, cache: str | None) -> Records:
-    """Return records from memory, from the cache, or made now.
+    """Return records: from the cache, or made now.
 
     Args:
-        recipe: What they are made of.
-        cache: The folder to keep them in. If None, those of small files are kept in memory, and
-            others in the cache folder of the user.
+        recipe: Description of the records.
+        cache: The folder of the cache. If None, records of small files are kept in memory, other
+            records in the user's cache folder.
 
     Raises:
-        ConfigError: as of `recipe.chunks`; or a file is changed meanwhile.
+        ConfigError: raised by `recipe.chunks`; or a file was changed meanwhile.
         RunError: the cache cannot be written, such as on a full disk.
     """
     sources = _sources(recipe.files)
@@ -147,7 +149,7 @@ def load_records(recipe: Recipe, cache: str | None) -> Records:
         logger.info("%s are read from %s", recipe.kind, entry.path)
     else:
         with _alone(entry) as is_locked:
-            # It may have been made while this process waited.
+            # Another process may have made it while this process waited.
             found = entry.load() or entry.make(total_bytes, is_locked)
     return found
 
@@ -162,7 +164,7 @@ class _Entry:
         self.path = folder / f"{recipe.kind}-{self.key[:32]}"
 
     def load(self) -> Records | None:
-        """Return what is stored; None if nothing usable is. Logs what cannot be used."""
+        """Return the stored records; None, with a log line, if they are missing or damaged."""
         if not self.path.exists():
             return None
         try:
@@ -177,12 +179,12 @@ class _Entry:
         return Records(values=values, counts=about.counts)
 
     def make(self, total_bytes: int, is_locked: bool) -> Records:
-        """Make the records, and put them in place at once or not at all."""
+        """Make the records, and put them in place atomically."""
         mine = f".{self.path.name}.{platform.node()}-"
         aside = self.folder / f"{mine}{os.getpid()}-{secrets.token_hex(4)}.part"
         try:
             with self.writing():
-                if is_locked:  # what a killed process of this host has left
+                if is_locked:  # left by a killed process of this host
                     for left in self.folder.glob(f"{escape(mine)}*.part"):
                         shutil.rmtree(left, ignore_errors=True)
                 aside.mkdir()
@@ -199,7 +201,7 @@ class _Entry:
         return found
 
     def _fill(self, aside: Path, total_bytes: int) -> RecordMetadata:
-        """Write the records; return what is to be kept next to them."""
+        """Write the records; return their metadata."""
         progress = _Progress(self.recipe.kind, total_bytes)
         counts: Counter[str] = Counter()
         num_records = 0
@@ -252,7 +254,7 @@ class _Entry:
         except OSError:
             if not self.path.exists():
                 raise
-            # What is there is damaged; or, where files cannot be locked, another process made it.
+            # The old entry is damaged; or, without file locks, another process has made it.
             if self.load() is None:
                 shutil.rmtree(self.path)
                 aside.rename(self.path)
@@ -260,7 +262,7 @@ class _Entry:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Name the cache where it cannot be written."""
+        """Convert errors of writing into an error that names the cache."""
         try:
             yield
         except OSError as error:
@@ -273,18 +275,18 @@ class _Entry:
 
 
 class _Progress:
-    """Says now and then how far the making has come."""
+    """Logs the progress of making records now and then."""
 
     def __init__(self, kind: str, total_bytes: int) -> None:
         self._kind, self._total_bytes = kind, total_bytes
         self._begun = self._told = time.monotonic()
 
     def seconds(self) -> float:
-        """Return the seconds since the begin."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._begun
 
     def tell(self, read_bytes: int) -> None:
-        """Log what has been read, if that was not done just before."""
+        """Log the bytes read so far, unless the last log line is recent."""
         now = time.monotonic()
         if now - self._told < _TOLD_EVERY_S:
             return
@@ -310,14 +312,14 @@ def _alone(entry: _Entry) -> Iterator[bool]:
         except BlockingIOError:
             logger.info("another process makes %s; this one waits for it", entry.path)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: all make it, and one is kept
+        except OSError:  # a file system without locks: all processes make it, one result is kept
             yield False
             return
         yield True
 
 
 def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size in bytes and time of change of each file."""
+    """Return path, size in bytes and modification time of each file."""
     found = []
     for file in files:
         try:
@@ -327,8 +329,8 @@ def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
                 f"{file} cannot be read: {error.strerror}",
                 accepted="a file that this user may read",
             ) from error
-        # Not resolved, because that looks at each folder on the way: slow where there are many
-        # files.
+        # Not resolved, because that queries each folder of the path: slow for many
+        # # files.
         found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
     return found
 
@@ -337,7 +339,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     """Return the records of a file, mapped.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
         SbpValueError: it is no plain file of that size.
     """
     with open_file(path, follow=False) as file:
@@ -348,7 +350,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
                 where=str(path),
                 accepted=f"{count * dtype.itemsize} bytes: {count} records of {dtype.itemsize}",
             )
-        if not count:  # nothing can be mapped
+        if not count:  # an empty file cannot be mapped
             return np.empty(0, dtype)
         return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
 
@@ -367,8 +369,8 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder would survive a power cut."""
-    with suppress(OSError):  # some file systems of networks cannot
+    """Flush the directory entries of a folder to disk."""
+    with suppress(OSError):  # some network file systems cannot
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)

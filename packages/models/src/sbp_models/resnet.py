@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""Residual networks of 18 to 152 layers, for images.
+"""ResNet: residual networks of 18 to 152 layers, for image classification.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    C channels    H height    W width    K classes
 
@@ -33,7 +33,7 @@ BLOCKS = {
     152: (3, 8, 36, 3),
 }
 
-#: The least depth with bottlenecks.
+#: The smallest depth with bottlenecks.
 BOTTLENECK_DEPTH = 50
 
 
@@ -93,7 +93,7 @@ class Bottleneck(nn.Module):
 
 
 def _downsample(channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Return what brings the residual connection to the shape of the block's result, if needed."""
+    """Return the projection of the residual connection to the shape of the result, if needed."""
     if stride == 1 and channels == out_channels:
         return None
     return nn.Sequential(_conv1x1(channels, out_channels, stride), nn.BatchNorm2d(out_channels))
@@ -138,7 +138,7 @@ class Resnet(nn.Module):
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch, in nats: a 0-d tensor.
 
-        In training mode it is no mean over samples: batch norm looks at the whole batch.
+        In training mode the samples are not independent: batch norm uses the whole batch.
 
         Args:
             batch: `images`, floating (B, C, H, W), and `labels`, int64 (B,).

@@ -1,4 +1,4 @@
-"""The splits of a data set: how many samples each has, and whether what is asked for is in them."""
+"""Base class of data sets with splits: the size of each split, and a check of sample numbers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy.typing as npt
 
 from sbp_core.errors import ConfigError, SbpValueError, unknown_name
 
-#: Samples of the train split for each one that is held out, of data sets that are made up.
+#: Training samples for each sample that is held out, in synthetic data sets.
 TRAIN_PER_HELD_OUT = 20
 
 
 def made_up_splits(num_samples: int) -> dict[str, int]:
-    """Return the samples of each split of a synthetic data set, which has so many to train on."""
+    """Return the size of each split of a synthetic data set with `num_samples` to train on."""
     return {"train": num_samples, "validation": -(-num_samples // TRAIN_PER_HELD_OUT)}
 
 
 class SplitDataset:
-    """The base of the data sets: they know how many samples each of their splits has.
+    """Base class of data sets with splits of known sizes.
 
     Args:
-        sizes: The samples of each split.
-        label: What messages call the data set.
-        accepted: What a data set with an empty split should have been.
+        sizes: Number of samples of each split.
+        label: Name of the data set in messages.
+        accepted: Advice for the error about an empty split.
 
     Raises:
         ConfigError: a split has no samples.
@@ -42,7 +42,7 @@ class SplitDataset:
                 )
 
     def num_samples(self, split: str = "train") -> int:
-        """Return how many samples a split has.
+        """Return the number of samples of a split.
 
         Raises:
             SbpLookupError: no such split.
@@ -56,7 +56,7 @@ class SplitDataset:
 
         Raises:
             SbpLookupError: no such split.
-            SbpValueError: it has no sample of one of the numbers.
+            SbpValueError: a number is out of range.
         """
         size = self.num_samples(split)
         found = np.asarray(numbers, dtype=np.int64).reshape(-1)
@@ -70,5 +70,5 @@ class SplitDataset:
         return found
 
     def _counts(self) -> str:
-        """Return how many samples each split has, for people."""
+        """Return a text with the number of samples of each split."""
         return ", ".join(f"{size:,} {split}" for split, size in self._sizes.items())

@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""T5: an encoder and a decoder, with relative positions and one embedding for all.
+"""T5: an encoder-decoder transformer with relative positions and one shared embedding.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    T time    S time of the source    D hidden    H heads    K width of a head
     V vocabulary
@@ -9,7 +9,7 @@ An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a
 Parameters are called `embed` (also the head's weight), and in `encoder` and `decoder`: `bias`,
 `blocks.N.norm1`, `blocks.N.attention.query`, `.key`, `.value`, `.output`, `blocks.N.norm2`,
 `blocks.N.cross` (in the decoder, with its `norm3`), `blocks.N.mlp.up`, `.down` and `norm`, each
-with `.weight`; nothing has an additive bias but the scores of attention.
+with `.weight`; only the scores of attention have an additive bias.
 
 Source: Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text
 transformer", 2020, section 2.1; buckets and initialisation: its code, `tensorflow/mesh`,
@@ -30,7 +30,7 @@ from sbp_models.llama import RmsNorm
 
 
 class RelativeBias(nn.Module):
-    """What is added to the scores of each head: a number for each bucket of distances."""
+    """Bias of the attention scores of each head: a number for each bucket of distances."""
 
     def __init__(self, config: T5Config, *, causal: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class RelativeBias(nn.Module):
             number, far_TT = self.num_buckets // 2, distances_TT.abs()
             first_TT = (distances_TT > 0).to(torch.int64) * number
         exact = number // 2
-        # In float32 whatever the model: the edges of the buckets are part of the weights' meaning.
+        # Always in float32: the weights are trained for these edges of the buckets.
         part_TT = torch.log(far_TT.clamp(min=1).float() / exact) / math.log(
             self.max_distance / exact
         )
@@ -66,7 +66,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of several heads, whose scores are not scaled."""
+    """Multi-head attention with unscaled scores."""
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, source_BSD: torch.Tensor, bias_HTS: torch.Tensor | None
     ) -> torch.Tensor:
-        """Map (B, T, D), which look at (B, S, D), to (B, T, D)."""
+        """Map (B, T, D), which attend to (B, S, D), to (B, T, D)."""
         q_BHTK = self._heads(self.query(x_BTD))
         k_BHSK = self._heads(self.key(source_BSD))
         v_BHSK = self._heads(self.value(source_BSD))
@@ -110,7 +110,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, in the decoder attention to the source, and MLP, each after a norm."""
+    """Self-attention, cross-attention (in the decoder) and MLP, each after a norm."""
 
     def __init__(self, config: T5Config, *, decoder: bool) -> None:
         super().__init__()
@@ -165,10 +165,10 @@ class T5(nn.Module):
         self._initialise(config)
 
     def forward(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Map int64 tokens (B, S), and those before each target (B, T), to logits (B, T, V)."""
+        """Map int64 tokens (B, S) and shifted targets (B, T) to logits (B, T, V)."""
         source_BSD = self.encoder(self.embed(tokens))
         x_BTD = self.decoder(self.embed(before), source_BSD)
-        # The embedding is of variance 1, which is much for the weight of a linear layer.
+        # The embedding has variance 1, which is too much for the weight of a linear layer.
         return F.linear(x_BTD * x_BTD.shape[2] ** -0.5, self.embed.weight)
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -178,7 +178,7 @@ class T5(nn.Module):
             batch: `tokens`, int64 (B, S), and `targets`, int64 (B, T).
         """
         targets_BT = batch["targets"]
-        # The decoder sees each target when it is to say the next one.
+        # The decoder sees each target when it predicts the next one.
         before_BT = F.pad(targets_BT[:, :-1], (1, 0), value=self.start)
         logits_BTV = self.forward(batch["tokens"], before_BT)
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
@@ -189,7 +189,7 @@ class T5(nn.Module):
             if isinstance(module, RelativeBias):
                 nn.init.normal_(module.weight, std=config.hidden**-0.5)
             elif isinstance(module, Attention):
-                # The queries make up for scores that are not scaled.
+                # A small init of the queries replaces the scaling of scores.
                 nn.init.normal_(module.query.weight, std=(config.hidden * module.width) ** -0.5)
                 nn.init.normal_(module.key.weight, std=config.hidden**-0.5)
                 nn.init.normal_(module.value.weight, std=config.hidden**-0.5)

@@ -1,15 +1,15 @@
-"""Data sets of bytes: the running Python's own standard library, or the user's text.
+"""The data sets of bytes: `stdlib`, source of Python's library, and `text`, the user's text.
 
 Files are ordered by a hash of their path (so that neighbours in a folder are spread evenly), and
 joined by newlines; the last 5 % of the bytes are held out. The samples of a split are its windows
-one after the other, so that an epoch asks for every byte once; what does not fill a window at the
-end of a split is left out. All bytes are kept in memory.
+one after the other, so an epoch covers every byte once; an incomplete window at the end of a split
+is left out. All bytes are kept in memory.
 
-What `tokens` and `targets` are is the task (`context` 4, the window `the fox`):
+`tokens` and `targets` depend on the task (`context` 4, the window `the fox`):
 
     next        "the "  ->  "he f"     a window of context + 1 bytes; the next begins with its last
-    masked      "th▢ "  ->  "··e·"     of context; token 256 masks, target -100 is not asked for
-    continue    "the "  ->  "fox…"     of 2 context; the second half is what follows
+    masked      "th▢ "  ->  "··e·"     of context; token 256 masks, target -100 means no target
+    continue    "the "  ->  "fox…"     of 2 context; the second half is the target
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from sbp_models.splits import SplitDataset
 
 logger = logging.getLogger(__name__)
 
-#: The splits, and the part of the bytes that each has.
+#: The splits, and the fraction of the bytes in each.
 SPLITS = {"train": 0.95, "validation": 0.05}
 
-#: Most files that a warning or refusal names.
+#: Largest number of files in a warning or error.
 _MOST_NAMED = 3
 
-#: Bytes that are looked at together, whether they are UTF-8.
+#: Bytes that are checked together for valid UTF-8.
 _PIECE_BYTES = 2**20
 
-#: The token that hides another.
+#: The mask token.
 MASK = 256
 
-#: The part of the tokens that is hidden.
+#: The fraction of the tokens that is masked.
 MASKED_PART = 0.15
 
-#: The target where nothing is asked for, as in `torch.nn.functional.cross_entropy`.
+#: The target of tokens without one, as in `torch.nn.functional.cross_entropy`.
 NO_TARGET = -100
 
 #: Folders below the standard library that are not the library itself.
@@ -66,15 +66,15 @@ NOT_LIBRARY = frozenset(
 
 
 class ByteText(SplitDataset):
-    """A text as bytes; a token is a byte. Fulfils `sbp_torch.kinds.TextDataset`.
+    """A text as bytes; a token is a byte. Implements `sbp_torch.kinds.TextDataset`.
 
     Args:
         files: Name and content of each file; names are unique.
         context: Tokens of one sample.
-        seed: Seed of what is masked.
-        label: What `describe` calls the text.
-        task: What tokens and targets are; see the module docstring.
-        given: What a refusal calls the text; `label` if empty.
+        seed: Seed of the masked places.
+        label: Name of the text in `describe`.
+        task: Defines tokens and targets; see the module docstring.
+        given: Name of the text in errors; `label` if empty.
 
     Raises:
         ConfigError: a split is shorter than one sample.
@@ -139,11 +139,11 @@ class ByteText(SplitDataset):
     def _mask(
         self, windows: npt.NDArray[np.int64], key: int, samples: npt.NDArray[np.uint64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Hide equally many tokens of every sample, so that a mean over tokens is one over samples.
+        """Mask equally many tokens of every sample: a mean over tokens is then a mean over samples.
 
         Args:
             windows: int64 (n, context).
-            key: Of the places.
+            key: Key of the random places.
             samples: uint64 (n,).
         """
         number = max(1, round(MASKED_PART * self._context))
@@ -153,7 +153,7 @@ class ByteText(SplitDataset):
         return np.where(hidden, MASK, windows), np.where(hidden, windows, NO_TARGET)
 
     def describe(self) -> str:
-        """Return one line: what the text is and how large each split is."""
+        """Return a line with the name of the text and the size of each split."""
         sizes = ", ".join(
             f"{format_bytes(len(text))} {split}" for split, text in self._texts.items()
         )
@@ -164,16 +164,16 @@ class ByteText(SplitDataset):
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of bytes in UTF-8, with U+FFFD for whatever is none."""
-        # 255 occurs in no UTF-8 text, so tokens that are no bytes are replaced as well.
+        """Decode bytes as UTF-8, with U+FFFD for invalid bytes."""
+        # 255 never occurs in UTF-8, so tokens that are not bytes are replaced as well.
         return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
 
 
 def build_stdlib(config: StdlibConfig) -> ByteText:
-    """Make the data set of the running Python's own standard library.
+    """Build the data set from the source of the running Python's standard library.
 
     Raises:
-        ConfigError: this Python came without the source of its library.
+        ConfigError: this Python was installed without the source of its library.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
@@ -194,11 +194,11 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
 
 
 def build_text(config: TextConfig) -> ByteText:
-    """Make the data set of a file, or of every UTF-8 file below a folder.
+    """Build the data set from a file, or from every UTF-8 file below a folder.
 
-    Files and folders whose names start with a dot are left out. What else is left out, as it
-    cannot be read or is no text, is warned of. A file that is named itself is taken as it is, but
-    for a byte order mark, which is no part of a text.
+    Files and folders whose names start with a dot are skipped. Files that cannot be read or
+    are not text are skipped with a warning. If the path is a file, it is read as it is, without
+    its byte order mark.
 
     Raises:
         ConfigError: the path does not exist, cannot be read, or holds too little text.
@@ -245,15 +245,15 @@ def build_text(config: TextConfig) -> ByteText:
 
 
 def _content(path: Path, held_bytes: int = 0) -> bytes:
-    """Return what is in a file, without a byte order mark.
+    """Return the content of a file, without a byte order mark.
 
     Args:
-        path: Of the file.
-        held_bytes: Of other files, which are kept in memory with it.
+        path: Path of the file.
+        held_bytes: Bytes of other files that are in memory already.
 
     Raises:
-        OSError: it cannot be read.
-        ConfigError: there is not as much memory.
+        OSError: the file cannot be read.
+        ConfigError: there is not enough memory.
     """
     with open_file(path) as file:
         needed_bytes, room = held_bytes + os.fstat(file.fileno()).st_size, room_bytes()
@@ -281,7 +281,7 @@ def _read_file(path: Path, given: str) -> bytes:
 
 
 def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """Return the texts below a folder by name, and what is left out, with the reason."""
+    """Return the texts below a folder by name, and the skipped files with the reason."""
     files: list[tuple[str, bytes]] = []
     left_out: list[str] = []
     held_bytes = 0
@@ -306,7 +306,7 @@ def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
 
 
 def _is_utf8(content: bytes) -> bool:
-    # In pieces: a text in memory takes up to four times as much as its bytes.
+    # In pieces: a str takes up to four times as much memory as its bytes.
     decoder, view = getincrementaldecoder("utf-8")(), memoryview(content)
     try:
         for begin in range(0, len(view), _PIECE_BYTES):
@@ -323,11 +323,11 @@ def _files_below(
     leave_out: Callable[[str], bool],
     unread: Callable[[OSError, Path], None] = lambda error, path: None,
 ) -> Iterator[tuple[str, Path]]:
-    """Yield the relative and the whole path of each file, but what has a name to leave out.
+    """Yield the relative and the full path of each file below a folder.
 
     Args:
-        folder: Where to look.
-        leave_out: Whether a name of a file or folder is left out.
+        folder: The folder.
+        leave_out: Whether to skip a file or folder of this name.
         unread: Called with each folder that cannot be listed and each link to nothing.
     """
 
@@ -342,7 +342,7 @@ def _files_below(
                 continue
             if path.is_symlink() and not path.exists():
                 unread(OSError(errno.ENOENT, "a link to nothing"), path)
-            else:  # what is no plain file is refused by its kind when it is opened
+            else:  # special files are refused when they are opened
                 yield path.relative_to(folder).as_posix(), path
 
 

@@ -1,8 +1,8 @@
-"""The documents of text files: read as a stream, so that no file has to fit in memory.
+"""Read the documents of text files as a stream, so that no file has to fit in memory.
 
-A document is a text file, or a line of a `.jsonl` file. One of more than `PIECE_BYTES` comes in
-pieces, which end at the last line that fits; or, where no line does, between two characters. A
-byte order mark is no part of a text.
+A document is a text file, or a line of a `.jsonl` file. A document of more than `PIECE_BYTES` is
+yielded in pieces, which end at the last line break that fits, or else between two characters. A
+byte order mark is not part of a text. Used by `token_text`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DocumentPiece:
     """A piece of a document.
 
     Args:
-        text: Of the piece.
+        text: Text of the piece.
         is_last: Whether the document ends after it.
-        read_bytes: Of the files, that have been read by now.
+        read_bytes: Bytes of the files that have been read so far.
     """
 
     text: str
@@ -47,12 +47,12 @@ def pieces(
     """Yield the documents of files in order, each in one piece or more.
 
     Args:
-        files: To read.
-        field: What holds the text in a line of a `.jsonl` file.
+        files: The files.
+        field: Name of the field with the text in a line of a `.jsonl` file.
         piece_bytes: Most bytes of a piece.
 
     Raises:
-        ConfigError: a file cannot be read, is no UTF-8 or no JSON: names the byte or line.
+        ConfigError: a file cannot be read, or is not UTF-8 or JSON; names the byte or line.
     """
     before = 0
     for file in files:
@@ -92,7 +92,7 @@ def _cut(
     while block := read(piece_bytes):
         rest += block
         while len(rest) > piece_bytes:
-            # Behind the last end of a line; else before a byte that begins a character.
+            # Cut after the last line break; else before a byte that begins a character.
             end = rest.rfind(b"\n", 0, piece_bytes) + 1 or piece_bytes
             while end > 1 and rest[end] & 0xC0 == 0x80 and piece_bytes - end < 3:
                 end -= 1
@@ -129,7 +129,7 @@ def _field(file: Path, line: bytes, begin: int, where: str, field: str) -> str:
     """Return the text of a line."""
     accepted = f'a JSON object a line, such as {{"{field}": "..."}}'
     try:
-        # Some tools put a mark before each part of a file that they have put together.
+        # Some tools write a byte order mark before each part of a concatenated file.
         mark = len(BOM_UTF8) if line.startswith(BOM_UTF8) else 0
         begin += mark
         value = json.loads(_text(file, line[mark:].rstrip(b"\n"), begin))

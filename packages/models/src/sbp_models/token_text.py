@@ -1,14 +1,14 @@
-"""A data set of text that a tokenizer of the library `tokenizers` cuts into tokens, packed.
+"""The data set `tokens`: documents tokenized by the library `tokenizers`, and packed.
 
-Documents stand one after the other, each with the token `end` after it, and the samples are the
-windows of that, so no token is padding. Which token begins the next document cannot be known from
-the one before, so it is not asked for (`context` 6; `|` is the end of a document):
+Documents are concatenated, each followed by the token `end`, and the samples are windows of this
+stream, so no token is padding. The first token of the next document cannot be predicted from the
+one before, so it is no target (`context` 6; `|` is the end of a document):
 
     tokens     the cat sat | a  dog        targets    cat sat |  -100 dog ran
     tokens     ran |  the ...              targets    |  -100 ...
 
-All of it is cut when the data set is built, once: `record_cache` keeps the tokens, 2 bytes each if
-the tokenizer knows at most 65,536.
+All documents are tokenized once, when the data set is built. `record_cache` keeps the tokens, with
+2 bytes each if the tokenizer has at most 65,536 tokens.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from sbp_models.record_cache import Chunk, Recipe, load_records
 from sbp_models.splits import SplitDataset
 from sbp_models.text_files import PIECE_BYTES, DocumentPiece, pieces
 
-#: The part of the tokens that is held out.
+#: The fraction of the tokens that is held out.
 HELD_OUT = 0.05
 
-#: The target where nothing is asked for, as in `torch.nn.functional.cross_entropy`.
+#: The target of tokens without one, as in `torch.nn.functional.cross_entropy`.
 NO_TARGET = -100
 
-#: Most documents that are cut at once, on all cores.
+#: Largest number of documents that are tokenized at once, on all cores.
 _AT_ONCE = 1000
 
-#: Letters from which no more documents are waited for: each takes about 100 bytes while it is cut.
+#: Letters from which on a batch is full: each takes about 100 bytes while it is tokenized.
 _LETTERS_AT_ONCE = 2**20
 
 
 class TokenText(SplitDataset):
-    """Packed documents. Fulfils `sbp_torch.kinds.TextDataset`.
+    """Packed documents. Implements `sbp_torch.kinds.TextDataset`.
 
     Args:
         stream: Tokens of all documents, integers (n,), each document with `end` after it.
-        num_documents: How many there are.
+        num_documents: Number of documents.
         tokenizer: A `tokenizers.Tokenizer`.
         end: Token after each document.
         context: Tokens of one sample.
-        label: What `describe` calls the text.
+        label: Name of the text in `describe`.
 
     Raises:
         ConfigError: a split is shorter than one sample.
@@ -104,12 +104,12 @@ class TokenText(SplitDataset):
         }
 
     def describe(self) -> str:
-        """Return one line: what the text is and how large each split is."""
+        """Return a line with the name of the text and the size of each split."""
         sizes = ", ".join(f"{len(own):,} tokens {split}" for split, own in self._streams.items())
         return f"{self._label}, {sizes}, {self.vocabulary:,} different ones"
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, none added."""
+        """Return the tokens of a text, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -119,10 +119,10 @@ class TokenText(SplitDataset):
 
 
 def build(config: TokensConfig) -> TokenText:
-    """Make the data set of a file or folder.
+    """Build the data set from a file or folder.
 
     Raises:
-        ConfigError: a file cannot be read or is broken (with the byte), or there is too little.
+        ConfigError: a file cannot be read or is broken (names the byte), or the text is too short.
         RunError: the cache cannot be written.
     """
     tokenizers = library("tokenizers", extra="tokens", needed_by="data=tokens")
@@ -165,13 +165,13 @@ def build(config: TokensConfig) -> TokenText:
 def cut(
     tokenizer: Any, found: Iterable[DocumentPiece], end: int, dtype: np.dtype[Any]
 ) -> Iterator[Chunk]:
-    """Yield the tokens of documents.
+    """Tokenize documents, and yield the tokens in chunks.
 
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
         found: The documents, in pieces.
         end: Token that is put after each document.
-        dtype: Of the tokens.
+        dtype: Dtype of the tokens.
     """
     waiting: list[DocumentPiece] = []
     waiting_letters = 0
@@ -203,17 +203,17 @@ def cut(
 
 
 def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
-    """Return a tokenizer that cuts whole texts, and a hash of its file."""
+    """Return a tokenizer for whole texts (no truncation, no padding), and a hash of its file."""
     file = user_path(path, key="data.tokenizer")
     content = read_bytes(file, key="data.tokenizer").removeprefix(BOM_UTF8)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower class
         raise ConfigError(
             f"data.tokenizer={path} is no tokenizer: {error}",
             accepted="a tokenizer.json, as the library tokenizers and Hugging Face write it",
         ) from error
-    # Some files say both, for models that are asked for short texts.
+    # Some files enable truncation and padding, for models of short texts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, blake2b(content, digest_size=16).hexdigest()

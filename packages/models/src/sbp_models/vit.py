@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (names end in the dims of the tensor, see the legend)
-"""A vision transformer: patches, a class token, learned positions, pre-norm blocks.
+"""ViT: a vision transformer with patches, a class token, learned positions and pre-norm blocks.
 
-An ordinary `nn.Module` that knows nothing of ranks. Suffixes name the dims of a tensor:
+An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    P patches    T tokens, P + 1    D hidden    H heads    K width of a head
     C channels of the image
@@ -29,7 +29,7 @@ from sbp_models.configs import VitConfig
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
 
-#: What layer norms add to a variance.
+#: Epsilon that layer norms add to a variance.
 NORM_EPSILON = 1e-6
 
 
@@ -48,7 +48,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drop the whole branch of some samples, and scale that of the others."""
+    """Drop the residual branch of some samples, and scale the branch of the other samples."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""A data set of images in tar files ("shards"), as the library `webdataset` writes them.
+"""The data set `webdataset`: images in tar files ("shards") in the format of that library.
 
     shard-0.tar    cat/0001.jpg  cat/0001.cls  cat/0002.jpg  cat/0002.cls ...
 
-Files of one name, up to the first dot, are one sample: an image, and a `.cls` that says its class
-in digits. Hidden files, and names with neither, are left out. The shards are read once for where
-their files lie, so samples come in any order; images are decoded when they are asked for. Nothing
-is unpickled and nothing unpacked.
+Files with one name, up to the first dot, are one sample: an image, and a `.cls` with its class in
+digits. Hidden files, and names with neither, are skipped. The shards are scanned once for the
+positions of their files, so samples are read in any order; images are decoded on access. Nothing is
+unpickled and nothing unpacked.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sbp_models.configs import WebDatasetConfig
 from sbp_models.local_files import files_of, is_held_out, is_hidden, read_bytes
 from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
-#: Bytes of a block of a tar file, of which headers and zeros at the end have some.
+#: Bytes of a block of a tar file; headers and the zeros at the end are whole blocks.
 _BLOCK = 512
 
-#: Most bytes of a file `.cls`.
+#: Largest size of a file `.cls`, in bytes.
 _MOST_LABEL_BYTES = 32
 
 
 class WebDataset(ImageFiles):
-    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`.
+    """Images and their classes. Implements `sbp_torch.kinds.Dataset`.
 
     Raises:
-        ConfigError: a shard is broken or cut off (names the byte), or a split has no samples.
+        ConfigError: a shard is broken or cut off (names the byte), or a split is empty.
     """
 
     def __init__(self, config: WebDatasetConfig) -> None:
@@ -88,7 +88,7 @@ def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, StoredImage]]
 
 
 def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the files of a shard; its last ones, too, or an error where it is broken."""
+    """Yield all files of a shard, or raise an error if it is broken."""
     end = 0
     try:
         size = shard.stat().st_size
@@ -102,7 +102,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
                         accepted=f"{member.offset_data + member.size} bytes or more",
                     )
                 yield member
-        # tarfile may take a broken header for the end, and leave out all that follows.
+        # tarfile may take a broken header for the end, and skip all following files.
         with open_file(shard) as opened:
             opened.seek(end)
             if any(opened.read(_BLOCK)):
@@ -132,5 +132,5 @@ def _class(shard: Path, member: tarfile.TarInfo, num_classes: int) -> int:
 
 
 def build(config: WebDatasetConfig) -> WebDataset:
-    """Make the data set."""
+    """Build the data set."""
     return WebDataset(config)

@@ -1,7 +1,7 @@
-"""The settings of the models and data sets, validated on construction.
+"""Settings of the models and data sets, as dataclasses that are validated on construction.
 
-Holds no torch: a wrong setting must be answered before torch is imported. Messages begin with the
-name of the setting, which `sbp_core.plugins.merge_settings` completes to its key.
+Imports no torch, so that a wrong setting is reported before torch is imported. Messages begin with
+the name of the setting, which `sbp_core.plugins.merge_settings` completes to its full key.
 """
 
 from sbp_models.configs.files import (

@@ -1,4 +1,4 @@
-"""The checks that settings share. Messages begin with the name of the setting."""
+"""Checks that the config classes share. Messages begin with the name of the setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_sizes(name: str, sizes: Iterable[int], *, at_least: int = 1) -> None:
     """Refuse a list that is too short or has an entry below 1.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the list is too short, or an entry is below 1.
     """
     listed = list(sizes)
     if len(listed) < at_least or any(size < 1 for size in listed):
@@ -36,7 +36,7 @@ def check_seed(seed: int) -> None:
     """Refuse a negative seed.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the seed is negative.
     """
     if seed < 0:
         raise ConfigError(f"seed={seed} is negative", accepted="an integer >= 0")
@@ -70,12 +70,12 @@ def check_divides(config: object, divisor: str, dividend: str) -> None:
     """Refuse a setting that does not divide another.
 
     Args:
-        config: Holds both.
-        divisor: Name of the one, such as `num_heads`.
-        dividend: Name of the other, such as `hidden`.
+        config: The config with both settings.
+        divisor: Name of the divisor, such as `num_heads`.
+        dividend: Name of the dividend, such as `hidden`.
 
     Raises:
-        ConfigError: it does not; the message lists what does.
+        ConfigError: it does not; the message lists the divisors.
     """
     part, whole = getattr(config, divisor), getattr(config, dividend)
     if whole % part:

@@ -1,4 +1,4 @@
-"""The settings of the data sets that read files of the user's."""
+"""Settings of the data sets that read the user's files."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class TokensConfig:
     """Settings of the data set `tokens`.
 
     Args:
-        path: A file, or a folder of which every file is taken: text, or `.jsonl`, of which each
-            line is a document.
+        path: A file, or a folder whose files are all read: text, or `.jsonl` with one document
+            a line.
         tokenizer: A `tokenizer.json` of the library `tokenizers`.
         end: Token that is put after each document.
-        field: What holds the text in a line of a `.jsonl` file.
+        field: Name of the field with the text in a line of a `.jsonl` file.
         context: Tokens of one sample.
-        cache: Folder for the tokens; if None, those of less than 16 MiB of files are kept in
-            memory, and others in the cache folder of the user.
+        cache: Folder for the tokens. If None, tokens of less than 16 MiB of files are kept in
+            memory, tokens of larger files in the user's cache folder.
 
     Raises:
         ConfigError: a setting is empty, or `context` is not positive.
@@ -67,24 +67,24 @@ class TokensConfig:
 
     @property
     def vocabulary(self) -> int | None:
-        """The tokens that the tokenizer knows; None if its file does not say so."""
+        """Number of tokens of the tokenizer; None if its file does not define it."""
         try:
             value = json.loads(read_bytes(user_path(self.tokenizer, key="data.tokenizer")))
             known = value["model"]["vocab"]
             ids = known.values() if isinstance(known, dict) else range(len(known))
             return int(1 + max([*ids, *(token["id"] for token in value.get("added_tokens", []))]))
         except (SbpError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None  # what is wrong with it is said when it is read
+            return None  # an error is reported when the file is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentConfig:
-    """What is made of images in each epoch of training.
+    """Random augmentation of images in each epoch of training.
 
     Args:
-        flip: Whether each is mirrored, left to right, in half of the epochs.
-        pad: Pixels of grey that are put around it before it is cut to its size again, anywhere.
-        seed: Of what is drawn.
+        flip: Whether each image is mirrored, left to right, in half of the epochs.
+        pad: Width of a grey border, in pixels, before a random crop back to the size.
+        seed: Seed of the random choices.
 
     Raises:
         ConfigError: a setting is negative.
@@ -104,12 +104,12 @@ class ImageFilesConfig:
     """Settings that data sets of images in files share.
 
     Args:
-        path: Of the file or folder.
-        image_size: Height and width to which images are scaled and cut, in pixels.
+        path: Path of the file or folder.
+        image_size: Height and width to which images are scaled and cropped, in pixels.
         channels: 3 for colours, 1 for grey.
-        num_classes: Classes that the model knows; the images may be of fewer.
-        held_out: Part of the images to hold out.
-        augment: What is made of those to train on.
+        num_classes: Number of classes of the model; the images may have fewer.
+        held_out: Fraction of the images to hold out.
+        augment: Augmentation of the training images.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -133,8 +133,8 @@ class ImageFilesConfig:
 class ImageFolderConfig(ImageFilesConfig):
     """Settings of the data set `image_folder`.
 
-    Its `path` is a folder with a folder of images for each class; or with `train` and
-    `validation`, which have these, and then nothing else is held out.
+    Its `path` is a folder with one folder of images for each class; or with folders `train` and
+    `validation` that contain these, and then `held_out` is not used.
     """
 
 
@@ -142,8 +142,8 @@ class ImageFolderConfig(ImageFilesConfig):
 class WebDatasetConfig(ImageFilesConfig):
     """Settings of the data set `webdataset`.
 
-    Its `path` is a `.tar` file, or a folder with such files ("shards"): of each sample an image
-    and a file `.cls` of the same name, which says its class.
+    Its `path` is a `.tar` file, or a folder with such files ("shards"): for each sample an image
+    and a file `.cls` of the same name, which contains its class.
     """
 
 
@@ -154,7 +154,7 @@ class DigitsConfig:
     Args:
         image_size: Height and width, in pixels: a multiple of 8.
         channels: 1, or 3 that are equal.
-        num_classes: Classes that the model knows, >= 10.
+        num_classes: Number of classes of the model, >= 10.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -185,16 +185,16 @@ class ClickLogConfig:
         path: A `.parquet` or `.csv` file, or a folder with such files.
         dense: Columns of numbers.
         sparse: Columns of categories: integers or text.
-        rows: Rows of the table of each category: the last one is for missing values, integers below
-            it have the row that they are, and other categories are hashed to the rows before it.
-        label: Column that says whether one clicked: 0 or 1.
-        log_transform: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
-        held_out: Part of the rows to hold out: the last ones.
-        cache: Folder for the rows; if None, those of less than 16 MiB of files are kept in memory,
-            and others in the cache folder of the user.
+        rows: Rows of the table of each category. The last one is for missing values, a smaller
+            integer is its own row, and other categories are hashed to these rows.
+        label: Column of the label: 1 for a click, else 0.
+        log_transform: Whether to transform numbers x to log(1 + max(x, 0)), as for counts.
+        held_out: Fraction of the rows to hold out: the last ones.
+        cache: Folder for the rows. If None, rows of less than 16 MiB of files are kept in memory,
+            rows of larger files in the user's cache folder.
 
     Raises:
-        ConfigError: a setting is out of range, or columns and rows do not fit each other.
+        ConfigError: a setting is out of range, or columns and rows are inconsistent.
     """
 
     FORMER_NAMES: ClassVar[Mapping[str, str]] = {"log": "log_transform"}
@@ -231,11 +231,11 @@ class HfDatasetConfig:
     """Settings of the data set `hf_dataset`.
 
     Args:
-        path: A folder that `save_to_disk` of the library `datasets` has written.
-        columns: Columns to take, by the name that the model gives each; all if empty.
-        train: Split to train on, where there are several.
-        validation: Split to hold out, where there are several.
-        held_out: Part of the rows to hold out where there is one split: the last ones.
+        path: A folder written by `save_to_disk` of the library `datasets`.
+        columns: Column by its name in a batch; all columns if empty.
+        train: Split to train on, if there are several.
+        validation: Split to hold out, if there are several.
+        held_out: Fraction of the rows to hold out if there is one split: the last ones.
 
     Raises:
         ConfigError: a setting is empty or out of range.

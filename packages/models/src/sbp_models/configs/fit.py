@@ -1,7 +1,7 @@
-"""Whether data sets of this package fit its models: what a model asks of a batch is in its data.
+"""Check that a data set config is compatible with a model config: text, images or clicks; sizes.
 
-Said before anything is made. Data sets of other packages are passed over: what they lack is said
-when the model asks a batch for it.
+The model configs of this package call these checks, before any object is built. Data sets of other
+packages are not checked: there, the model reports a missing entry when it reads the first batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sbp_models.configs.files import (
 from sbp_models.configs.synthetic_data import ClicksConfig, ImagesConfig
 from sbp_models.configs.text_data import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
 
-#: What a data set gives, and the option of each.
+#: Config class -> (kind of its samples, name of its option).
 OPTIONS: Mapping[type, tuple[str, str]] = {
     StdlibConfig: ("a text", "stdlib"),
     TextConfig: ("a text", "text"),
@@ -32,7 +32,7 @@ OPTIONS: Mapping[type, tuple[str, str]] = {
     ClickLogConfig: ("clicks", "click_log"),
 }
 
-#: What a model learns from a text by each task, and our models for it.
+#: Task -> (description of what a model learns, our models for the task).
 _LEARNS: Mapping[TextTask, tuple[str, str]] = {
     "next": ("the next token", "gpt, llama, moe, hf/gpt2"),
     "masked": ("masked tokens", "bert, hf/bert"),
@@ -54,10 +54,10 @@ def check_text(
     Args:
         data: Config of the data set.
         model: Option of the model, for the message.
-        task: What the model learns.
-        vocabulary: Different tokens that it knows; None if that is not known here.
-        context: Most tokens that it looks at; None if there is no limit.
-        vocabulary_key: The setting that says `vocabulary`.
+        task: Task of the model.
+        vocabulary: Number of tokens of the model; None if that is not known here.
+        context: Largest number of tokens of the model; None if there is no limit.
+        vocabulary_key: The setting with the vocabulary, for the message.
 
     Raises:
         ConfigError: the data are no text, are for another task, or have too many or too long rows
@@ -111,12 +111,12 @@ def check_images(
     Args:
         data: Config of the data set.
         model: Option of the model, for the message.
-        channels: Channels that it takes.
-        num_classes: Classes that it knows.
-        image_size: Height and width that it takes; any if None, as with the other two.
+        channels: Channels of the model's input; any if None.
+        num_classes: Number of classes of the model; any if None.
+        image_size: Height and width of the model's input, in pixels; any if None.
 
     Raises:
-        ConfigError: the data are no images, or not such images.
+        ConfigError: the data are no images, or have another size or number.
     """
     images = (ImagesConfig, ImageFolderConfig, DigitsConfig, WebDatasetConfig)
     _check_kind(data, model, *images)
@@ -144,11 +144,11 @@ def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int
     Args:
         data: Config of the data set.
         model: Option of the model, for the message.
-        num_dense: Numbers of a sample that it takes.
-        rows: Values that it knows of each feature.
+        num_dense: Count of numbers in a sample of the model.
+        rows: Number of values of each feature in the model.
 
     Raises:
-        ConfigError: the data are no clicks, or not such clicks.
+        ConfigError: the data are no clicks, or have other features.
     """
     _check_kind(data, model, ClicksConfig, ClickLogConfig)
     if isinstance(data, ClickLogConfig) and len(data.dense) != num_dense:
@@ -176,10 +176,10 @@ def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int
 
 
 def _check_kind(data: object, model: str, *wanted: type) -> None:
-    """Refuse a data set of this package that is none of those wanted.
+    """Refuse a data set of this package that is of none of the wanted kinds.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the data set is of another kind.
     """
     if type(data) not in OPTIONS or isinstance(data, wanted):
         return

@@ -1,4 +1,4 @@
-"""The settings of the models of text."""
+"""Settings of the language models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GptConfig:
 
     Args:
         vocabulary: Number of different tokens; 256 for bytes.
-        context: Most tokens that the model looks at.
-        num_layers: Blocks.
+        context: Largest number of tokens of a text.
+        num_layers: Number of blocks.
         num_heads: Attention heads of a block; divides `hidden`.
         hidden: Width of the residual stream.
 
@@ -42,7 +42,7 @@ class GptConfig:
         check_divides(self, "num_heads", "hidden")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model="gpt",
@@ -61,14 +61,14 @@ class LlamaConfig:
 
     Args:
         vocabulary: Number of different tokens; 256 for bytes.
-        context: Most tokens that the model looks at.
-        num_layers: Blocks.
+        context: Largest number of tokens of a text.
+        num_layers: Number of blocks.
         num_heads: Heads of queries; divides `hidden` into an even width.
         num_key_heads: Heads of keys and values; divides `num_heads`.
         hidden: Width of the residual stream.
         mlp_hidden: Width between the layers of an MLP.
         rope_base: Base of the wavelengths of the rotary positions.
-        norm_epsilon: What is added to a mean square before its root is taken.
+        norm_epsilon: Number that is added to a mean square before its root is taken.
 
     Raises:
         ConfigError: a setting is not positive, or the heads do not divide what they must.
@@ -100,7 +100,7 @@ class LlamaConfig:
             )
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model=self.option,
@@ -114,12 +114,12 @@ class LlamaConfig:
 class MoeConfig(LlamaConfig):
     """Settings of `sbp_models.moe.Moe`; the defaults make 2.6 million parameters.
 
-    Those of `LlamaConfig`, and these.
+    The settings of `LlamaConfig`, and these.
 
     Args:
-        num_experts: Experts of a block.
-        top_k: Experts that a token is sent to; at most `num_experts`.
-        capacity: Tokens that an expert takes, as a multiple of an even share; what is over is
+        num_experts: Number of experts of a block.
+        top_k: Number of experts for each token; at most `num_experts`.
+        capacity: Tokens that an expert takes, as a multiple of an even share; more tokens are
             dropped. 0: every expert computes every token, and nothing is dropped.
         balance: Weight of the load-balancing loss.
 
@@ -135,7 +135,7 @@ class MoeConfig(LlamaConfig):
     balance: float = 0.01
 
     def __post_init__(self) -> None:
-        # Not super(): a slotted dataclass is made anew, and the cell still holds the first one.
+        # Not super(): `slots=True` creates a second class, and super() would refer to the first.
         LlamaConfig.__post_init__(self)
         check_positive(self, "num_experts", "top_k")
         check_not_negative(self, "capacity", "balance")
@@ -154,12 +154,12 @@ class BertConfig:
 
     Args:
         vocabulary: Number of different tokens; 257 for bytes and the mask.
-        context: Most tokens that the model looks at.
-        num_layers: Blocks.
+        context: Largest number of tokens of a text.
+        num_layers: Number of blocks.
         num_heads: Attention heads of a block; divides `hidden`.
         hidden: Width of the residual stream; the MLP is four times as wide.
         dropout: Probability with which a number is dropped, in [0, 1).
-        task: What it learns from a text; data sets follow it.
+        task: Task that the model learns from a text; data sets follow it.
 
     Raises:
         ConfigError: a setting is out of range, or the heads do not divide the width.
@@ -179,7 +179,7 @@ class BertConfig:
         check_fractions(self, "dropout")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_text(
             others.get("data"),
             model="bert",
@@ -203,11 +203,11 @@ class T5Config:
         head_width: Width of a head.
         hidden: Width of the residual stream.
         mlp_hidden: Width between the layers of an MLP.
-        num_buckets: Different distances that the relative bias tells apart; even.
-        max_distance: Distance from which all are alike; more than `num_buckets`.
+        num_buckets: Number of distances that the relative bias distinguishes; even.
+        max_distance: Distance from which all share a bucket; more than `num_buckets`.
         start: Token that the decoder starts with.
-        norm_epsilon: What is added to a mean square before its root is taken.
-        task: What it learns from a text; data sets follow it.
+        norm_epsilon: Number that is added to a mean square before its root is taken.
+        task: Task that the model learns from a text; data sets follow it.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -241,5 +241,5 @@ class T5Config:
             )
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_text(others.get("data"), model="t5", task="continue", vocabulary=self.vocabulary)

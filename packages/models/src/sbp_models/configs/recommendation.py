@@ -1,4 +1,4 @@
-"""The settings of the recommendation model."""
+"""Settings of the recommendation model DLRM."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class DlrmConfig:
     """Settings of `sbp_models.dlrm.Dlrm`; the defaults make 0.13 million parameters.
 
     Args:
-        num_dense: Numbers of one sample.
-        rows: Different values of each categorical feature: rows of its table.
-        bag: Values that a sample has of each categorical feature.
+        num_dense: Count of dense numbers in a sample.
+        rows: Number of values of each categorical feature: rows of its table.
+        bag: Number of values of each categorical feature in a sample.
         lookup: `bag` sums the rows of a feature by `nn.EmbeddingBag`; `embedding` looks them up by
             `nn.Embedding` and sums after.
         hidden: Width of a row.
-        bottom: Widths of the hidden layers for the numbers; one to `hidden` follows.
-        top: Widths of the hidden layers after the interaction; one to the logit follows.
+        bottom: Widths of the hidden layers for the numbers; a layer to `hidden` follows.
+        top: Widths of the hidden layers after the interaction; a layer to the logit follows.
 
     Raises:
         ConfigError: a size is not positive, or there is no table.
@@ -44,5 +44,5 @@ class DlrmConfig:
         check_sizes("top", self.top, at_least=0)
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_clicks(others.get("data"), model="dlrm", num_dense=self.num_dense, rows=self.rows)

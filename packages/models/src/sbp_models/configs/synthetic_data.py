@@ -1,4 +1,4 @@
-"""The settings of the synthetic data sets: clicks and images."""
+"""Settings of the synthetic data sets: clicks and images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sbp_models.configs.checks import (
     check_sizes,
 )
 
-#: Rows of the tables of the defaults: a few large ones and many small ones, as in practice.
+#: Default sizes of the tables: a few large ones and many small ones, as in practice.
 ROWS = (4000, 2000, 1000, 500, 100, 50, 10, 4)
 
 
@@ -20,11 +20,11 @@ class ClicksConfig:
     """Settings of the data set `clicks`.
 
     Args:
-        num_dense: Numbers of one sample.
-        rows: Different values of each categorical feature.
-        bag: Values that a sample has of each categorical feature.
+        num_dense: Count of dense numbers in a sample.
+        rows: Number of values of each categorical feature.
+        bag: Number of values of each categorical feature in a sample.
         num_samples: Samples to train on; a twentieth as many are held out.
-        seed: Seed of the samples and of the rule that makes the labels.
+        seed: Seed of the samples and of the rule for the labels.
 
     Raises:
         ConfigError: a size is not positive, there is no feature, or `seed` is negative.
@@ -49,8 +49,8 @@ class ImagesConfig:
     Args:
         image_size: Height and width, in pixels.
         channels: Channels of an image.
-        num_classes: Classes.
-        noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
+        num_classes: Number of classes.
+        noise: Standard deviation of the noise; the pattern has an amplitude of 1.
         num_samples: Samples to train on; a twentieth as many are held out.
         seed: Seed of the samples.
 

@@ -1,4 +1,4 @@
-"""The settings of the data sets of bytes."""
+"""Settings of the data sets of bytes, `stdlib` and `text`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs.checks import check_positive, check_seed
 
-#: What a model is to do with a window of text; see `sbp_models.text.ByteText`.
+#: Task of a model on a window of text; see the module `sbp_models.text`.
 TextTask = Literal["next", "masked", "continue"]
 
-#: Different tokens of each task: bytes, and the mask.
+#: Number of tokens for each task: bytes, and the mask.
 VOCABULARY: Mapping[TextTask, int] = {"next": 256, "masked": 257, "continue": 256}
 
-#: What `transformers` calls them.
+#: Name of a task in `transformers` -> our name.
 HF_TASKS: Mapping[str, TextTask] = {
     "causal_lm": "next",
     "masked_lm": "masked",
@@ -24,10 +24,10 @@ HF_TASKS: Mapping[str, TextTask] = {
 
 
 def text_task(task: str) -> TextTask:
-    """Return what a task is called here.
+    """Return our name of a task.
 
     Raises:
-        ConfigError: it is none that one learns from a text.
+        ConfigError: the task is unknown, or not a task for text.
     """
     found = HF_TASKS.get(task, task)
     for known in VOCABULARY:
@@ -48,13 +48,13 @@ class StdlibConfig:
 
     Args:
         context: Tokens of one sample.
-        task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
-            text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
+        task: `next`: predict each next token; `masked`: the masked tokens; `continue`: the text
+            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`,
             `seq2seq_lm`.
-        seed: Seed of what `masked` hides.
+        seed: Seed of the places that `masked` hides.
 
     Raises:
-        ConfigError: `task` is none, `context` is not positive or `seed` is negative.
+        ConfigError: `task` is unknown, `context` is not positive or `seed` is negative.
     """
 
     context: int = 128
@@ -72,15 +72,15 @@ class TextConfig:
     """Settings of the data set `text`.
 
     Args:
-        path: A file, taken as raw bytes, or a folder, of which every UTF-8 file is taken.
+        path: A file, read as raw bytes, or a folder, whose UTF-8 files are all read.
         context: Tokens of one sample.
-        task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
-            text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
+        task: `next`: predict each next token; `masked`: the masked tokens; `continue`: the text
+            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`,
             `seq2seq_lm`.
-        seed: Seed of what `masked` hides.
+        seed: Seed of the places that `masked` hides.
 
     Raises:
-        ConfigError: `path` is empty, `task` is none, `context` is not positive or `seed` is
+        ConfigError: `path` is empty, `task` is unknown, `context` is not positive or `seed` is
             negative.
     """
 

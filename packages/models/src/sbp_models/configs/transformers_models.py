@@ -1,4 +1,4 @@
-"""The settings of the models of the library `transformers`."""
+"""Settings of models of the library `transformers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sbp_models.configs.checks import check_positive
 from sbp_models.configs.fit import check_images, check_text
 from sbp_models.configs.text_data import text_task
 
-#: What a model of `transformers` is to do.
+#: Task of a model of `transformers`.
 HfTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "image_classification"]
 
 
@@ -20,14 +20,14 @@ class HfConfig:
     """Settings of `sbp_models.hf`: a model of `transformers` with random weights.
 
     Args:
-        kind: What `transformers` calls the architecture (`model_type`): gpt2, llama, t5, vit, ...
-        task: What it is to do.
-        context: Most tokens that it is given; for text.
-        overrides: Settings of its own configuration, such as `n_layer: 2`; the rest are its
-            defaults, which may be large.
-        attention: Implementation of attention: `sdpa`, `eager`, or what the library takes itself.
+        kind: Architecture by its name in `transformers` (`model_type`): gpt2, llama, t5, vit, ...
+        task: Task of the model.
+        context: Largest number of tokens of a text.
+        overrides: Settings of the library's configuration, such as `n_layer: 2`. Others keep the
+            library's defaults, which may be large.
+        attention: Implementation of attention: `sdpa`, `eager`, or `auto` for the library's choice.
         experts: Implementation of mixtures of experts: `batched_mm` and `grouped_mm` have static
-            shapes; `eager` loops over the experts that were hit, which cannot be captured.
+            shapes; `eager` loops over the experts in use, which cannot be captured.
 
     Raises:
         ConfigError: `kind` is empty or `context` is not positive.
@@ -50,9 +50,9 @@ class HfConfig:
         check_positive(self, "context")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`.
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`.
 
-        Sizes that `overrides` leave out are the library's, and not known here.
+        Sizes that are not in `overrides` are the library's defaults, and not known here.
         """
         data = others.get("data")
         if self.task == "image_classification":

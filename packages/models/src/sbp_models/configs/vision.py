@@ -1,4 +1,4 @@
-"""The settings of the image classifiers."""
+"""Settings of the image classifiers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ResnetConfig:
     `depth=50 width=64 stem=large num_classes=1000` is the published ResNet-50.
 
     Args:
-        depth: Layers with weights.
+        depth: Number of layers with weights.
         width: Channels after the stem; the four stages have 1, 2, 4 and 8 times as many.
         stem: `large`: 7x7 at stride 2 and a max pool, for images of about 224x224; `small`: 3x3 at
             stride 1, for images of about 32x32.
         channels: Channels of an image.
-        num_classes: Classes.
-        label_smoothing: Part of the target that is spread over all classes, in [0, 1).
-        zero_init: Start every block as the identity, by a last norm of weight 0.
+        num_classes: Number of classes.
+        label_smoothing: Fraction of the target that is spread over all classes, in [0, 1).
+        zero_init: Initialise every block as the identity: its last norm has weight 0.
 
     Raises:
         ConfigError: a size is not positive, or `label_smoothing` is no fraction.
@@ -43,7 +43,7 @@ class ResnetConfig:
         check_fractions(self, "label_smoothing")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"), model="resnet", channels=self.channels, num_classes=self.num_classes
         )
@@ -60,20 +60,20 @@ class VitConfig:
         image_size: Height and width of an image, in pixels.
         patch_size: Height and width of a patch, in pixels; divides `image_size`.
         channels: Channels of an image.
-        num_classes: Classes.
-        num_layers: Blocks.
+        num_classes: Number of classes.
+        num_layers: Number of blocks.
         num_heads: Attention heads of a block; divides `hidden`.
         hidden: Width of the residual stream.
-        mlp_ratio: How many times as wide the hidden layer of a block is.
+        mlp_ratio: Width of the MLP's hidden layer, as a multiple of `hidden`.
         fused_qkv: One layer makes queries, keys and values, as in timm; otherwise three do, whose
             rows split by heads.
         dropout: Probability with which a number is dropped after a layer, in [0, 1).
         drop_path: Probability with which a sample skips the last block, in [0, 1); it grows
             linearly from 0 at the first.
-        label_smoothing: Part of the target that is spread over all classes, in [0, 1).
+        label_smoothing: Fraction of the target that is spread over all classes, in [0, 1).
 
     Raises:
-        ConfigError: a size is not positive, one does not divide its whole, or a probability is no
+        ConfigError: a size is not positive or does not divide another, or a probability is no
             fraction.
     """
 
@@ -98,7 +98,7 @@ class VitConfig:
         check_fractions(self, "dropout", "drop_path", "label_smoothing")
 
     def check_combination(self, others: Mapping[str, object]) -> None:
-        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksCombination`."""
+        """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""
         check_images(
             others.get("data"),
             model="vit",
