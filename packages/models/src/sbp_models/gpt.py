@@ -57,7 +57,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Map (B, T, D) to (B, T, D)."""
         # Rows of qkv are ordered head by head, each head's q, k and v together. So splitting the
-        # # rows of the weight splits the heads, and a shard of the rows has some whole heads.
+        # rows of the weight splits the heads, and a shard of the rows has some whole heads.
         qkv_BTJ = self.qkv(x_BTD)
         B, T, rows = qkv_BTJ.shape
         qkv_BTHJ = qkv_BTJ.view(B, T, rows // (3 * self.head_width), 3 * self.head_width)
