@@ -1,6 +1,6 @@
-"""sbp-aten: what ATen's operators mean, as rules of signatures and passes over graphs.
+"""Sharding rules of ATen's operators, and passes over the graph of a training step.
 
-Everything is loaded when first used.
+Submodules are loaded on first use.
 """
 
 from __future__ import annotations

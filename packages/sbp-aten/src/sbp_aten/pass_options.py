@@ -1,7 +1,7 @@
-"""The settings of the passes of a step: `PassOptions`, and settings of single passes.
+"""Settings of the passes of a training step: `PassOptions`, and settings of single passes.
 
-Values only, so that a config can be checked before anything heavy is imported; `passes` holds the
-passes, and `passes.pipeline` their order.
+Plain values, so that a config can be checked before anything heavy is imported. The passes are in
+`passes`, their order in `passes.pipeline`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _one_of(name: str, value: str, *allowed: str) -> None:
 
 
 class LossMeaning(StrEnum):
-    """What the loss of a step of several micro-batches is.
+    """Definition of the loss of a step with several micro-batches.
 
-    `whole_batch`: what it would be if the batch were one, so a mean over valid tokens is that of
-    all of them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
-    `each_micro_batch`: each micro-batch, or every few of them, ends with an update by the mean of
-    their own losses.
+    `whole_batch`: the loss of the undivided batch, so a mean over valid tokens runs over all of
+    them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
+    `each_micro_batch`: after each micro-batch, or every few of them, an update by the mean of
+    their losses.
     """
 
     WHOLE_BATCH = "whole_batch"
@@ -39,14 +39,14 @@ class LossMeaning(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastPlacement:
-    """How conversions are placed.
+    """Placement of dtype casts.
 
     Args:
-        reduce_dtype: What gradients are summed over ranks in, where products of low precision make
-            them: `float32`, or `as_made`, which moves half the bytes and rounds the parts of the
-            sum. Concerns gradients of matrices; those of convolutions are summed as they are made.
-        parameters: Whether a parameter is converted in `each_phase` that uses it, so that no phase
-            holds gathered copies for another, or `once` a micro-batch, which saves a little where
+        reduce_dtype: Dtype in which gradients are summed over ranks, if products of low precision
+            make them: `float32`, or `as_made`, which moves half the bytes and rounds the partial
+            sums. Only for gradients of matrices; convolutions always sum `as_made`.
+        parameters: Whether a parameter is cast in `each_phase` that uses it, so that no phase
+            holds gathered copies for another, or `once` a micro-batch, which saves a little if
             parameters are whole on every rank.
     """
 
@@ -60,17 +60,17 @@ class CastPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSplit:
-    """Which cross-entropies are written so that their classes may be split.
+    """Choice of the cross-entropies that are rewritten so that their classes may be split.
 
     Args:
-        when: `always`, or only where it is `profitable`: where the logits are the product of a
-            matrix, and there are more classes than samples in a micro-batch. Then even data
-            parallelism, which moves the gradient of that matrix, moves more:
+        when: `always`, or only where it is `profitable`: if the logits are a product with a
+            matrix, and there are more classes than samples in a micro-batch. Then data
+            parallelism, which sends the gradient of that matrix, sends more:
             2 (p - 1) d c > 2 (p - 1) d n + 6 (p - 1) n for d features, c classes and n samples.
-        min_classes: Fewer classes are never split, >= 1. The price of splitting is more passes
-            over the logits: a step of a linear classifier of 512 features and 32,000 classes on
-            512 samples takes 1.24 times as long on one device where nothing is split (two CPU
-            cores, run op by op), less with more features.
+        min_classes: Fewer classes are never split, >= 1. Splitting costs more passes over the
+            logits: on one device, without any split, a step of a linear classifier of 512 features
+            and 32,000 classes on 512 samples takes 1.24 times as long (two CPU cores, op by op),
+            less with more features.
     """
 
     when: Literal["profitable", "always"] = "profitable"
@@ -84,13 +84,13 @@ class ClassSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """What computes in low precision.
+    """Choice of the operators that compute in low precision.
 
     Args:
         dtype: The low precision.
         keep: Patterns of module paths, or names of operators, that stay in float32.
-        lower: Names of further operators in low precision: `embedding` halves what a split table
-            sends, and rounds what it holds; the gradient of the table is float32 all the same.
+        lower: Names of further operators in low precision. `embedding` halves the bytes that a
+            split table sends, and rounds its rows; the gradient of the table stays float32.
     """
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -103,12 +103,12 @@ class MixedPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """How the operators of one parameter are sliced.
+    """Slicing of the operators of one parameter.
 
     Args:
-        count: Slices; it divides the dims that are sliced.
-        along: What they are; see the module's docstring. An operator that can be cut equally in
-            the other way only is cut so.
+        count: Number of slices; it divides the dims that are sliced.
+        along: Kind of slices: see `passes.operator_slicing`. An operator that can be cut equally
+            only in the other way is cut that way.
 
     Raises:
         SbpValueError: there are fewer than two slices.
@@ -124,28 +124,28 @@ class Slicing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOptions:
-    """The passes of a step; see `passes.pipeline` for their order.
+    """Passes of a step; see `passes.pipeline` for their order.
 
     Args:
         tie_step_counters: One step counter on the host instead of one tensor a parameter.
-        counters_apart: One step counter on the host for each parameter, as they are not equal.
-        fold_constants: What is known before the step is not computed in it.
-        drop_identities: Operators that give back their argument go.
-        fold_views: Transposes of transposes go, and reshapes of reshapes become one.
-        share_expressions: Equal expressions are computed once.
-        mixed_precision: Products of a step captured in float32 in low precision; None: not.
-        place_casts: Conversions stand where what is sent is narrow; None: where they are.
-        split_classes: Cross-entropies that split classes need no whole logits for; None: none.
-        sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
-        split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
-        split_backward: Convolutions compute their input gradients apart from those of weights, so
-            that a pipeline can send the former first. None: where a planner is given a mesh with
-            an axis `pipe`; not in `prepare_step` itself, which knows no mesh.
-        slices: Pattern of parameters or modules -> how their operators are sliced. None: not.
-        expose_batch_dim: Products over (times, batch, features) keep the batch as a dim of its own.
-        recompute: Forward values that are made again; by default those under
+        counters_apart: One step counter on the host for each parameter, if they are not equal.
+        fold_constants: Evaluate values that are known before the step.
+        drop_identities: Remove operators that return their argument.
+        fold_views: Remove transposes of transposes; merge reshapes of reshapes.
+        share_expressions: Compute equal expressions once.
+        mixed_precision: Compute products of a step captured in float32 in low precision. None: off.
+        place_casts: Place dtype casts so that narrow dtypes are sent. None: off.
+        split_classes: Write cross-entropies so that split classes need no whole logits. None: off.
+        sum_losses: Write mean losses as sum / count, so that split batches give partial sums.
+        split_batch_norm: Write batch normalisation in training as sums, for the same reason.
+        split_backward: Compute input gradients of convolutions before weight gradients, so that a
+            pipeline can send them first. None: only if a planner gets a mesh with an axis `pipe`;
+            never in `prepare_step` itself, which knows no mesh.
+        slices: Pattern of parameters or modules -> slicing of their operators. None: off.
+        expose_batch_dim: Products over (times, batch, features) keep the batch as a separate dim.
+        recompute: Forward values to recompute; by default those under
             `torch.utils.checkpoint` in the model. None: none.
-        defer_reductions: Norms of split tensors are partial numbers, not gathers.
+        defer_reductions: Norms of split tensors are partial numbers, without gathers.
         accumulate_addends: Patterns of parameters whose gradients are accumulated addend by addend.
     """
 

@@ -1,4 +1,4 @@
-"""The hooks of sbp-aten: the rules of ATen's operators."""
+"""Plugin hooks of sbp-aten: they register the sharding rules of ATen's operators."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sbp_core.plugins import Factory, hookimpl
 
 SBP_API_VERSION = 2
 
-#: Namespaces of the operators that have rules here; those of `sbp` are what passes write.
+#: Namespaces of the operators that have rules here; passes write the operators of `sbp`.
 _NAMESPACES = ("aten", "sbp", "torch_nn")
 
 
 @hookimpl
 def sbp_signatures() -> Mapping[str, Factory]:
-    """Offer one rule set for all namespaces."""
+    """Register one rule set for all namespaces."""
     rules = Factory(build="sbp_aten.rules:build", summary="the rules of ATen's operators")
     return dict.fromkeys(_NAMESPACES, rules)

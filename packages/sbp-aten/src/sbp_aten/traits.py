@@ -1,4 +1,4 @@
-"""What passes ask about ATen's operators besides their rules: copies, casts, extremes."""
+"""Properties of ATen operators that passes ask for: views, copies, casts, factories, in-place forms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sbp_core.signatures import OperatorTraits
 
 __all__ = ["TRAITS", "VIEWS", "filled_with"]
 
-#: Of those that ATen's schemas name: what is traced, and what is taken apart while it is traced.
+#: View operators by ATen's schemas, including those that tracing decomposes.
 _DECLARED = frozenset(
     {"_conj", "_fw_primal", "_neg_view", "_reshape_alias", "adjoint", "alias", "as_strided"}
     | {"broadcast_to", "chunk", "conj", "contiguous", "detach", "diagonal", "dsplit", "expand"}
@@ -19,8 +19,8 @@ _DECLARED = frozenset(
     | {"unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit"}
 )
 
-#: Kinds (`view` of `aten.view.default`) of operators whose results may be in the memory of their
-#: arguments. The unsafe ones do so without a word.
+#: Kinds (`view` of `aten.view.default`) of operators whose results may alias their arguments.
+#: Schemas of the unsafe ones do not say so.
 VIEWS = _DECLARED | {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 #: Elementwise operators of which every overload has an in-place form over its first argument.
@@ -56,10 +56,10 @@ TRAITS = OperatorTraits(
     | {"to_host": (0,)},
 )
 
-#: Kinds of factories that fill a tensor with one number, and that number.
+#: Kinds of factories that fill a tensor with one number -> that number.
 _NUMBERS = {"new_ones": 1, "new_zeros": 0, "ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
 
-#: Those that are told the number, and the position of the argument that says it.
+#: Kinds of factories with the number as an argument -> its position.
 _TOLD = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 

@@ -1,4 +1,4 @@
-"""Passes: pure functions graph -> graph, and the list that every training step goes through."""
+"""Graph passes (pure functions graph -> graph), and the list of passes of every training step."""
 
 from __future__ import annotations
 

@@ -1,30 +1,30 @@
-"""Matrix products over flattened rows, rewritten so that the batch is a dim of its own.
+"""Rewrite matrix products over flattened rows so that the batch remains a separate dim.
 
 PyTorch writes a layer over (times, batch, features) as a matrix product over rows (times * batch).
-Sequences whose batch is the second dim are common: `nn.MultiheadAttention` and the recurrent layers
-compute so inside, also with `batch_first`. A split batch is no contiguous part of such rows, so
-that every rank would have to gather all of them:
+Sequences with the batch as second dim are common: `nn.MultiheadAttention` and the recurrent layers
+compute so inside, also with `batch_first`. A split batch is not a contiguous part of such rows, so
+every rank would have to gather all of them:
 
     rows (t b), T = 3, B = 4, batch split over 2 ranks:    t0    t1    t2
                                                          0011  0011  0011    rank of each row
 
-Products of the same numbers over separate dims leave the batch a dim that can be split:
+A product over separate dims computes the same numbers, and the batch can be split:
 
     x (t b) i, w i o -> (t b) o        mm        rows whole
     x t b i,   w i o -> t b o          matmul    S(1), as the batch is split
     g t b o,   x t b i -> o i          tensordot: the gradient of the weight, partial sums
 
-A product whose rows have no known batch (`batch_factors`) stays as it is.
+A product whose rows have no known batch (`batch_factors`) is unchanged.
 
-Likewise batched products over merged batch dims. PyTorch writes `q @ k.mT` over (batch, heads,
-times, features) as a product of a batch of matrices, one for each pair of batch and head. Split
-heads are no contiguous part of such pairs, so that every rank would have to gather all of them.
-Products over separate dims, which come first, leave both dims that can be split:
+Batched products over merged batch dims are rewritten, too. PyTorch writes `q @ k.mT` over (batch,
+heads, times, features) as a batch of matrix products, one for each pair of batch and head. Split
+heads are not a contiguous part of such pairs, so every rank would have to gather all of them. A
+product over separate leading dims lets both dims be split:
 
     q (b h) t k, k (b h) k s -> (b h) t s      bmm      only the batch can be split
     q b h t k,   k b h k s   -> b h t s        matmul   so can heads
 
-It is the same kernel: `matmul` merges the dims again, of what a rank has of them.
+The kernel stays the same: on each rank, `matmul` merges the dims of the shard again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BMM = "aten.bmm.default"
 
 
 def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
-    """Rewrite products over flattened rows so that the batch is a dim of its own.
+    """Rewrite products over flattened rows so that the batch is a separate dim.
 
     before: a = view(x, [t * b, i]); y = mm(a, w); z = view(y, [t, b, o])
     after:  z = matmul(x, w)                          x is [t, b, i]
@@ -67,7 +67,7 @@ class _ProductRewriter:
 
     Args:
         graph: The graph to rewrite.
-        factors: The batch factor of each value in which it is known.
+        factors: The batch factor of each value, where it is known.
     """
 
     def __init__(self, graph: LogicalGraph, factors: dict[str, BatchFactor]) -> None:
@@ -75,7 +75,7 @@ class _ProductRewriter:
         self.out = GraphWriter(graph)
 
     def rewrite(self, node: Node) -> bool:
-        """Write a product or a sum over flattened rows; return whether the node was one."""
+        """Rewrite a product or a sum over flattened rows; return whether the node was one."""
         if node.op in (_MM, _ADDMM):
             *bias, left, right = node.args
             if self._flattened_batch(left) is not None:
@@ -84,7 +84,7 @@ class _ProductRewriter:
         return node.op == _SUM and self._rewrite_sum(node)
 
     def _flattened_batch(self, value: Argument) -> BatchFactor | None:
-        """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
+        """Return the batch factor of a matrix's rows; None if they contain no batch."""
         factor = self.factors.get(value.name)
         strided = factor is not None and factor.is_strided and factor.dim == 0
         return factor if strided and self._before_flattening(value) is not None else None
@@ -98,7 +98,7 @@ class _ProductRewriter:
     def _unflatten(
         self, node: Node, value: Ref, factor: BatchFactor
     ) -> tuple[Ref, tuple[int, ...]]:
-        """Write a matrix with its rows as separate dims; also return the extents of these."""
+        """Write a matrix with its rows as separate dims; also return their extents."""
         rows = tuple(part for part in factor[1:] if part > 1)
         kind = self.out.tensor(value.name)
         made = TensorType((*rows, kind.shape[1]), kind.dtype)
@@ -171,14 +171,14 @@ class _ProductRewriter:
 
 
 class _Apart(NamedTuple):
-    """The tensor of four dims that became a batch of matrices, and whether these are transposed."""
+    """The four-dim tensor behind a batch of matrices, and whether the matrices are transposed."""
 
     source: str
     transposed: bool
 
 
 def separate_merged_batches(graph: LogicalGraph) -> LogicalGraph:
-    """Rewrite products over merged batch dims so that these are dims of their own.
+    """Rewrite products over merged batch dims so that these are separate dims.
 
     before: a = view(x, [b * h, t, k]); c = view(y, [b * h, k, s]); d = bmm(a, c)
             z = view(d, [b, h, t, s])
@@ -197,7 +197,7 @@ def separate_merged_batches(graph: LogicalGraph) -> LogicalGraph:
 
 
 def _rewrite(graph: LogicalGraph, writer: GraphWriter, node: Node) -> bool:
-    """Write a product over separate dims; return whether its factors have them."""
+    """Rewrite a product over separate dims; return whether its factors have them."""
     factors = [_apart(graph, value) for value in graph.tensor_inputs(node)]
     left, right = factors if len(factors) == 2 and not node.kwargs else (None, None)
     if left is None or right is None:
@@ -222,7 +222,7 @@ def _rewrite(graph: LogicalGraph, writer: GraphWriter, node: Node) -> bool:
 
 
 def _apart(graph: LogicalGraph, value: str) -> _Apart | None:
-    """Return what a batch of matrices was before its two batch dims were merged."""
+    """Return the tensor of a batch of matrices from before its two batch dims were merged."""
     node = graph.producers.get(value)
     if node is None or not node.args or not isinstance(node.args[0], Ref):
         return None

@@ -1,8 +1,9 @@
-"""Where the batch is in each value of a graph: as a dim, or as a factor of one.
+"""Find the batch in each value of a graph: as a dim, or as a factor of a dim.
 
 The position of the batch is propagated from dim 0 of the batch inputs through the graph, by the
-notation of each operator. Where that does not say it, it is not known. It also tells where a module
-goes from sample to sample of a batch, which it takes for steps of time:
+notation of each operator; it is unknown where the notation does not determine it. `batch_dim` uses
+it. `samples_met` also finds modules that step through the samples of a batch by mistake, as if they
+were time steps:
 
 x (time, samples, 4)  --view, mm, view-->  (time, samples, 16)  --unbind(0)-->  time steps
 the batch is dim 0                         dim 0              goes through the batch
@@ -20,10 +21,10 @@ from sbp_core.signatures import Notation, OpCall, installed_rules
 
 RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
-#: Recurrent networks, which go through dim 0 of their first argument.
+#: Recurrent networks, which step through dim 0 of their first argument.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn", "mkldnn_rnn_layer"})
 
-#: Operators in which positions meet each other, and their dims along which these do not.
+#: Operators that combine all positions -> the dims along which they do not.
 _ATTENTION = {"bmm": (0,), "baddbmm": (0,), "_scaled_dot_product": (0, 1)}
 
 
@@ -42,7 +43,7 @@ class BatchFactor(NamedTuple):
 
 
 def find_batch_factors(graph: LogicalGraph) -> dict[str, BatchFactor]:
-    """Return the batch factor of each value in which it is known."""
+    """Return the batch factor of each value, where it is known."""
     found: dict[str, BatchFactor] = {}
     for entry in graph.inputs:
         if entry.kind is InputKind.BATCH and graph.is_tensor(entry.name):
@@ -67,11 +68,11 @@ def find_batch_factors(graph: LogicalGraph) -> dict[str, BatchFactor]:
 def _through_operator(
     graph: LogicalGraph, node: Node, known: dict[str, BatchFactor]
 ) -> Iterator[tuple[str, BatchFactor]]:
-    """Yield each output that has the label of the batch as a dim, with its batch factor."""
+    """Yield each output with a dim that is the label of the batch, and its batch factor."""
     try:
         call = OpCall.of(graph, node)
         notation: Notation = installed_rules().rule(call).notation(call)
-    except SignatureError:  # planning says so, with all that can be done about it
+    except SignatureError:  # planning raises it again, with advice
         return
     inputs = zip(graph.tensor_inputs(node), notation.inputs, strict=True)
     carried = [(dims[known[name].dim], known[name]) for name, dims in inputs if name in known]
@@ -83,14 +84,14 @@ def _through_operator(
 
 
 def samples_met(graph: LogicalGraph, modules: Collection[str]) -> Node | None:
-    """Return where one of some modules goes through the samples of a batch.
+    """Return the first node at which one of some modules steps through the samples of a batch.
 
     Args:
-        graph: As captured, with samples along dim 0 of each tensor of the batch.
-        modules: Paths of recurrent modules, and of those that attend.
+        graph: A captured graph, with samples along dim 0 of each tensor of the batch.
+        modules: Paths of recurrent modules and of attention modules.
 
     Returns:
-        The first such node of the forward phase; None if there is none that is known.
+        The first such node of the forward phase; None if none is known.
     """
     factors = find_batch_factors(graph) if modules else {}
     for node in graph.nodes:
@@ -104,7 +105,7 @@ def samples_met(graph: LogicalGraph, modules: Collection[str]) -> Node | None:
 
 
 def _meet(node: Node, dim: int) -> bool:
-    """Whether a call goes through a dim of its first argument."""
+    """Whether a call combines the positions along a dim of its first argument."""
     if node.kind == "unbind":
         return dim == (node.args[1] if len(node.args) > 1 else 0)
     if node.kind in _RECURRENT:

@@ -1,8 +1,9 @@
-"""Batch normalisation whose batch may be split: fused kernels on parts, sums of parts between them.
+"""Rewrite batch normalisation so that the batch may be split: fused kernels, and partial sums.
 
-The operators need the whole batch on every rank, which costs a gather of the activations; what they
-are made of needs two numbers a channel in each direction. Each is a pass of a fused kernel over the
-data; r is 1 / sqrt(var + eps), n the number of elements of a channel:
+The operators of PyTorch need the whole batch on every rank, which costs a gather of the
+activations. Their parts need to exchange only two numbers a channel in each direction. Each part is
+a pass of a fused kernel over the data; r is 1 / sqrt(var + eps), n the number of elements of a
+channel:
 
     sum(x), sum(x^2)    P(sum), then B, float64    `sbp.batch_norm_sums`
     mean, var           from these
@@ -11,11 +12,10 @@ data; r is 1 / sqrt(var + eps), n the number of elements of a channel:
     dx = w r dy + batch_norm(x; -w r dw / n, -w r db / n, mean, var)
 
 The last line is dx = w r (dy - db / n - (x - mean) r dw / n), written as another normalisation of
-x. Both sums cross between ranks as one tensor, [2, C].
+x. Both sums are sent between ranks as one tensor, [2, C].
 
-This is what is called synchronised batch normalisation: statistics are those of the whole
-micro-batch, as on one device. Source: Ioffe and Szegedy, "Batch normalization", ICML 2015, section
-3.
+This is synchronised batch normalisation: the statistics are those of the whole micro-batch, as on
+one device. Source: Ioffe and Szegedy, "Batch normalization", ICML 2015, section 3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIXED = "aten._native_batch_norm_legit_no_training.default"
 
 
 def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
-    """Write batch normalisation in training so that a split batch needs only sums of parts.
+    """Rewrite batch normalisation in training so that a split batch needs only partial sums.
 
     before: y, m, r, .. = batch_norm(x, w, b, .., training)     dx, dw, db = batch_norm_backward(dy)
     after:  m, v = moments(batch_norm_sums(x)); y = batch_norm(x, w, b, m, v, fixed)
@@ -52,10 +52,10 @@ def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
 
 
 class _Norm:
-    """The writing of one operator's parts.
+    """Writes the parts of one operator.
 
     Args:
-        writer: What collects them.
+        writer: The writer that collects them.
         node: The operator.
         data: Its data, (batch, channels, ...).
     """
@@ -77,7 +77,7 @@ class _Norm:
         means = self._pointwise("mul.Scalar", sums, 1 / self.count)
         wide_mean, square = self._row(means, 0), self._row(means, 1)
         excess = self._pointwise("addcmul.default", square, wide_mean, wide_mean, value=-1)
-        # Where a channel is constant, rounding may leave less than nothing.
+        # If a channel is constant, rounding may give a negative variance.
         wide_var = self._pointwise("clamp_min.default", excess, 0.0)
         mean, var = self._wide(wide_mean), self._wide(wide_var)
         made = self._normalised(
@@ -93,10 +93,10 @@ class _Norm:
         self._leave(made, mean, spread, new_mean, new_var)
 
     def backward(self) -> None:
-        """Write the gradients of data, weight and bias that are asked for."""
+        """Write the requested gradients of data, weight and bias."""
         grad, data, weight, _, _, mean, spread, _, eps, mask = self.node.args
         wide_weight, mean, spread = map(self._wide, (weight, mean, spread))
-        # The gradients of weight and bias are those of the fused operator, [2, C].
+        # The fused operator computes the gradients of weight and bias, [2, C].
         outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
         wanted = (False, True, True)
         args = (grad, self.data, wide_weight, None, None, mean, spread, True, eps, wanted)
@@ -111,7 +111,7 @@ class _Norm:
             shares = self._pointwise("mul.Scalar", sums, -1 / self.count)
             slopes = self._pointwise("mul.Tensor", shares, scale)
             slope, shift = self._row(slopes, 0), self._row(slopes, 1)
-            # This is var + eps: nothing is left to add.
+            # This is var + eps, so no eps is added.
             var = self._pointwise("pow.Tensor_Scalar", spread, -2)
             lean = self._normalised(self._wide(data), slope, shift, mean, var, 0.0, 0.0)
             column = TensorType((1, self.channels, *(1 for _ in self.full.shape[2:])), self.dtype)
@@ -163,10 +163,10 @@ class _Norm:
         return self.writer.call(self.node, op, args, made)
 
     def _leave(self, *made: Ref) -> None:
-        """Let what was written make the outputs of the node, in its order.
+        """Let the written values become the outputs of the node, in its order.
 
-        Saved statistics are of the dtype of statistics, whatever their type was said to be:
-        PyTorch's fake tensors are wrong about it where data are of low precision.
+        Saved statistics have the dtype of statistics, whatever their recorded type is: PyTorch's
+        fake tensors have a wrong dtype for data of low precision.
         """
         types, nodes = self.writer.types, self.writer.nodes
         names = dict(zip((value.name for value in made), self.node.outputs, strict=True))

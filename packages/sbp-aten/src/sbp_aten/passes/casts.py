@@ -1,14 +1,14 @@
-"""Placement of dtype casts: next to their source, once for all users; float32 sums of gradients.
+"""Place dtype casts next to their source, once for all users; sum gradients in float32.
 
-A cast is pointwise, so it may run on shards: what is sent afterwards has two bytes an element
-instead of four. The planner finds that only if the cast reads the parameter itself, not a view of
+A cast is pointwise, so it may run on shards: afterwards a value is sent with two bytes an element
+instead of four. The planner can use that only if the cast reads the parameter itself, not a view of
 it, and if one cast serves all users:
 
-    captured    w --t--> a --cast--> b1      views come before casts, and each user has a cast of
-                         a --cast--> b2      its own: w is gathered in float32
+    captured    w --t--> a --cast--> b1      views come before casts, and each user has a separate
+                         a --cast--> b2      cast: w is gathered in float32
     placed      w --cast--> c --t--> b       the shard of w is cast, c is gathered in bfloat16
 
-Casts of gradients to float32 move into the product that makes them, if asked for, so that partial
+On request, casts of gradients to float32 move into the product that makes them, so that partial
 sums are added in float32.
 """
 
@@ -31,25 +31,25 @@ from sbp_core.graph import (
 )
 from sbp_core.passes import GraphWriter
 
-#: Views of all elements of their only tensor argument. They are fewer than those that may alias
-#: (`OperatorTraits.views`): a cast moved before a `slice` would convert elements that nobody reads.
+#: Views of all elements of their only tensor argument. Other views (`OperatorTraits.views`) are
+#: left out: a cast moved before a `slice` would convert elements that nothing reads.
 _VIEWS = frozenset(
     {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"}
     | {"expand", "alias", "detach"}
 )
 
-#: Products that can be made in a wider dtype than their factors have.
+#: Products that can be computed in a wider dtype than their factors have.
 _WIDE_PRODUCT = {"aten.mm.default": "sbp.mm_as.default", "aten.bmm.default": "sbp.bmm_as.default"}
 
 
 def place_casts(graph: LogicalGraph, how: CastPlacement | None = None) -> LogicalGraph:
-    """Move casts to a narrower dtype to where the value is made, and share them between users.
+    """Move casts to a narrower dtype next to the value's source, and share them between users.
 
     before: a = t(w); b = _to_copy(a, bfloat16); y = mm(x, b); z = mm(x, _to_copy(a, bfloat16))
     after:  c = _to_copy(w, bfloat16); b = t(c); y = mm(x, b); z = mm(x, b)
 
-    With `reduce_dtype="float32"`, products that are converted to float32 to become gradients are
-    made in it, so that their parts are summed in it:
+    With `reduce_dtype="float32"`, products that are converted to float32 gradients are computed
+    in float32, so that their partial sums are added in it:
 
     before: g = mm(dy, x); G = _to_copy(g, float32)
     after:  G = sbp.mm_as(dy, x, float32)
@@ -77,7 +77,7 @@ class _CastPlacer:
         self.made: dict[str, Node] = {}
         self.converted: dict[object, str] = {}
         #: Casts of parameters, and views of these. Unless one cast serves the whole step, each
-        #: phase makes its own, so that no gathered copy stays alive from forward to backward.
+        #: phase has a separate one, so that no gathered copy lives from forward to backward.
         self.of_parameters: dict[str, _NarrowedValue] = {}
 
     def run(self) -> LogicalGraph:
@@ -91,7 +91,7 @@ class _CastPlacer:
                     names[node.outputs[0]] = self._materialize(narrow, node)
                     continue
                 self.converted[key] = node.outputs[0]
-            # Of a cast parameter of another phase, a node uses that of its own phase.
+            # A node that uses a cast parameter of another phase gets the cast of its own phase.
             own = {
                 value: self._materialize(self.of_parameters[value], node)
                 for value in node.inputs()
@@ -105,7 +105,7 @@ class _CastPlacer:
         return drop_dead(self.graph.with_nodes(nodes, outputs=outputs, types=types))
 
     def _write(self, node: Node) -> None:
-        """Write a node as it is, and remember if it is a cast parameter or a view of one."""
+        """Write a node unchanged, and remember if it is a cast parameter or a view of one."""
         self.writer.nodes.append(node)
         self.made |= dict.fromkeys(node.outputs, node)
         if _is_narrowing(self.writer, node) and self._is_parameter(node.args[0].name):
@@ -114,7 +114,7 @@ class _CastPlacer:
             self.of_parameters[node.outputs[0]] = replace(seen, views=(*seen.views, node))
 
     def _trace_cast(self, node: Node) -> _NarrowedValue:
-        """Return what a cast makes, with the views before the cast moved after it."""
+        """Return the result of a cast, with the views before the cast moved after it."""
         views: list[Node] = []
         value: str = node.args[0].name
         while (view := self.made.get(value)) is not None and self._is_view(view):
@@ -133,7 +133,7 @@ class _CastPlacer:
         return narrow.source, narrow.dtype, user.rate, user.phase if per_phase else ""
 
     def _materialize(self, narrow: _NarrowedValue, user: Node) -> str:
-        """Return the name of a narrow value for a user; writes its cast and views if need be."""
+        """Return the name of a narrow value for a user; writes its cast and views if needed."""
         key = self._key(narrow, user)
         if key not in self.converted:
             like = replace(user, args=(Ref(narrow.source),), name=narrow.source)
@@ -182,7 +182,7 @@ def _is_narrowing(writer: GraphWriter, node: Node) -> bool:
 
 
 def _widen_products(graph: LogicalGraph) -> LogicalGraph:
-    """Let products whose only use is a cast to a float32 gradient compute in float32."""
+    """Compute products in float32 if their only use is a cast to a float32 gradient."""
     float32 = Symbol("dtype", "float32")
     results = {out.value for out in graph.outputs}
     wide: dict[str, Node] = {}

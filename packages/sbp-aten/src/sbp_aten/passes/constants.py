@@ -1,12 +1,14 @@
-"""What is known before the step runs: host arithmetic on numbers, and chains on constants.
+"""Constant folding: evaluate host arithmetic and tensor operators on values known before the step.
 
-A value is known if it comes from `full`, `arange` and their like through looks and arithmetic. It
-is kept as a NumPy array, of zero strides where all elements are equal, so that a large `full` costs
-nothing here. NumPy rounds float32 and float64 as PyTorch does; floats of two bytes are left alone.
+A value is known if it is computed from `full`, `arange` and similar factories by views and
+arithmetic. It is kept as a NumPy array, with zero strides if all elements are equal, so that a
+large `full` costs nothing here. NumPy rounds float32 and float64 as PyTorch does; floats of two
+bytes are not folded.
 
 Floats are kept in double precision, whatever their dtype: `full(1.1, float32)` is 1.1 here, which
-becomes the nearest float32 when it runs. So a step is the same one if all of it is computed in
-float64, as a proof does. What would be another float32 then is left to the step.
+becomes the nearest float32 when it runs. So folding commutes with running the whole step in
+float64, which a proof of equivalence does. A value that would become another float32 by that is
+left to the step.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from sbp_core.graph import map_refs as map_arguments
 
 _Array = NDArray[Any]
 
-#: Known values whose elements differ have at most this many.
+#: Largest number of elements of a known value whose elements differ.
 _MOST_ELEMENTS = 1 << 14
 
 _DTYPES = frozenset({"float64", "float32", "int64", "int32", "bool"})
 
 
-#: For a value whose device nothing here tells: `ones_like(x)` is made where `x` is.
+#: Device of a value that is unknown here: `ones_like(x)` is on the device of `x`.
 _ELSEWHERE = Symbol("device", "that of a tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A value that is known, its dtype, and the device that it is made on; None for the default.
+    """A known value, its dtype, and its device; None for the default device.
 
-    The array holds floats as float64; of those, the value has the nearest ones of its dtype.
+    The array holds floats as float64; the value itself is rounded to the nearest of its dtype.
     """
 
     array: _Array
@@ -72,19 +74,19 @@ class _Known:
 
 
 def fold_constants(graph: LogicalGraph) -> LogicalGraph:
-    """Compute what can be known before the step runs.
+    """Evaluate values that are known before the step runs.
 
     before: a = arange(4); b = view(a, [4, 1]); m = ge(b, 0); n = host.mul(2, 0.5); y = mul(x, n)
     after:  y = mul(x, 1.0)                     m, where it is used: full([4, 1], True)
 
-    A value whose elements are all equal becomes a `full` of its shape, but for an `expand`, which
-    would then hold each of them. Random operators are never known.
+    A value whose elements are all equal becomes a `full` of its shape, except an `expand`, which
+    would then allocate all of them. Random operators are never known.
     """
     return _Folding(graph).run()
 
 
 class _Folding:
-    """The state of one run."""
+    """Folds the constants of one graph."""
 
     def __init__(self, graph: LogicalGraph) -> None:
         self.graph = graph
@@ -93,11 +95,11 @@ class _Folding:
         self.made: dict[str, Node] = {}
 
     def run(self) -> LogicalGraph:
-        # Nodes come in topological order, so one pass sees each argument as it was folded before:
+        # Nodes are in topological order, so each argument has been folded before its users:
         #
-        #     number    a host scalar that is known: its node goes, users take the number
-        #     known     a tensor that is known, as an array; in the graph a `full`, if it can be one
-        #     names     a value that is another one: users take that one
+        #     number    a known host scalar: its node is dropped, users take the number
+        #     known     a known tensor, as an array; in the graph a `full`, if possible
+        #     names     a value that equals another value: users take the latter
         leaving = {out.value for out in self.graph.outputs}
         names: dict[str, str] = {}
         kept: list[Node] = []
@@ -119,7 +121,7 @@ class _Folding:
         return drop_dead(self.graph.with_nodes(tuple(kept), outputs=outputs))
 
     def _with_numbers(self, node: Node) -> Node:
-        """Return the node with host scalars that are known as numbers."""
+        """Return the node with known host scalars replaced by numbers."""
         if not any(value in self.numbers for value in node.inputs()):
             return node
 
@@ -130,13 +132,13 @@ class _Folding:
         return replace(node, args=map_arguments(node.args, change), kwargs=kwargs)
 
     def _folded(self, node: Node) -> Node:
-        """Remember what a node makes if it is known; return a factory of it if one is simpler."""
+        """Remember a node's result if it is known; return a factory of it if that is simpler."""
         found = self._value(node)
         if found is None:
             return node
         self.known[node.outputs[0]] = found
         number = found.number
-        # A device that is not known here cannot be written into a `full`.
+        # An unknown device cannot be written into a `full`.
         stays = not node.inputs() or node.kind == "expand" or found.device == _ELSEWHERE
         if stays or number is None:
             return node
@@ -151,7 +153,7 @@ class _Folding:
         )
 
     def _value(self, node: Node) -> _Known | None:
-        """Return what a node makes, if it can be known."""
+        """Return the result of a node, if it is known."""
         if len(node.outputs) != 1 or node.is_host:
             return None
         kind = self.graph.tensor(node.outputs[0])
@@ -170,18 +172,18 @@ class _Folding:
             device = device or (_ELSEWHERE if inputs else None)
         elif inputs and all(value in self.known for value in inputs):
             array = self._computed(node, kind)
-            # Tensors without dims on a CPU go with tensors of any device.
+            # Tensors without dims on a CPU combine with tensors of any device.
             widest = max(inputs, key=lambda value: self.known[value].array.ndim)
             device = device or self.known[widest].device
         else:
             return None
-        # Whatever NumPy does otherwise than PyTorch in its types leaves the node as it is.
+        # If NumPy gives another type than PyTorch, the node is unchanged.
         if array is None or array.shape != kind.shape or array.dtype != _kept_as(kind):
             return None
         return _Known(array, kind.dtype, device)
 
     def _computed(self, node: Node, kind: TensorType) -> _Array | None:
-        """Return the result of a look or of arithmetic on known values, if it is understood."""
+        """Return the result of a view or of arithmetic on known values, if it is supported."""
         function = _FUNCTIONS.get(node.kind)
         if function is None or not node.op.startswith("aten.") or "out" in node.kwargs:
             return None
@@ -192,13 +194,13 @@ class _Folding:
         held = [part for part in args if isinstance(part, _Known)]
         if len(held) != len(node.inputs()):
             return None
-        # NumPy and PyTorch promote types each by its own rules, so nothing is left to promotion.
+        # NumPy and PyTorch have different type promotion rules, so nothing is left to promotion.
         if node.kind in _POINTWISE and {part.dtype for part in held} != {kind.dtype}:
             return None
-        # Zero strides are one element that is seen everywhere:
+        # With zero strides, all elements are one element in memory:
         #
         #     full([4096, 4096], 2.0)    array of 16.7 million elements, strides (0, 0), 8 bytes
-        #     mul(that, 3.0)             computed on one element, and seen as (4096, 4096) again
+        #     mul(that, 3.0)             computed on one element, then viewed as (4096, 4096) again
         arrays = [part.array for part in held]
         uniform = all(not any(array.strides) and array.size for array in arrays)
         if not uniform and max((array.size for array in arrays), default=0) > _MOST_ELEMENTS:
@@ -217,9 +219,9 @@ class _Folding:
         return None if made is None else np.broadcast_to(made, kind.shape)
 
     def _neutral(self, node: Node) -> str | None:
-        """Return the argument that a node gives back because the other is known: `and` with True.
+        """Return the argument that a node returns because the other is neutral, such as `and` True.
 
-        And of `where`, the branch that is always taken.
+        For `where`, return the branch that is always taken.
         """
         # where(True, a, b), mul(a, ones) and and(a, True) are all a, if `a` has the same type.
         tensors = [part.name for part in node.args if isinstance(part, Ref)]
@@ -234,15 +236,15 @@ class _Folding:
         elif node.op in _AND:
             choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
         for value in choices:
-            # Users may go by how a value is laid out in memory: a new one has no gaps, this may
-            # have.
+            # Users may depend on the memory layout: a new value has no gaps, this one may
+            # have some.
             gaps = may_have_gaps(self.made, value)
             if self.graph.types[value] == self.graph.types[made] and not gaps:
                 return value
         return None
 
 
-#: Where True gives back the other argument, if that is a bool.
+#: Operators for which True is neutral, if the other argument is a bool.
 _AND = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
 
 
@@ -257,7 +259,7 @@ def _host_number(node: Node) -> Argument:
         found = function(*node.args)
     except ArithmeticError:
         return None
-    # A broken power of a number below 0 is refused when it runs.
+    # A fractional power of a negative number is complex here; the step reports it.
     return found if isinstance(found, int | float) else None
 
 
@@ -291,7 +293,7 @@ def _arange(node: Node, kind: TensorType) -> _Array | None:
     return np.arange(*node.args, dtype=kind.dtype)
 
 
-# Looks and arithmetic: functions of the type that is made, and of the arguments in order
+# Views and arithmetic: functions of the result's type, and of the arguments in order
 
 _Function = Callable[..., _Array | None]
 
@@ -322,21 +324,21 @@ def _converted(kind: TensorType, array: _Array) -> _Array | None:
 
 
 def _fitting(kind: TensorType, array: _Array) -> _Array | None:
-    """Return an array, unless a number in it is too large for the dtype: no `full` takes it."""
+    """Return an array, unless a number is too large for the dtype: `full` refuses it."""
     return array if np.array_equal(np.isinf(array.astype(kind.dtype)), np.isinf(array)) else None
 
 
 def _pointwise(function: np.ufunc) -> _Function:
-    """Return an operator that computes in the dtype that it makes.
+    """Return an operator that computes in the dtype of its result.
 
-    A Python number takes part in that dtype, as PyTorch has it.
+    A Python number is converted to that dtype, as in PyTorch.
     """
 
     def compute(kind: TensorType, *args: Any) -> _Array | None:
         if len(args) != function.nin:
             return None
-        # 1 + 0.1 is 1.1 in double precision; in float32, it is the float32 next to that, or the
-        # value is left to the step.
+        # 1 + 0.1 is 1.1 in double precision. For float32, it has to round to the float32 result;
+        # else the value is left to the step.
         made: _Array = np.asarray(function(*(np.asarray(a).astype(_kept_as(kind)) for a in args)))
         own = np.asarray(function(*(np.asarray(part).astype(kind.dtype) for part in args)))
         if own.dtype.name != kind.dtype or made.dtype != _kept_as(kind):
@@ -361,7 +363,7 @@ def _comparison(function: np.ufunc) -> _Function:
     return compute
 
 
-#: Named arguments that do not matter to the result.
+#: Keyword arguments that do not change the result.
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "_to_copy": frozenset({"dtype", "device", "layout"}),
     "clone": frozenset({"memory_format"}),

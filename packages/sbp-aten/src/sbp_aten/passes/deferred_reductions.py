@@ -1,22 +1,21 @@
-"""Deferred reductions: values stay partial sums for longer, and are reduced once they are small.
+"""Deferred reductions: keep values partial sums for longer, and reduce them once they are small.
 
-Inference lets partial values pass through whatever is linear and reduces them where that is
-cheapest, so sums of partial sums need no help. Two kinds of programs are in its way, and are
-rewritten here:
+Sharding propagation moves partial values through linear operators and reduces them where that is
+cheapest. Two kinds of programs prevent this; this pass rewrites them:
 
-* A Euclidean norm is not linear, so that the norms of shards are no partial values of the norm: its
-  argument would have to be reduced and gathered. As the root of a sum of squares it is a partial
-  *number* until the root is taken; and norms of norms, as in clipping by the global norm, are one
-  sum of squares.
+* A Euclidean norm is not linear: the norms of shards do not add up to it. So its argument would
+  have to be reduced and gathered. Written as the root of a sum of squares, it is a partial *number*
+  until the root is taken; and norms of norms, as in clipping by the global norm, are one sum of
+  squares.
 * The gradient of a parameter that is used in several places is a sum, added up in every
   micro-batch. If the places are on different stages, every micro-batch sends an addend as large as
-  the parameter. Accumulated one by one, the addends are sent and added once a step:
+  the parameter. If the addends are accumulated separately, they are sent and added once a step:
 
       micro-batch    1        2        3        step
       before         a + b    a + b    a + b             an addend crosses stages 3 times
       after          a, b     a, b     a, b     A + B    A or B crosses once
 
-What is computed is the same up to the order of sums.
+The results are the same up to the order of sums.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ _STACK = "aten.stack.default"
 def defer_reductions(graph: LogicalGraph, apart: Sequence[str] = ()) -> LogicalGraph:
     """Keep partial values partial for longer: see `sum_squares` and `accumulate_addends`.
 
-    before: n = vector_norm(stack([vector_norm(a), vector_norm(b)]))
-    after:  n = sqrt(sum(stack([sum(a a), sum(b b)])))
+    before: n = vector_norm(stack([vector_norm(a), vector_norm(b)])); G = accumulate(add(c, d))
+    after:  n = sqrt(sum(stack([sum(a a), sum(b b)]))); G = add(accumulate(c), accumulate(d))
 
     Args:
         graph: A training step, before or after the accumulation over micro-batches.
-        apart: Patterns of parameters whose gradients are accumulated apart, addend by addend; only
-            after the accumulation. Names those that several stages use.
+        apart: Patterns of parameters. Each addend of their gradients gets a separate accumulator.
+            Name parameters that several stages use. Only after the accumulation.
 
     Raises:
         GraphError: a pattern matches no parameter.
@@ -72,7 +71,7 @@ def sum_squares(graph: LogicalGraph) -> LogicalGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """One norm: of what, over which dims, and of which dtype."""
+    """One norm: its argument, dims and dtype."""
 
     x: str
     dims: tuple[int, ...] | None
@@ -106,7 +105,7 @@ def _norms(node: Node) -> list[_Norm]:
 
 @dataclass(slots=True)
 class _Squares:
-    """The state of one rewriting: the sum of squares that each norm is the root of."""
+    """Rewrites the norms of one graph; keeps the sum of squares of each norm."""
 
     graph: LogicalGraph
     nodes: list[Node] = field(default_factory=list)
@@ -135,7 +134,7 @@ class _Squares:
             dims = norm.dims or tuple(range(len(self._type(squared).shape)))
             args = (Ref(squared), dims, norm.keeps)
             self._add(node, total, "aten.sum.dim_IntList", args, wide)
-        # The norm keeps its name, so that whoever used it need not be rewritten.
+        # The norm keeps its name, so that its users need no change.
         self.squares[norm.made] = total
         root = norm.made if wide == made else f"{norm.made}.root"
         self._add(node, root, "aten.sqrt.default", (Ref(total),), wide, pointwise=True)
@@ -143,13 +142,13 @@ class _Squares:
             self._cast(node, norm.made, root, made)
 
     def _squares_of_norms(self, node: Node, norm: _Norm, wide: TensorType) -> str:
-        """Return the stacked squares if the argument is a stack of norms; else nothing."""
+        """Return the stacked squares if the argument is a stack of norms; else `""`."""
         stack = self.graph.producers.get(norm.x)
         if stack is None or stack.op != _STACK or norm.dims is not None:
             return ""
-        # (sqrt a)^2 + (sqrt b)^2 = a + b: the squares that the inner norms were roots of are
-        # stacked in their place. The inner roots lose their last user, and `drop_dead` takes them
-        # away. Norms that are no such roots, or roots in another dtype, are squared like any
+        # (sqrt a)^2 + (sqrt b)^2 = a + b: instead of the inner norms, their sums of squares are
+        # stacked. The inner roots lose their last user, and `drop_dead` removes them. Norms that
+        # are no such roots, or roots in another dtype, are squared like any other
         # tensor.
         parts = [self.squares.get(ref.name) for ref in stack.args[0]]
         kinds = {self._type(part).dtype for part in parts if part is not None}
@@ -192,7 +191,7 @@ class _Squares:
         kwargs: dict[str, Argument] | None = None,
     ) -> None:
         self.types[name] = kind
-        # Where the node stands stays true of what replaces it; what its operator does does not.
+        # Tags about recomputation also hold for the new node; tags about the operator do not.
         marks = tuple(tag for tag in node.tags if tag.split(":")[0] in ("recompute", "recomputed"))
         self.nodes.append(
             replace(
@@ -208,15 +207,15 @@ class _Squares:
 
 
 def accumulate_addends(graph: LogicalGraph, apart: Sequence[str]) -> LogicalGraph:
-    """Accumulate the addends of some gradients over the micro-batches before they are added.
+    """Accumulate each addend of some gradients over the micro-batches, and add them afterwards.
 
     before: g = add(a, b) [micro]; G = sbp.accumulate(g, 1/M)
     after:  A = sbp.accumulate(a, 1/M); B = sbp.accumulate(b, 1/M); G = add(A, B) [step]
 
-    It takes an accumulator for each addend. Without micro-batches there is nothing to do.
+    Each addend needs an accumulator. Without micro-batches there is nothing to do.
 
     Args:
-        graph: After the accumulation over micro-batches.
+        graph: A training step, after the accumulation over micro-batches.
         apart: Patterns of parameters.
 
     Raises:
@@ -249,7 +248,7 @@ def accumulate_addends(graph: LogicalGraph, apart: Sequence[str]) -> LogicalGrap
 
 
 def _accumulations(graph: LogicalGraph, parameter: str) -> Iterator[Node]:
-    """Yield what accumulates the gradient of a parameter: what its update goes back to."""
+    """Yield the nodes that accumulate the gradient of a parameter, found from its update."""
     shape = graph.tensor(parameter).shape
     new = graph.new_states.get(parameter)
     todo, seen = [new] if new is not None else [], {parameter}
@@ -259,8 +258,8 @@ def _accumulations(graph: LogicalGraph, parameter: str) -> Iterator[Node]:
         if node is None or value in seen:
             continue
         seen.add(value)
-        # Back from the new value, through the optimizer, to the sum over micro-batches. Only values
-        # of the parameter's shape can be its gradient; factors of clipping, say, are numbers.
+        # Go back from the new value, through the optimizer, to the sum over micro-batches. Only
+        # values of the parameter's shape can be its gradient; a clipping factor is a number.
         if node.op == "sbp.accumulate":
             if graph.tensor(value).shape == shape:
                 yield node
@@ -269,12 +268,12 @@ def _accumulations(graph: LogicalGraph, parameter: str) -> Iterator[Node]:
 
 
 def _addends(graph: LogicalGraph, value: str) -> tuple[str, ...]:
-    """Return the addends of a sum that nothing else uses; none if a value is no such sum."""
+    """Return the addends of a sum with a single user; none if a value is no such sum."""
     node = graph.producers.get(value)
     if node is None or node.op != "aten.add.Tensor" or node.kwargs or len(node.args) != 2:
         return ()
-    # A scaled or a broadcast addend is none that could be accumulated in place of the sum. The sum
-    # must have no other reader, as it is no longer made in each micro-batch.
+    # A scaled or broadcast addend cannot be accumulated in place of the sum. The sum must have
+    # no other reader, because it is no longer computed in each micro-batch.
     kinds = {str(graph.types.get(getattr(ref, "name", ""))) for ref in node.args}
     once = len(graph.users[value]) == 1 and node.phase is Phase.BACKWARD
     if not once or kinds != {str(graph.types[value])}:
@@ -283,9 +282,9 @@ def _addends(graph: LogicalGraph, value: str) -> tuple[str, ...]:
 
 
 def _apart(graph: LogicalGraph, node: Node) -> tuple[list[Node], list[Node]]:
-    """Return the accumulations of the addends of what a node accumulates, and their sum."""
+    """Return the accumulations of the addends of an accumulated sum, and their additions."""
     value, scale = node.args[0].name, node.args[1]
-    # The accumulations stay of rate micro, each on the stage where its addend is made (`module`,
+    # The accumulations keep the rate micro, each on the stage that makes its addend (`module`,
     # `forward`); only the additions move to the step.
     parts = [
         replace(

@@ -1,8 +1,8 @@
-"""Write a step that was captured on CPUs so that it runs on GPUs.
+"""Convert a step that was captured on CPUs so that it runs on GPUs.
 
-A step is always captured on fake CPU tensors: it needs no GPU, and PyTorch built for CPUs cannot
-differentiate on fake GPU tensors. What of the graph names the CPU is the `device` of factories, and
-the kernel of fused attention.
+A step is always captured on fake CPU tensors: that needs no GPU, and PyTorch built for CPUs cannot
+differentiate on fake GPU tensors. Two things in the graph refer to the CPU: the `device` of
+factories, and the kernel of fused attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 _EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
 _EFFICIENT_BACKWARD = "aten._scaled_dot_product_efficient_attention_backward.default"
 
-#: dtypes that the memory-efficient kernels take.
+#: dtypes that the memory-efficient kernels support.
 _DTYPES = ("float32", "float16", "bfloat16")
 
 #: Queries to a multiple of which the log-sum-exp is padded, and elements to which rows of a mask
@@ -27,7 +27,7 @@ _PADDED_QUERIES, _ALIGNED_MASK = 32, 16
 
 
 def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
-    """Return the graph for tensors on another kind of device; of `cpu`, the graph itself.
+    """Return the graph for tensors on another kind of device; for `cpu`, the graph itself.
 
     before: out, lse = _scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
             m = full([4, 4], 0.0, device=cpu)
@@ -35,7 +35,7 @@ def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
             m = full([4, 4], 0.0, device=cuda)
 
     Args:
-        graph: As captured, on CPUs.
+        graph: A graph captured on CPUs.
         device: `cpu` or `cuda`.
 
     Raises:
@@ -56,7 +56,7 @@ def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
 
 
 def _on_device(node: Node, device: str) -> Node:
-    """Return a node whose factory makes its tensor on the device; the node itself if it is none."""
+    """Return a factory node for the device; any other node unchanged."""
     args = _moved(node.args, device)
     kwargs = {name: _moved(value, device) for name, value in node.kwargs.items()}
     same = args == node.args and kwargs == node.kwargs
@@ -64,7 +64,7 @@ def _on_device(node: Node, device: str) -> Node:
 
 
 def _moved(argument: Argument, device: str) -> Argument:
-    """Return an argument that names the device where it named another one."""
+    """Return an argument with any device replaced by `device`."""
     if isinstance(argument, Symbol) and argument.kind == "device":
         return Symbol("device", device)
     if isinstance(argument, tuple):
@@ -73,15 +73,15 @@ def _moved(argument: Argument, device: str) -> Argument:
 
 
 class _Attention:
-    """The writing of attention in the memory-efficient kernels of GPUs.
+    """Writes attention with the memory-efficient kernels of GPUs.
 
-    They take float32 and half precision, a mask or a causal one, and save what dropout would draw
-    again as a seed and an offset; capture makes dropout a mask of its own, so here they are unused.
+    They support float32 and half precision, a mask or a causal mask. For dropout they save a seed
+    and an offset, which are unused here, because capture writes dropout as a separate mask.
     """
 
     def __init__(self, writer: GraphWriter) -> None:
         self.writer = writer
-        #: By the name of a log-sum-exp: the seed and the offset that belong to it, and the mask.
+        #: Name of a log-sum-exp -> its seed, its offset, and the mask.
         self._saved: dict[str, tuple[Ref, Ref, Argument]] = {}
 
     def forward(self, node: Node) -> None:

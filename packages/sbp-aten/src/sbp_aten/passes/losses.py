@@ -1,17 +1,18 @@
-"""Cross-entropies whose samples and classes may be split.
+"""Rewrite cross-entropies so that their samples and classes may be split.
 
-A mean loss is a sum over a count, so that a split batch gives a partial sum.
+`sum_losses` writes a mean loss as a sum over a count, so that a split batch gives a partial sum.
 
-The operator `_log_softmax` needs all classes of a sample; what it is made of does not:
+`split_classes` replaces the operator `_log_softmax`, which needs all classes of a sample, by its
+parts, which do not:
 
-    m = amax(x)            P(max)     one number a sample crosses between ranks
+    m = amax(x)            P(max)     one number a sample is sent between ranks
     s = sum(exp(x - m))    P(sum)     another one
     y = x - m - log s      S(1)       as the logits
 
-The target's log-likelihood is read where its class is: `nll_loss` of split classes is a partial sum
-by its own rule, and so is its backward operator, which writes -1 where the class is. The gradient
-of the logits, softmax - onehot, then needs nothing from other ranks: the sum of a row of the second
-term is known to all from the targets.
+The target's log-likelihood is read on the rank that has its class: `nll_loss` of split classes is a
+partial sum by its sharding rule. So is its backward operator, which writes -1 at the class. The
+gradient of the logits, softmax - onehot, then needs nothing from other ranks: each rank knows the
+row sums of the second term from the targets.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3 (its parallel cross-entropy).
 """
@@ -33,13 +34,13 @@ _LOSS_BACKWARDS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.d
 #: PyTorch's numbers for `reduction=`.
 _MEAN, _SUM = 1, 2
 
-#: Products whose result has the classes of a parameter.
+#: Products that map features to classes by a parameter.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
-#: Operators whose result lies as their first argument does.
+#: Operators whose result has the memory layout of their first argument.
 _AS_GIVEN = ("view", "_unsafe_view", "_to_copy")
 
-#: Most operators between such a product and the softmax.
+#: Largest number of operators between such a product and the softmax.
 _MOST_BETWEEN = 16
 
 
@@ -51,7 +52,7 @@ def computed_in(dtype: str) -> str:
 def sum_losses(graph: LogicalGraph) -> LogicalGraph:
     """Write a mean negative log-likelihood as a sum, divided by its total weight.
 
-    The backward node already takes the total weight as an argument and stays as it is.
+    The backward node already takes the total weight as an argument and is unchanged.
 
     before: loss, count = nll_loss_forward(logp, y, w, mean, ignore)
     after:  total, count = nll_loss_forward(logp, y, w, sum, ignore); loss = div(total, count)
@@ -84,7 +85,7 @@ def sum_losses(graph: LogicalGraph) -> LogicalGraph:
 def split_classes(
     graph: LogicalGraph, how: ClassSplit | None = None, num_micro_batches: int = 1
 ) -> LogicalGraph:
-    """Write cross-entropies so that split classes need only a maximum and a sum of parts.
+    """Write cross-entropies so that split classes need only a partial maximum and a partial sum.
 
     before: y = _log_softmax(x, 1); dx = _log_softmax_backward_data(nll_loss_backward(.., y, t), y)
     after:  m = amax(x, 1); c = sub(x, m); s = sum(exp(c), 1); y = sub(c, log(s))
@@ -124,7 +125,7 @@ def _is_wanted(graph: LogicalGraph, node: Node, how: ClassSplit, num_micro_batch
 
 
 def _is_product(graph: LogicalGraph, value: str) -> bool:
-    """Whether logits are a product with a matrix, but for a few operators."""
+    """Whether logits are a product with a matrix, up to a few operators."""
     for _ in range(_MOST_BETWEEN):
         node = graph.producers.get(value)
         if node is None or node.kind in _PRODUCTS:
@@ -137,7 +138,7 @@ def _is_product(graph: LogicalGraph, value: str) -> bool:
 
 
 def _is_contiguous(graph: LogicalGraph, value: str) -> bool:
-    """Whether logits are sure to lie class by class within sample by sample."""
+    """Whether logits are known to be contiguous: classes within samples."""
     node = graph.producers.get(value)
     while node is not None and (node.kind in _AS_GIVEN or "pointwise" in node.tags):
         node = graph.producers.get(graph.tensor_inputs(node)[0])
@@ -191,9 +192,9 @@ def _write_backward(writer: GraphWriter, graph: LogicalGraph, node: Node) -> Non
 
 
 def _sum_of_rows(writer: GraphWriter, node: Node, loss: Node, row: TensorType, dim: int) -> Ref:
-    """Return what each row of the gradient of `nll_loss` sums to: -weight of the target, or 0.
+    """Return the sum of each row of the gradient of `nll_loss`: -weight of the target, or 0.
 
-    No rank needs classes of another one for it: targets and class weights are whole.
+    No rank needs classes of another rank for it: targets and class weights are whole.
     """
     gradient, _, target, weight, reduction, ignored, total = loss.args
     places = writer.tensor(target.name)

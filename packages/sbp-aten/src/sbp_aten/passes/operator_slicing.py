@@ -1,21 +1,21 @@
-"""Operator slicing: an operator with a large parameter runs as several, each on a part of it.
+"""Operator slicing: run an operator with a large parameter as several operators on slices of it.
 
-A parameter that is stored sharded is gathered part by part, used, and freed, so that only
-1/count of it is whole at once; likewise its gradient is made and reduced part by part. Part j of a
-dim are its elements j, j + count, ...: each rank holds an equal share of each part, whichever dim
-the parameter is stored split along, so a part travels at its own size and the bytes of a step stay
-what they were. Parts go one after the other: each waits for the result of the one before
-(`sbp.piece(x, token, ...)`). They are tagged `slice:COUNT`: what is inferred for a part is what
-would be for the whole, so that the same tensors travel.
+A sharded parameter is gathered slice by slice, used, and freed, so only 1/count of it is whole at
+once. Likewise its gradient is computed and reduced slice by slice. Slice j of a dim consists of its
+elements j, j + count, ...: each rank holds an equal share of each slice, along whichever dim the
+parameter is sharded, so a slice is sent at its own size and the bytes of a step are unchanged.
+Slices run one after the other: each waits for the result of the one before (`sbp.piece(x, token,
+...)`). They are tagged `slice:COUNT`, so that sharding propagation decides alike for a slice and
+for the whole.
 
-What the parameter is sliced along follows from the operator:
+The sliced dim of the parameter follows from the operator:
 
     along        forward y = x W       backward dx = dy W'     gradient dW = x' dy
     output       columns of y          columns of dx           rows of dW
     contraction  addends of y          addends of dx           rows of dW
 
-Slices along outputs give the same elements, put together by a copy; addends are summed in another
-order, and need no copy.
+Slices along outputs give the same elements, joined by a copy. Slices along the contraction are
+added in another order, and need no copy.
 
 Source: Jiang et al., "OSDP: Optimal sharded data parallel for distributed deep learning", IJCAI
 2023, section 3.3.
@@ -42,7 +42,7 @@ from sbp_core.graph import (
 )
 from sbp_core.graph_variant import SliceAlong
 
-#: Contractions: the positions of both factors, and of what is added (-1: nothing).
+#: Contractions: the positions of both factors, and of the bias (-1: none).
 _CONTRACTIONS = {
     "aten.mm.default": (0, 1, -1),
     "aten.addmm.default": (1, 2, 0),
@@ -52,13 +52,13 @@ _CONTRACTIONS = {
     "sbp.bmm_as.default": (0, 1, -1),
 }
 
-#: Those whose addends can be summed without loss.
+#: Contractions whose addends can be summed without loss.
 _SUMMABLE = frozenset(op for op in _CONTRACTIONS if op.startswith("aten."))
 
-#: What adds a product to a sum, for factors of as many dims.
+#: Number of dims of the factors -> operator that adds their product to a sum.
 _ADDING = {2: "aten.addmm.default", 3: "aten.baddbmm.default"}
 
-#: Views and casts that do to a part what they do to the whole.
+#: Views and casts that can be applied to a slice like to the whole.
 _ARRANGING = frozenset(
     {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten._to_copy.default"}
 )
@@ -78,12 +78,12 @@ def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> Logic
 
     Args:
         graph: A captured step.
-        slices: Pattern of parameters, or of the modules that they belong to -> how. Later patterns
+        slices: Pattern of parameters or of modules -> slicing. Later patterns
             override earlier ones.
 
     Raises:
-        ConfigError: a pattern matches no parameter whose operators can be sliced, or they cannot be
-            sliced so: a dim does not have that many equal parts.
+        ConfigError: a pattern matches no parameter whose operators can be sliced, or a dim does not
+            have that many equal parts.
     """
     chosen = _chosen(graph, slices)
     for name, how in chosen.items():
@@ -92,7 +92,7 @@ def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> Logic
 
 
 def _chosen(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> dict[str, Slicing]:
-    """Return how to slice each parameter that a pattern means and whose operators can be sliced."""
+    """Return the slicing of each parameter that a pattern matches and that can be sliced."""
     names = [
         entry.name
         for entry in graph.inputs
@@ -118,11 +118,11 @@ def _chosen(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> dict[str, Sli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """An operator that takes a parameter.
+    """An operator that uses a parameter.
 
     Args:
         node: The operator.
-        position: Of the argument that is the parameter.
+        position: Position of the parameter among the arguments.
         chain: The views and casts between parameter and operator, in order.
     """
 
@@ -159,11 +159,11 @@ class _Slicer:
         """Return the graph with slices.
 
         Raises:
-            ConfigError: an operator cannot be sliced so.
+            ConfigError: an operator cannot be sliced.
         """
         uses = {use.node.name: use for use in _uses(self.graph, self.name)}
         shape = sorted(self.graph.tensor(self.name).shape)
-        # What makes the gradient of the parameter.
+        # Nodes that compute the gradient of the parameter.
         gradients = {
             node.name
             for node in self.graph.nodes
@@ -194,14 +194,14 @@ class _Slicer:
             return
         left, right, _ = _CONTRACTIONS[node.op]
         is_left = use.position == left
-        # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
-        # factor (k j) its columns do. Counted from the back, because a batch may be in front.
+        # As left factor (i k), the rows of the parameter make outputs; as right factor (k j), its
+        # columns. Counted from the last dim, because a batch may be in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
         extents = {
             SliceAlong.OUTPUT: factor.shape[output],
             SliceAlong.CONTRACTION: factor.shape[summed],
         }
-        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
+        # If both fit, or neither, take the requested one; `_check` then refuses a misfit.
         fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
         along = fit[0] if len(fit) == 1 else self.how.along
         if along is SliceAlong.OUTPUT or node.op not in _SUMMABLE:
@@ -217,24 +217,24 @@ class _Slicer:
             return
         left, right, _ = _CONTRACTIONS[node.op]
         rows = self.graph.tensor(node.outputs[0]).shape[-2]
-        # Of dW = x' dy, rows take parts of x' (left) and columns parts of dy (right).
+        # In dW = x' dy, rows take slices of x' (left) and columns slices of dy (right).
         position, dim = (left, -2) if rows % self.how.count == 0 else (right, -1)
         self._by_outputs(node, position, dim, (), settled=True)
 
     def _by_outputs(
         self, node: Node, position: int, dim: int, chain: Sequence[Node], *, settled: bool
     ) -> None:
-        """Make parts of the output out of parts of one argument, and put them together.
+        """Compute slices of the output from slices of one argument, and join them.
 
-        Both are cut along the same dim, counted from behind.
+        Both are cut along the same dim, counted from the last.
         """
         count, name = self.how.count, node.outputs[0]
         whole, made = self.graph.tensor(node.args[position].name), self.graph.tensor(name)
         self._check(node, whole.shape[dim])
         out = dim % len(made.shape)
         part = replace(made, shape=_cut(made.shape, out, count))
-        # The first part waits for the data of the operator, each other one for the part before. So
-        # no part is gathered early, and not two at once:
+        # The first slice waits for the data of the operator, each later one for the slice before.
+        # So no slice is gathered early, and no two at once:
         #
         #     x ----> piece 0 -> y/0 ----> piece 1 -> y/1 ----> ...    -> stack, view
         sliced = node.args[position].name
@@ -250,8 +250,8 @@ class _Slicer:
                 args[added] = self._added(node, node.args[added], dim, index)
             token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
-        # Part j are the elements j, j + count, ...: stacked after the dim, not one after the
-        # other.
+        # Slice j has the elements j, j + count, ...: stacked after the dim, not
+        # concatenated.
         #
         #     y/0 = a c e, y/1 = b d f   ->   stack   a b   ->   view   a b c d e f
         #                                             c d
@@ -264,13 +264,13 @@ class _Slicer:
         self._last(node, "aten.view.default", (Ref(stacked), made.shape))
 
     def _by_addends(self, use: _Use, other: int, dims: tuple[int, int]) -> None:
-        """Sum products of parts of both factors."""
+        """Sum products of slices of both factors."""
         node, count = use.node, self.how.count
         name, added = node.outputs[0], _CONTRACTIONS[node.op][2]
         made, data = self.graph.tensor(name), self.graph.tensor(node.args[other].name)
         dim = dims[1] % len(data.shape)
-        # Each part adds its product to the sum so far, which is the bias at first: no more than one
-        # sum is alive. The last one makes the operator's own output.
+        # Each slice adds its product to the sum so far, which starts as the bias, so only one sum
+        # is alive. The last slice makes the operator's output.
         total: Argument = node.args[added] if added >= 0 else None
         token = node.args[other].name
         adding = _ADDING[len(made.shape)]
@@ -300,12 +300,12 @@ class _Slicer:
         chain: Sequence[Node],
         settled: bool,
     ) -> str:
-        """Add one part of an argument: of the parameter, then seen through its views and casts."""
+        """Add one slice of an argument: a slice of the parameter, then its views and casts."""
         value = chain[0].args[0].name if chain else node.args[position].name
         at = dim % len(self.graph.tensor(node.args[position].name).shape)
-        # The dim that is sliced, followed back from the operator to the parameter, which is where
-        # parts are taken: w -> t -> mm sliced by columns takes rows of w. Then views and casts see
-        # a part each.
+        # Slices are taken from the parameter, so the dim is traced back from the operator to it:
+        # w -> t -> mm, sliced by columns, takes rows of w. Then views and casts are applied to
+        # each slice.
         for view in reversed(chain):
             at = _order(view, len(self.graph.tensor(view.outputs[0]).shape))[at]
         kind = self.graph.tensor(value)
@@ -326,9 +326,9 @@ class _Slicer:
         return made
 
     def _added(self, node: Node, added: Argument, dim: int, index: int) -> Argument:
-        """Return the part of what is added to a product that goes with a part of the output."""
+        """Return the slice of the bias for a slice of the output."""
         kind = self.graph.tensor(added.name)
-        # Broadcast along the dim: every part takes all of it.
+        # Broadcast along the dim: every slice takes all of it.
         if len(kind.shape) < -dim or kind.shape[dim] == 1:
             return added
         at, count = dim % len(kind.shape), self.how.count
@@ -369,7 +369,7 @@ class _Slicer:
         return name
 
     def _last(self, node: Node, op: str, args: tuple[Argument, ...]) -> None:
-        """Add what makes the output of the operator itself."""
+        """Add the node that makes the output of the original operator."""
         tags = node.tags if op == node.op else _marks(node)
         self.made.append(replace(node, op=op, args=args, kwargs={}, tags=tags))
 
@@ -391,7 +391,7 @@ class _Slicer:
 
 
 def _marks(node: Node) -> tuple[str, ...]:
-    """Return the tags of a node that say where it is, not what its operator does."""
+    """Return the tags of a node about its place, not about its operator."""
     return tuple(tag for tag in node.tags if tag.split(":")[0] == "recompute")
 
 
@@ -400,7 +400,7 @@ def _cut(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
 
 
 def _order(view: Node, num_dims: int) -> list[int]:
-    """Return the dim of the argument that each dim of a view is."""
+    """Return the dim of the argument for each dim of a view."""
     order = list(range(num_dims))
     if view.op == "aten.t.default":
         order.reverse()

@@ -1,27 +1,27 @@
-"""Which passes a step goes through: each with its switch or its settings, in a fixed order.
+"""The pass pipeline of a training step: a fixed order of passes, each with a switch or settings.
 
-The order, and why it is so:
+The order, with its reasons:
 
     tie_step_counters          first, while step counters are as the optimizer made them
-    fold_constants      then what is known, and what comes to nothing, goes
+    fold_constants      then remove constants and identities
     drop_identities
     fold_views
-    share_expressions   last of those that clean up: they make equal what is to be shared
-    mixed_precision     on a clean graph, before anything reckons with dtypes
-    place_casts         also the conversions of a capture under autocast
+    share_expressions   last of the cleaning passes: they make more expressions equal
+    mixed_precision     on a clean graph, before any pass depends on dtypes
+    place_casts         also the casts of a capture under autocast
     split_classes       on the losses as PyTorch writes them
     sum_losses
     whole_batch_loss    on ratios of sums, and on batch normalisation as one operator
     split_batch_norm
     split_backward      before plugins, and before any operator is repeated
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
-    slice_operators     what is sliced has its conversions, and may be made again slice by slice
-    expose_batch_dim        on products as all the others know them, before any is repeated
-    recompute           repeats what must not be shared again: nothing cleans up after it
-    defer_reductions    on what is there after all that
-    unalias_outputs         always: what leaves as an input is copied, and nobody drops that again
-    accumulate          the others need not know of rates
-    accumulate_addends    on the sums over micro-batches, which are there only now
+    slice_operators     when all casts are placed; slices may be recomputed one by one
+    expose_batch_dim        after passes that expect PyTorch's products, before repetitions
+    recompute           repeats operators that must not be shared again: no cleaning after it
+    defer_reductions    on the result of all these
+    unalias_outputs         always: copies an output that is an input; no later pass may drop that
+    accumulate          late, so that the other passes need no rates (micro-batch or step)
+    accumulate_addends    on the sums over micro-batches, which exist only now
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def chosen_passes(
     """Return name and function of each pass that is on, in order.
 
     Args:
-        options: Which passes are on, and how.
-        extra: Further passes, such as those of plugins; they bear their own names.
-        whole_batch_of: Micro-batches whose loss is that of the whole batch; 1 leaves the loss of
-            each as it is.
+        options: Switches and settings of the passes.
+        extra: Further passes, such as passes of plugins, named by their functions.
+        whole_batch_of: Number of micro-batches that together get the loss of the whole batch; 1
+            leaves the loss of each unchanged.
     """
     loss = whole_batch_of > 1
     passes: list[tuple[str, object, GraphPass]] = [
@@ -107,7 +107,7 @@ def chosen_passes(
 
 
 def _name(apply: GraphPass) -> str:
-    """Return what a message calls a pass."""
+    """Return the name of a pass for messages."""
     plain = apply.func if isinstance(apply, partial) else apply
     return getattr(plain, "__name__", type(plain).__name__)
 
@@ -121,20 +121,20 @@ def prepare_step(
     loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
     micro_batches_per_update: int = 1,
 ) -> LogicalGraph:
-    """Bring a captured graph into the form that is planned; verified after every pass.
+    """Run the passes on a captured graph, to prepare it for planning; verify it after each pass.
 
     Args:
-        graph: As captured, at micro-batch size.
-        num_micro_batches: Micro-batches of one step.
+        graph: The captured graph, at micro-batch size (at batch size for `whole_batch`).
+        num_micro_batches: Number of micro-batches of a step.
         extra: Further passes (plugins of kind `pass`), run before the accumulation.
-        options: Which passes run, and how; the defaults if omitted.
-        loss: What the loss of several micro-batches is.
-        micro_batches_per_update: With `LossMeaning.EACH_MICRO_BATCH`: so many micro-batches end
-            with an update. They divide the micro-batches of a step.
+        options: Switches and settings of the passes; the defaults if omitted.
+        loss: Definition of the loss of several micro-batches.
+        micro_batches_per_update: With `LossMeaning.EACH_MICRO_BATCH`, number of micro-batches
+            before each update; divides the number of micro-batches of a step.
 
     Raises:
-        GraphError: a pass broke the specification; or the updates do not divide; or the loss of
-            the whole batch is asked for, and does not follow from those of micro-batches.
+        GraphError: a pass broke the specification of graphs; or the updates do not divide; or the
+            loss of the whole batch is requested, but cannot be computed from micro-batches.
     """
     options = options or PassOptions()
     parts = num_micro_batches if loss is LossMeaning.WHOLE_BATCH else 1
@@ -166,7 +166,7 @@ def prepare_step(
 
 
 def _is_unchanged(graph: LogicalGraph, verified: LogicalGraph) -> bool:
-    """Whether a graph has the very nodes of another, and the same inputs, outputs and types."""
+    """Whether two graphs have the same node objects, inputs, outputs and types."""
     return (
         len(graph.nodes) == len(verified.nodes)
         and all(map(is_, graph.nodes, verified.nodes))
@@ -177,10 +177,10 @@ def _is_unchanged(graph: LogicalGraph, verified: LogicalGraph) -> bool:
 
 
 def _verified(graph: LogicalGraph, name: str) -> LogicalGraph:
-    """Verify what a pass has made.
+    """Verify the result of a pass.
 
     Raises:
-        GraphError: names the pass as well.
+        GraphError: the graph is invalid; the message names the pass.
     """
     try:
         return verify_graph(graph)

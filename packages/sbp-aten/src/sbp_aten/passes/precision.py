@@ -1,15 +1,15 @@
-"""Mixed precision of a step that was captured in float32: products in two bytes, the rest in four.
+"""Mixed precision for a step captured in float32: products in two bytes, other operators in four.
 
-States stay float32, and are converted where they are used; `casts` then puts the conversions where
-they cost least. Losses are not scaled: float16 needs that (`torch.amp.GradScaler`'s scaling is part
+States stay float32, and are cast where they are used; `casts` then moves the casts to where they
+cost least. Losses are not scaled: float16 needs that (the scaling of `torch.amp.GradScaler` is part
 of a capture under autocast), bfloat16 does not.
 
-Which operators compute in low precision, which in float32, and which in what they are given.
+The lists say which operators compute in low precision, in float32, or in the dtype of their inputs.
 Source: PyTorch 2.13, docs "Automatic Mixed Precision package", section "Autocast Op Reference" for
 CUDA, and aten/src/ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
-`AT_FORALL_FP32_SET_OPT_DTYPE`), carried over from the operators that users call to those that a
-step holds once it is captured, backward operators included. Two differences, both to the side of
-float32: every reduction and every norm is in float32, and so is every operator not named here.
+`AT_FORALL_FP32_SET_OPT_DTYPE`), translated from the operators that users call to the operators of a
+captured step, including backward operators. Two differences, both towards float32: every reduction
+and norm is in float32, and so is every operator not named here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ATTENTION = tuple(
     for name, suffix in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
 )
 
-#: Products: their time is what low precision saves, and they sum in float32 inside.
+#: Products: low precision saves most of their time, and they sum in float32 inside.
 _LOW = frozenset(
     {"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr"}
     | {"convolution", "convolution_backward", "_convolution", "_grouped_mm"}
@@ -47,10 +47,10 @@ _LOW = frozenset(
     | {*_ATTENTION, *(f"{name}_backward" for name in _ATTENTION)}
 )
 
-#: Outputs of those that are float32 in any case, by place: sums of powers that attention keeps.
+#: Outputs of low-precision operators that are always float32: the log-sum-exp of attention.
 _FLOAT32_OUTPUTS = dict.fromkeys(_ATTENTION, (1,))
 
-#: Pointwise operators that lose too much: their results grow fast, or differences cancel in them.
+#: Pointwise operators that lose too much precision: fast growth or cancellation.
 _FULL_POINTWISE = frozenset(
     {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"}
     | {"reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "softplus_backward"}
@@ -59,8 +59,8 @@ _FULL_POINTWISE = frozenset(
     | {"smooth_l1_loss", "huber_loss", "mse_loss", "soft_margin_loss", "xlogy", "logaddexp"}
 )
 
-#: Operators that only move elements; like those that ATen tags as pointwise they compute in what
-#: they are given, and in float32 if that differs.
+#: Operators that only move elements. Like pointwise ones, they compute in the dtype of their
+#: inputs, and in float32 if dtypes differ.
 _MOVING = frozenset(
     {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"}
     | {"expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias"}
@@ -70,10 +70,10 @@ _MOVING = frozenset(
     | {"pixel_shuffle", "pixel_unshuffle", "diagonal", "unfold"}
 )
 
-#: Reductions that can be told to sum in float32 what is not.
+#: Reductions with an argument `dtype`, which makes them sum in float32.
 _DTYPE_ARGUMENT = frozenset({"sum", "mean"})
 
-#: Factories that read of their argument only what it looks like.
+#: Factories that use only the shape and dtype of their argument.
 _LIKE = frozenset(
     {"ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like"}
     | {"new_ones", "new_zeros", "new_full", "new_empty"}
@@ -86,9 +86,10 @@ _FULL = "float32"
 class _Precision(Enum):
     """The dtype in which an operator computes.
 
-    LOW: inputs are cast to the low precision. FULL: inputs are cast to float32. AS_GIVEN: as the
-    inputs are. DTYPE_ARGUMENT: the operator takes a `dtype` and casts inside. LIKE: a factory that
-    would take its dtype from a tensor that is now in low precision; its old dtype is written out.
+    LOW: inputs are cast to the low precision. FULL: inputs are cast to float32. AS_GIVEN: inputs
+    are not cast. DTYPE_ARGUMENT: the operator takes a `dtype` and casts inside. LIKE: a factory
+    that would take its dtype from a tensor that is now in low precision; its old dtype is written
+    out.
     """
 
     LOW = auto()
@@ -105,8 +106,8 @@ def mixed_precision(graph: LogicalGraph, how: MixedPrecision | None = None) -> L
     after:  xl = _to_copy(x, bfloat16); wl = _to_copy(w, bfloat16); hl = mm(xl, wl)
             h = _to_copy(hl, float32); s = _softmax(h)
 
-    Which is which follows PyTorch's autocast (see the lists). Values of float64 stay as they
-    are. Losses, metrics and new states have the dtypes that they had.
+    The choice follows PyTorch's autocast (see the lists). Values of float64 are unchanged. Losses,
+    metrics and new states keep their dtypes.
     """
     return _Lowering(graph, how or MixedPrecision()).run()
 
@@ -118,7 +119,7 @@ class _Lowering:
         self.graph, self.how = graph, how
         self.writer = GraphWriter(graph)
         self.converted: dict[tuple[str, str], Ref] = {}
-        #: Values of low-precision operators that are float32 in any case.
+        #: Outputs of low-precision operators that are always float32.
         self.stays_float32: set[str] = set()
 
     def run(self) -> LogicalGraph:
@@ -127,7 +128,7 @@ class _Lowering:
                 self.writer.nodes.append(node)
             else:
                 self._write(node)
-        # Outputs of the graph are cast back to the dtypes that they had.
+        # Outputs of the graph are cast back to their dtypes.
         names: dict[str, str] = {}
         for out in self.graph.outputs:
             before = self.graph.types[out.value]
@@ -209,8 +210,8 @@ class _Lowering:
         key = (value, dtype)
         if key not in self.converted:
             producer = self.graph.producers.get(value)
-            # A value of every micro-batch that is used once a step is cast in every micro-batch,
-            # before it is accumulated: the sum is taken in the dtype of its user.
+            # A value of each micro-batch with a user at rate step is cast in each micro-batch,
+            # before it is accumulated: the sum is computed in the dtype of its user.
             like = user if producer is None or user.rate is producer.rate else producer
             self.converted[key] = self.writer.call(
                 like,

@@ -1,7 +1,7 @@
 """Passes that remove work without changing a bit: identities, shared expressions, reshapes.
 
-*Not* removed: `add(x, 0.0)`, which makes 0.0 of -0.0, and copies that make an argument dense: a
-later `view` may need it, and sums add in the order in which elements are in memory.
+They do *not* remove `add(x, 0.0)`, which makes 0.0 of -0.0, or copies that make an argument dense:
+a later `view` may need it, and sums add in the order of elements in memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from sbp_core.graph import LogicalGraph, Node, Ref, Symbol, drop_dead, rename_outputs, rename_uses
 
-#: Floating dtypes -> those that hold each of their numbers.
+#: Floating dtype -> the dtypes that represent all its numbers.
 WIDER: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),
     "float32": ("float64",),
 }
 
-#: Operators whose result may have gaps between its elements, or hold one of them many times.
+#: Operators whose result may have gaps between its elements in memory, or repeat one.
 _GAPS = frozenset(
     {"expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
     | {"diagonal", "unfold", "as_strided"}
@@ -40,7 +40,7 @@ def drop_identities(graph: LogicalGraph) -> LogicalGraph:
 
 
 class _Identities:
-    """Finds identities in one graph: the nodes so far, by the values that they make."""
+    """Removes the identities of one graph; keeps the nodes so far by their outputs."""
 
     def __init__(self, graph: LogicalGraph) -> None:
         self.graph = graph
@@ -54,7 +54,7 @@ class _Identities:
             node = rename_uses(old, names)
             known = node.op.startswith("aten.") and len(node.outputs) == 1
             same = self._same(node) if known else None
-            # A value of equal elements may replace the output of a node if it lies as densely.
+            # An equal value may replace the output of a node if it is as dense in memory.
             if (
                 same is not None
                 and self.types[same] == self.types[node.outputs[0]]
@@ -69,9 +69,9 @@ class _Identities:
         return drop_dead(self.graph.with_nodes(tuple(nodes), outputs=outputs))
 
     def _same(self, node: Node) -> str | None:
-        """Return the value that a node gives back, if types agree; None if it is no identity."""
+        """Return the value that a node returns unchanged; None if it is no identity."""
         value, source, number = _argument(node), self.source(node), _number(node)
-        #: What the same operator was applied to before.
+        #: The argument of the same operator applied before.
         twice = _argument(source) if source is not None and source.op == node.op else None
         match node.kind:
             case "alias" | "detach" | "expand":
@@ -80,12 +80,12 @@ class _Identities:
                 return value if number == 1 else None
             case "sub":  # x - 0.0 is x even for x = -0.0
                 return value if number == 0 and str(number) in ("0", "0.0") else None
-            case "add":  # of integers: of floats it would make 0.0 of -0.0
+            case "add":  # integers only: for floats it would make 0.0 of -0.0
                 exact = self.graph.tensor(node.outputs[0]).dtype.startswith(("int", "uint"))
                 return value if exact and number == 0 else None
             case "neg" | "bitwise_not":
                 return twice
-            case "slice":  # of all of a dim: that its type stays says so, unless it takes steps
+            case "slice":  # the whole dim, if the type is unchanged and the step is 1
                 return value if len(node.args) < 5 or node.args[4] == 1 else None
             case "transpose" if twice and source:
                 rank = len(self.graph.tensor(node.outputs[0]).shape)
@@ -125,7 +125,7 @@ class _Identities:
         return _argument(node) if preserved or (len(node.args) == 1 and not node.kwargs) else None
 
     def _without_widening(self, node: Node) -> Node:
-        """Return a cast of a cast to a wider dtype as one cast."""
+        """Merge a cast to a wider dtype and the cast after it into one."""
         source = self.source(node)
         if node.kind != "_to_copy" or not _only_dtype(node):
             return node
@@ -138,7 +138,7 @@ class _Identities:
         return self.made.get(_argument(node) or "")
 
     def widens(self, node: Node) -> bool:
-        """Whether a node converts to a dtype that holds every number of its argument's."""
+        """Whether a node casts to a dtype that represents all numbers of the argument's dtype."""
         if node.kind != "_to_copy" or not _only_dtype(node):
             return False
         before, after = map(self.graph.tensor, (node.args[0].name, node.outputs[0]))
@@ -146,7 +146,7 @@ class _Identities:
 
 
 def may_have_gaps(made: Mapping[str, Node], value: str) -> bool:
-    """Whether a value may not be dense, by what it is a look at; `made` has what made values."""
+    """Whether a value may have gaps in memory, by its views; `made`: value -> its node."""
     node = made.get(value)
     while node is not None and node.kind in _DENSE_VIEWS:
         node = made.get(_argument(node) or "")
@@ -159,12 +159,12 @@ def _argument(node: Node) -> str | None:
 
 
 def _only_dtype(node: Node) -> bool:
-    """Whether a conversion changes the dtype only (a device is the one of all)."""
+    """Whether a conversion changes only the dtype (all values have one device)."""
     return len(node.args) == 1 and set(node.kwargs) <= {"dtype", "device", "layout"}
 
 
 def _number(node: Node) -> int | float | None:
-    """Return the second of two arguments if it is a number that is known."""
+    """Return the second of two arguments if it is a literal number."""
     if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], bool):
         return None
     return node.args[1] if isinstance(node.args[1], int | float) else None
@@ -200,7 +200,7 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
             source = made.get(node.args[0].name)
         if node.op in _RESHAPES:
             if source is not None and source.op in _RESHAPES and source.phase is node.phase:
-                # What had to be copied cannot be viewed.
+                # If the first reshape had to copy, the merged one has to, too.
                 op = _COPYING if source.op == _COPYING else node.op
                 node = replace(node, op=op, args=(source.args[0], *node.args[1:]))
             if graph.types[node.args[0].name] == graph.types[node.outputs[0]]:
@@ -230,7 +230,7 @@ def _strided_region(
     shape: tuple[int, ...], strides: tuple[int, ...], start: int | None = None
 ) -> tuple[tuple[tuple[int, int], ...], int] | None:
     """Return (extent, stride) of each dim with more than one element, and the first offset."""
-    if start is None:  # the offset of the argument, which is not known here
+    if start is None:  # the offset of the argument, which is unknown here
         return None
     pairs = zip(shape, strides, strict=True)
     return tuple((extent, stride) for extent, stride in pairs if extent != 1), start
@@ -242,9 +242,9 @@ def _strided_region(
 def share_expressions(graph: LogicalGraph) -> LogicalGraph:
     """Compute equal expressions of one phase once (common subexpression elimination).
 
-    Operators that draw from PyTorch's random streams are never equal; `sbp.random_*` are, if all
-    of seed, step, site, and place are. Nodes that carry other marks, such as those of two calls
-    under `torch.utils.checkpoint`, stay apart.
+    Operators that draw from PyTorch's random streams are never equal; `sbp.random_*` are, if seed,
+    step, site, and place are equal. Nodes with different tags, such as nodes of two calls
+    under `torch.utils.checkpoint`, are not merged.
 
     before: a = t(w); b = t(w); c = mm(x, a); d = mm(y, b)
     after:  a = t(w);           c = mm(x, a); d = mm(y, a)

@@ -1,8 +1,7 @@
-"""Move step counters to the host and keep one instead of one a parameter.
+"""Replace the step counters of the optimizer, one tensor a parameter, by one number on the host.
 
-`torch.optim` keeps a 0-d `step` tensor next to every parameter. Mostly they count the same steps,
-so that one host number does: `tie_step_counters` finds counters that only count and are only read
-on the host.
+`torch.optim` keeps a 0-d `step` tensor for every parameter. Mostly they are equal, so one host
+number suffices: `tie_step_counters` finds counters that only count and are only read on the host.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ STEP_COUNTER = "step_counter"
 def tie_step_counters(graph: LogicalGraph, *, apart: bool = False) -> LogicalGraph:
     """Replace equal counting states by one host scalar `step_counter`.
 
-    States of one key count together; those of further keys have counters of their own, such as
+    States of one key share a counter; states of further keys have separate counters, such as
     `step_counter.count`.
 
     Args:
-        graph: As it was captured.
-        apart: Whether each has a host scalar of its own, such as `step_counter.w1.step`, as they
-            are not equal: after some parameters were frozen, say.
+        graph: A captured graph.
+        apart: Whether each parameter has a separate host scalar, such as `step_counter.w1.step`,
+            because they are not equal, for example after some parameters were frozen.
 
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
     after:  s1 = host.add(step_counter, 1)            n1, n2 are s1;  states w1.step, w2.step: s1
 
     Raises:
-        GraphError: counters of one key advance by different amounts, so that they are not equal.
+        GraphError: counters of one key advance by different amounts, so they are not equal.
     """
     found: dict[str, dict[str, Node]] = defaultdict(dict)
     for entry in graph.inputs:

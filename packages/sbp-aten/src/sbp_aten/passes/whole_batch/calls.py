@@ -1,13 +1,14 @@
-"""What one micro-batch runs of a call on the whole batch.
+"""Write the calls of one micro-batch for a call on the whole batch.
 
-A call of the whole batch becomes calls of its parts by the signatures and localisers that ranks go
-by: see `layout`. Here stands what goes beyond them, as parts need not be sent: samples in
-several blocks (`cat` of two views of a batch), and indices that number the samples, which in a part
-number its own (`x[arange(len(x)), lengths - 1]`).
+A call of the whole batch becomes calls on its parts by the signatures and localisers (functions
+that adapt a call to a shard) that ranks use, too: see `layout`. This module adds cases that ranks
+do not have, because parts need not be sent: samples in several blocks (`cat` of two views of a
+batch), and indices that number the samples, which in a part number its own samples
+(`x[arange(len(x)), lengths - 1]`).
 
-A tensor that is made of numbers alone, such as `zeros(len(x))`, is made in the size of a part where
-it meets parts. A micro-batch knows nothing of its place among the others, so what depends on the
-places of samples is not followed: `err[0]`, `linspace(0, 1, len(x))`.
+A tensor made of numbers alone, such as `zeros(len(x))`, is made in the size of a part if it is
+combined with parts. A micro-batch does not know its position among the micro-batches, so results
+that depend on positions of samples are not supported: `err[0]`, `linspace(0, 1, len(x))`.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class PartCalls(MicroBatch):
     def call(
         self, node: Node, given: Sequence[PartValue], label: str = ""
     ) -> list[PartValue] | None:
-        """Write what a micro-batch runs of a call.
+        """Write the call of a micro-batch for a call on the whole batch.
 
         Args:
             node: The call on the whole batch.
             given: A part for each of its tensors, in their order.
-            label: What names of what is made end in; empty: they are those of the whole.
+            label: Suffix of the names of results; empty for the names of the whole.
 
         Returns:
-            The parts that it makes; None, and nothing is written, if these are no parts.
+            The parts that it makes; None, and nothing is written, if that is impossible.
         """
         if any(isinstance(one.layout, SamplePiece) for one in given):
             return of_pieces(self, node, given)
@@ -84,7 +85,7 @@ class PartCalls(MicroBatch):
         return self._write(node, *signature, label)
 
     def _signature(self, node: Node, given: Sequence[PartValue]) -> Found | None:
-        """Return what a part runs by one of the signatures of a call."""
+        """Return the program of a part by the first fitting signature of a call."""
         blocks = {one.layout.blocks for one in given if isinstance(one.layout, Samples)}
         if len(blocks) > 1:
             return None
@@ -116,12 +117,12 @@ class PartCalls(MicroBatch):
     def _fitting(
         self, given: Sequence[PartValue], signature: Signature1d, blocks: int
     ) -> list[Ref] | None:
-        """Return the parts as a signature asks for them; None if they are others."""
+        """Return the parts in the layouts of a signature; None if they have others."""
         refs = []
         for one, sbp in zip(given, signature.inputs, strict=True):
             part: str | None = one.name
             if one.layout == SAME and isinstance(sbp, Split):
-                # Made of numbers alone, so that a part of it can be made.
+                # Made of numbers alone, so a part of it can be made.
                 part = self.cut(one.name, Samples(sbp.dim, blocks))
             elif sbp_of(one.layout) != sbp and not (
                 one.layout == SAME and sbp == sbp_of(Total()) and is_zero(self.graph, one.name)
@@ -133,7 +134,7 @@ class PartCalls(MicroBatch):
         return refs
 
     def _program(self, node: Node, signature: Signature1d) -> LocalProgram | None:
-        """Return what each part runs; None if they run different programs."""
+        """Return the program of each part; None if they run different programs."""
         call = OpCall.of(self.graph, node)
         whole = Signature(
             inputs=tuple(NdSbp(sbp) for sbp in signature.inputs),
@@ -141,7 +142,7 @@ class PartCalls(MicroBatch):
         )
         mesh = Placement(ranks=list(range(self.num_parts)), axes=("micro_batch",))
         first = localize(call, whole, mesh, 0)
-        # Of all: a call that reads one sample does the same in all parts but the one that has it.
+        # Compare all: a call that reads one sample is the same in all parts except one.
         others = (localize(call, whole, mesh, at) for at in range(1, self.num_parts))
         return first if all(other == first for other in others) else None
 
@@ -153,7 +154,7 @@ class PartCalls(MicroBatch):
         layouts: Sequence[Layout],
         label: str,
     ) -> list[PartValue] | None:
-        """Write a program on parts; None if nobody knows the types of what it makes between."""
+        """Write a program on parts; None if the types of intermediate values are unknown."""
         made = [
             part_type(self.graph.tensor(value), layout, self.num_parts)
             for value, layout in zip(node.outputs, layouts, strict=True)
@@ -201,10 +202,10 @@ class PartCalls(MicroBatch):
     def _types_between(
         self, node: Node, program: LocalProgram, made: Sequence[TensorType]
     ) -> dict[str, TensorType] | None:
-        """Return the types of what the calls of a program make; None if they are not known.
+        """Return the types of the results of a program's calls; None if they are unknown.
 
-        Parts of means are means that are scaled, before or afterwards; other programs are of ranks
-        that differ.
+        Known are parts of means: means that are scaled, before or afterwards. Other programs of
+        several calls differ between ranks.
         """
         found: dict[str, TensorType] = {}
         for ref, kind in zip(program.results, made, strict=False):
@@ -218,7 +219,7 @@ class PartCalls(MicroBatch):
                 (name,), source = call.outputs, call.args[0].name
                 if source not in found and source in self.graph.types:
                     at = self.graph.tensor(source)
-                    if at.shape:  # of a part, whose layout is not known here
+                    if at.shape:  # a part, whose layout is unknown here
                         return None
                     found[name] = at
                 found.setdefault(name, found.get(source, made[0]))
@@ -226,7 +227,7 @@ class PartCalls(MicroBatch):
                 return None
         return found
 
-    # What is the same in every micro-batch, cut as samples are.
+    # Values that are the same in every micro-batch, cut like samples.
 
     def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
         """See `MicroBatch.cut`."""
@@ -246,9 +247,9 @@ class PartCalls(MicroBatch):
         if node.op.startswith(RANDOM) or node.kind == "arange":
             counts = numbers or node.kind != "arange"
             return self._counted_part(node, layout, shape) if counts else None
-        if node.kind in ("new_full", "new_ones", "new_zeros"):  # whatever they are made like
+        if node.kind in ("new_full", "new_ones", "new_zeros"):  # of any tensor
             name = self.fresh(f"{value}.part")
-            # A part of what it is made like, which the whole batch has under another name.
+            # A part of the tensor it is modelled on, which has another name in the whole batch.
             written = next(one for one in reversed(self.nodes) if value in one.outputs)
             args = (written.args[0], shape, *node.args[2:])
             made = replace(node, name=name, args=args, outputs=(name,))
@@ -300,7 +301,7 @@ class PartCalls(MicroBatch):
         return self._found_part(node, found, layout)
 
     def _found_part(self, node: Node, found: Found | None, layout: Samples) -> str | None:
-        """Write what makes a part of the only output of a node, if it is the one that is wanted."""
+        """Write the program for a part of a node's only output, if it has the wanted layout."""
         made = self._write(node, *found, "part") if found and found[2] == [layout] else None
         return made[0].name if made else None
 
@@ -322,10 +323,10 @@ class PartCalls(MicroBatch):
         return refs
 
     def _counted_part(self, node: Node, layout: Samples, shape: tuple[int, ...]) -> str | None:
-        """Make what the whole batch makes for the samples of a micro-batch by their numbers.
+        """Write a counted value (random numbers, `arange`) for the samples of a micro-batch.
 
-        Random numbers are those that the whole batch draws for them. Numbers of samples (`arange`)
-        begin anew, from 0 on.
+        Random numbers equal the ones that the whole batch draws for these samples. Numbers of
+        samples (`arange`) begin at 0 in each micro-batch.
         """
         if layout.blocks > 1:
             return None
@@ -351,7 +352,7 @@ class PartCalls(MicroBatch):
 
 
 def signatures_of(graph: LogicalGraph, node: Node, num_parts: int) -> tuple[Signature1d, ...]:
-    """Return the signatures of a node; none of an operator that has no rule."""
+    """Return the signatures of a node; none for an operator without a rule."""
     try:
         return derive(OpCall.of(graph, node), num_parts)
     except SignatureError:

@@ -1,24 +1,23 @@
-"""How the parts of micro-batches make a value of the whole batch.
+"""Layouts: how the parts of micro-batches form a value of the whole batch.
 
-Micro-batches are the ranks of one more mesh axis, in time. So what ranks may compute apart,
-micro-batches may, and a value of the whole batch is made of parts as a tensor of that axis is made
-of shards. One more freedom: nobody has to send these parts, so that samples need not be next to
-each other.
+Micro-batches are treated as the ranks of one more mesh axis, in time. So micro-batches may compute
+separately whatever ranks may, and a value of the whole batch consists of parts like a tensor of
+shards. One difference: parts are not sent, so samples need not be next to each other.
 
     layout             SBP     the whole batch of two micro-batches
-    `Samples(0)`       S(0)    aaaabbbb: the samples of one, and then those of the other
+    `Samples(0)`       S(0)    aaaabbbb: the samples of a, then the samples of b
     `Samples(0, 2)`            aabbaabb: two views of every sample, one view after the other
     `Total("sum")`     P       the sum of both
-    `SAME`             B       what either has
+    `SAME`             B       equal in both
     `SamplePiece(1, 0, 2)`     the second of two pieces of the first micro-batch: see `pieces`
 
-What a value of the whole batch is to its micro-batches:
+A value of the whole batch is one of these for the micro-batches:
 
     terms      the sum of c · v: parts v that are samples, totals or the same, and coefficients c,
                products of powers of numbers that are known once a step, such as 1 / D of a number
-               of tokens D; terms of equal coefficients and layouts are one
-    late       of totals: known once a step
-    unknown    nothing of that: samples meet each other, or are told apart by their places
+               of tokens D; terms of equal coefficients and layouts are merged
+    late       known once a step, because it depends on totals (`StepConstant`)
+    unknown    none of these: samples are combined, or depend on their positions
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from sbp_core.sbp import B, Partial, S, Sbp, Split
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The elements of a dim belong to samples.
+    """Layout: the elements of a dim belong to samples.
 
     Args:
-        dim: Which.
-        blocks: So many blocks of equal length make the dim; each has all samples in their order.
+        dim: The dim.
+        blocks: Number of blocks of equal length in the dim; each has all samples in their order.
     """
 
     dim: int
@@ -46,25 +45,25 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The whole is the elementwise sum, maximum or minimum of the parts."""
+    """Layout: the whole is the elementwise sum, maximum or minimum of the parts."""
 
     reduction: str = "sum"
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Each part is the whole."""
+    """Layout: each part is the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePiece:
-    """One piece of the samples, such as a single one.
+    """Layout: one piece of the samples, such as a single sample.
 
     Args:
-        place: Which of the pieces of its micro-batch.
-        micro_batch: In which.
-        count: Pieces of each micro-batch, all of one size.
-        dim: If not None, the elements of all samples along that dim, zero but for this piece.
+        place: Index of the piece in its micro-batch.
+        micro_batch: Index of the micro-batch.
+        count: Number of pieces of each micro-batch, all of one size.
+        dim: If not None, the value has all samples along that dim, zero except for this piece.
     """
 
     place: int
@@ -79,14 +78,14 @@ Layout = Samples | Total | Same | SamplePiece
 
 
 def sbp_of(layout: Layout) -> Sbp:
-    """Return what a layout is called on a mesh axis."""
+    """Return the SBP that corresponds to a layout."""
     if isinstance(layout, Samples):
         return S(layout.dim)
     return Partial(layout.reduction) if isinstance(layout, Total) else B
 
 
 def layout_of(sbp: Sbp, blocks: int) -> Layout:
-    """Return the layout of what an operator makes of samples that are in so many blocks."""
+    """Return the layout of an SBP; samples are in `blocks` blocks."""
     if isinstance(sbp, Split):
         return Samples(sbp.dim, blocks)
     return Total(sbp.reduction) if isinstance(sbp, Partial) else SAME
@@ -116,20 +115,20 @@ def reshaped(
 ) -> Samples | None:
     """Return the layout of samples in another shape of the same elements in the same order.
 
-    In their order the elements are so many blocks of equal length, each cut into parts; there is at
-    most one dim along which they still are:
+    The elements, in order, are blocks of equal length, each cut into parts; at most one dim of the
+    new shape has this structure:
 
         before [2 * B, 6], 2 blocks      after [2, B, 6]: Samples(1)
         elements: 2 blocks of 6 B        after [12 * B]: Samples(0, 2)
 
     Args:
-        layout: In the shape `before`.
+        layout: Layout in the shape `before`.
         before: Shape of the whole tensor.
-        after: The other shape.
-        num_parts: Micro-batches.
+        after: The new shape.
+        num_parts: Number of micro-batches.
 
     Returns:
-        None if the parts are no parts of one dim there.
+        The layout in the new shape; None if no dim has the parts.
     """
     blocks = prod(before[: layout.dim]) * layout.blocks
     for dim, extent in enumerate(after):
@@ -144,13 +143,13 @@ def reshaped(
 
 # Values
 
-#: Numbers of the whole batch, by name, with their powers; sorted, without zeros.
+#: Product of powers: (name of a number of the whole batch, exponent); sorted, without zeros.
 Coefficient = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PartValue:
-    """A value of one micro-batch: its name in the graph that is written, and what it is part of."""
+    """A value of one micro-batch: its name in the new graph, and its layout in the whole."""
 
     name: str
     layout: Layout = SAME
@@ -164,17 +163,17 @@ class LinearTerm:
     part: PartValue
 
 
-#: A value of the whole batch: the sum of these, at least one.
+#: A value of the whole batch: the sum of one or more terms.
 Terms = tuple[LinearTerm, ...]
 
 
 def plain(part: PartValue) -> Terms:
-    """Return a value that is made of parts alone."""
+    """Return a value that is one part without coefficient."""
     return (LinearTerm((), part),)
 
 
 def times(*factors: Coefficient) -> Coefficient:
-    """Return a product."""
+    """Return a product of coefficients."""
     found: dict[str, int] = {}
     for factor in factors:
         for name, power in factor:
@@ -189,12 +188,12 @@ def inverse(coefficient: Coefficient) -> Coefficient:
 
 @dataclass(frozen=True, slots=True)
 class StepConstant:
-    """Known once a step, under its own name."""
+    """A value that is known once a step, under its own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Not to be had of micro-batches: why, and the node where that begins."""
+    """A value that micro-batches cannot provide: the reason, and the node where that begins."""
 
     why: str
     node: Node
@@ -218,7 +217,7 @@ def is_total(value: Value) -> bool:
 
 
 def has_totals(terms: Terms) -> bool:
-    """Whether a part of a value is to be added up over the micro-batches."""
+    """Whether a term of a value has to be added up over the micro-batches."""
     return any(isinstance(term.part.layout, Total) for term in terms)
 
 
@@ -230,14 +229,14 @@ def has_samples(value: Value) -> bool:
 
 
 def has_pieces(value: Value) -> bool:
-    """Whether a value is of single pieces of the samples."""
+    """Whether a value has single pieces of the samples."""
     return isinstance(value, tuple) and any(
         isinstance(term.part.layout, SamplePiece) for term in value
     )
 
 
 def multiplied(made: Sequence[Terms], factor: Coefficient) -> list[Terms]:
-    """Return values times a factor."""
+    """Return values multiplied by a factor."""
     if not factor:
         return list(made)
     return [

@@ -1,4 +1,9 @@
-"""One micro-batch that is written: its nodes, and what of the whole graph is the same in all."""
+"""Base class that builds the graph of one micro-batch from the graph of the whole batch.
+
+It collects nodes and types of the new graph, creates fresh names, and merges equal nodes. It also
+records values that are the same in every micro-batch, because they do not depend on the samples.
+`PartCalls` implements it; see the docstring of the package for the idea.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,31 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import Samples
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs
 
-#: How the names of operators begin that draw counted random numbers.
+#: Prefix of the names of operators that draw counted random numbers.
 RANDOM = "sbp.random_"
 
 
 @dataclass(slots=True)
 class MicroBatch(ABC):
-    """What is written of one micro-batch, and what is known of it.
+    """Builder of the graph of one micro-batch.
 
     Args:
         graph: A step on the whole batch.
-        num_parts: Micro-batches, >= 2.
+        num_parts: Number of micro-batches, >= 2.
     """
 
     graph: LogicalGraph
     num_parts: int
     nodes: list[Node] = field(default_factory=list)
-    #: Of what is written.
+    #: Types of the new graph.
     types: dict[str, ValueType] = field(default_factory=dict)
-    #: Values of the whole graph that are the same in every micro-batch.
+    #: Values of the whole graph that do not depend on the samples.
     same: set[str] = field(default_factory=set)
-    #: Calls of the whole graph that take pieces of samples: how many a micro-batch has.
+    #: Operators that take the samples piece by piece -> number of pieces in a micro-batch.
     loops: dict[str, int] = field(default_factory=dict)
-    #: Those that join pieces, and what they make.
+    #: Operators that join pieces -> layout of their result.
     joins: dict[str, Samples] = field(default_factory=dict)
-    #: What makes each value that is written once for all of its equals.
+    #: Producer of each value of a merged node.
     makers: dict[str, Node] = field(default_factory=dict)
     _written: dict[str, Node] = field(default_factory=dict)
     _standing_for: dict[str, str] = field(default_factory=dict)
@@ -44,7 +49,7 @@ class MicroBatch(ABC):
     whole_types: dict[str, ValueType] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A copy of its own: `declare` adds to what it knows.
+        # A copy, because `declare` adds to it.
         self.whole_types = dict(self.graph.types)
         self.graph = replace(self.graph, types=self.whole_types)
         self.producers = dict(self.graph.producers)
@@ -61,14 +66,14 @@ class MicroBatch(ABC):
         return found
 
     def add(self, node: Node, made: Sequence[ValueType]) -> None:
-        """Write a node as it is."""
+        """Add a node to the new graph, unchanged."""
         self.nodes.append(node)
         self.types.update(zip(node.outputs, made, strict=True))
 
     def declare(self, node: Node, kind: TensorType) -> None:
-        """Write a node that the whole graph does not have, and does the same in every micro-batch.
+        """Add a new node that computes the same in every micro-batch.
 
-        The whole graph knows it from now on, so that what it makes is cut where it meets samples.
+        It also becomes a producer in the whole graph, so that its value can be cut like others.
         """
         (value,) = node.outputs
         self.producers[value] = node
@@ -76,7 +81,7 @@ class MicroBatch(ABC):
         self.as_it_is(node)
 
     def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
-        """Write a node under new names, unless an equal one is written; return what it makes."""
+        """Add a node under new names, unless an equal node exists; return its outputs."""
         key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
         if key not in self._written:
             written = replace(
@@ -92,7 +97,7 @@ class MicroBatch(ABC):
         return self._written[key].outputs
 
     def first_equal(self, value: str) -> str:
-        """Return the first of all values, the same in every micro-batch, that are equal to one."""
+        """Return the first value that is equal to a value that is the same in every micro-batch."""
         if value not in self._first_equal:
             node = self.graph.producers.get(value)
             if node is None:
@@ -108,7 +113,7 @@ class MicroBatch(ABC):
         return self._first_equal[value]
 
     def as_it_is(self, node: Node) -> None:
-        """Write a node that does the same in every micro-batch."""
+        """Add a node that computes the same in every micro-batch."""
         if node.op.startswith(RANDOM):
             node = replace(node, kwargs={**node.kwargs, "micro_batches": self.num_parts})
         self.add(node, [self.graph.types[value] for value in node.outputs])
@@ -116,10 +121,10 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
-        """Return a part of a tensor that is made of numbers alone; None if parts would differ.
+        """Return the slice of a constant tensor for a micro-batch; None if slices would differ.
 
         Args:
-            value: Of the whole graph, the same in every micro-batch.
-            layout: What it is cut to.
-            numbers: Whether it is an index of the samples, which in a part are its own.
+            value: A value of the whole graph, the same in every micro-batch.
+            layout: Layout of the slices.
+            numbers: Whether it is an index of samples, which counts from 0 in each part.
         """

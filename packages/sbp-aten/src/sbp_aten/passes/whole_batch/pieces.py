@@ -1,12 +1,12 @@
-"""Loops over the samples of a batch, whose turns the step on the whole batch has one by one.
+"""Loops over the samples of a batch, whose iterations are unrolled in the step on the whole batch.
 
     for row in x: rows.append(f(row))       f(x[0]), f(x[1]), f(x[2]), f(x[3])
 
-A micro-batch runs the turns of its own samples. That is the whole batch if each micro-batch runs
-the same on its own, and what is made of the pieces is put together of all of them, in their order:
-by `stack`, `cat` or a sum. Equal calls are written once, so that all micro-batches run the same if,
-and only if, the pieces at one place come under one name in each. What one piece alone makes
-(`err[0]`) is not the same in every micro-batch, and is not followed.
+A micro-batch runs the iterations of its own samples. That gives the whole batch if all
+micro-batches run the same calls, and the results of all pieces are joined in their order by
+`stack`, `cat` or a sum. Equal calls are written once. So all micro-batches run the same calls if,
+and only if, the pieces at one place have one name in all of them. The result of a single piece
+(`err[0]`) differs between micro-batches, and is not supported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BACKWARDS = ("select_backward", "slice_backward")
 def taken_apart(
     parts: MicroBatch, node: Node, given: Sequence[PartValue]
 ) -> list[PartValue] | None:
-    """Return the pieces that a call takes of samples: all of them, or one."""
+    """Return the pieces of samples that a call takes: all of them, or one."""
     if node.kind not in _TAKES or not isinstance(given[0].layout, Samples):
         return None
     (one,), layout = given, given[0].layout
@@ -87,9 +87,9 @@ def taken_apart(
 
 
 def of_numbers(parts: MicroBatch, node: Node) -> list[PartValue] | None:
-    """Return the pieces of numbers in the backward phase of a loop, such as ones; None elsewhere.
+    """Return the pieces of constants in the backward phase of a loop, such as ones; else None.
 
-    They are the same in every micro-batch, but one for each piece of the whole batch.
+    They are the same in every micro-batch, with one for each piece of the whole batch.
     """
     joined = parts.joins.get(node.forward)
     if joined is not None and node.kind in _TAKES:
@@ -114,14 +114,14 @@ def of_numbers(parts: MicroBatch, node: Node) -> list[PartValue] | None:
 
 
 def of_pieces(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
-    """Return what a call makes of pieces: of one by itself, or of all that it joins."""
+    """Return the result of a call on pieces: on a single one, or on all that it joins."""
     layouts = {one.layout for one in given if one.layout != SAME}
     if node.kind in _JOINS and len(layouts) == len(given) > 1:
         return _joined(parts, node, given)
     (layout, *others) = layouts
     if others or not isinstance(layout, SamplePiece) or layout.dim is not None:
         return None
-    if "seeded" in node.tags:  # equal calls are not equal numbers
+    if "seeded" in node.tags:  # equal calls draw different numbers
         return None
     names: dict[str, PartValue] = {}
     for name, one in zip(parts.graph.tensor_inputs(node), given, strict=True):
@@ -141,12 +141,12 @@ def of_pieces(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list
 
 
 def completed(parts: MicroBatch, node: Node, terms: Sequence[LinearTerm]) -> list[LinearTerm]:
-    """Return terms in which the sum of all pieces is one term: a total, or samples.
+    """Return terms in which the sum of all pieces is merged into one term: a total, or samples.
 
     Args:
         parts: Writes the sum.
-        node: Where it belongs.
-        terms: Of one value.
+        node: The node for which it is written.
+        terms: Terms of one value.
     """
     groups: dict[tuple[Coefficient, int, int | None], list[PartValue]] = {}
     found = []
@@ -204,7 +204,7 @@ def _order(part: PartValue) -> tuple[int, int]:
 def _in_order(
     parts: MicroBatch, given: Sequence[PartValue], dim: int | None = None
 ) -> list[str] | None:
-    """Return the pieces of every micro-batch, if these are all of the batch, in their order."""
+    """Return the pieces of every micro-batch if they are the whole batch in order; else None."""
     first = given[0].layout
     if not isinstance(first, SamplePiece) or len(given) != first.count * parts.num_parts:
         return None
@@ -219,10 +219,10 @@ def _in_order(
 def _without_starts(
     parts: MicroBatch, given: Sequence[PartValue]
 ) -> tuple[list[PartValue], list[str]]:
-    """Return the addends of a sum over all pieces without what it begins with, and that.
+    """Return the addends of a sum over all pieces without its start value, and the start value.
 
-    The first turn of `for row in x: total = total + f(row)` makes start + f(x[0]), which is a piece
-    like any other until the end shows that all others lack the start.
+    The first iteration of `for row in x: total = total + f(row)` makes start + f(x[0]). It looks
+    like any piece, until the other pieces turn out to lack the start.
     """
     found, added = list(given), list[str]()
     first = given[0].layout
@@ -245,7 +245,7 @@ def _without_starts(
 
 
 def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
-    """Return what was added to one piece to make another; None if more than that was done."""
+    """Return the values added to one piece to make another; None if it is no such sum."""
     if value == wanted:
         return []
     node = parts.makers.get(value)
@@ -275,7 +275,7 @@ def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
 
 
 def _joined(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
-    """Return all samples, as a call puts their pieces together."""
+    """Return all samples, joined from their pieces by a call."""
     names = _in_order(parts, given)
     if names is None:
         return None
@@ -294,7 +294,7 @@ def _joined(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[P
 def _put_back(
     parts: MicroBatch, node: Node, gradient: PartValue, layout: SamplePiece
 ) -> list[PartValue] | None:
-    """Return the gradient of all samples of which one piece was taken: zeros but for that one."""
+    """Return the gradient of samples from which one piece was taken: zeros elsewhere."""
     sizes, dim, first = node.args[1:4]
     dim = wrap_dim(dim, len(sizes))
     each = sizes[dim] // (layout.count * parts.num_parts)
@@ -312,7 +312,7 @@ def _put_back(
 def _of_zero(
     parts: MicroBatch, node: Node, given: dict[str, PartValue], layout: SamplePiece
 ) -> list[PartValue] | None:
-    """Return what adds a piece to zero, or takes it away, as the first turn of a sum does."""
+    """Return the result of adding a piece to zero, or subtracting it: a sum's first iteration."""
     if node.op not in _SUMS or node.kwargs or len(node.args) > 2:
         return None
     first, second = node.args if node.kind != "rsub" else reversed(node.args)

@@ -1,9 +1,9 @@
-"""Calls on parts of samples that no signature says, as ranks would have to send something.
+"""Calls on parts of samples that no signature covers, because ranks would have to communicate.
 
-reshape       samples keep their order, whatever dim they are along afterwards
-cat, slice    blocks of all samples are put together, or taken apart again
-index         by the number of each sample, which in a part is its own number
-bags          of equally many places a sample
+reshape       samples keep their order, along whatever dim
+cat, slice    blocks of all samples are joined, or separated again
+index         by the number of each sample, which in a part is counted from 0
+bags          with equally many places for each sample
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ RESHAPES = ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view")
 
 _BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
-#: Where their gradients are told to count how often a row is named, and the mode.
+#: Gradients of bags -> positions of `scale_grad_by_freq` and of the mode.
 _BAG_GRADIENTS = {"_embedding_bag_backward": (7, 8), "_embedding_bag_dense_backward": (6, 7)}
 
-#: The mode of a bag whose gradient is that of its largest rows.
+#: The mode "max" of a bag.
 _LARGEST = 2
 
 _BLOCKS = ("cat", "repeat", "slice", "slice_backward", "split", "split_with_sizes")
 
-#: What a part runs, the parts that it reads, and what it makes.
+#: Program of a part, the parts that it reads, and the layouts of its results.
 Found = tuple[LocalProgram, list[Ref], list[Layout]]
 
 
@@ -47,7 +47,7 @@ def _single(node: Node, args: tuple[Argument, ...], op: str = "") -> LocalProgra
 
 
 def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
-    """Return a view of samples: the same in the shape of a part."""
+    """Return the program of a reshape of samples: the same reshape for the shape of a part."""
     if node.kind not in RESHAPES or not isinstance(given[0].layout, Samples):
         return None
     (value,) = node.outputs
@@ -57,14 +57,14 @@ def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
     if layout is None:
         return None
     args = (node.args[0], part_shape(after, layout, parts.num_parts))
-    # A dim of a single sample looks like one that is to be squeezed, or was inserted.
+    # In a part, a dim with a single sample would be squeezed, too.
     op = "aten.reshape.default" if node.kind == "squeeze" else node.op
     program = _single(node, node.args if node.kind == "unsqueeze" else args, op)
     return program, [Ref(given[0].name)], [layout]
 
 
 def in_blocks(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
-    """Return what puts blocks of all samples together, or takes them apart again.
+    """Return the program that joins blocks of all samples, or separates them again.
 
     cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
     slice(x, 0, B, 2 * B), split(x, B)        one block of two
@@ -136,9 +136,9 @@ def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> l
 
 
 def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
-    """Return indexing by the number of each sample: `x[arange(B), i]`, and writing in such places.
+    """Return the program of reading or writing by sample numbers: `x[arange(B), i]`.
 
-    A part reads its own samples, whose numbers begin anew.
+    A part reads its own samples, numbered from 0.
     """
     if node.kind not in ("index", "index_put", "_unsafe_index_put"):
         return None
@@ -157,7 +157,7 @@ def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
     wide = max(len(graph.tensor(name).shape) for name in indices)
     numbers = names[1 + places.index(layout.dim)]
     extent = graph.tensor(names[0]).shape[layout.dim]
-    # The dim of the numbers among those of all indices, from behind: that with an entry a sample.
+    # Dim of the sample numbers among the dims of all indices, counted from the last.
     shape = graph.tensor(numbers).shape
     found = [
         at - len(shape) for at, one in enumerate(shape) if one == extent and prod(shape) == one
@@ -185,7 +185,7 @@ def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
     made = Samples((places[0] if dense else 0) + wide + found[0])
     if not writes:
         return _single(node, node.args), refs, [made]
-    # Values may have fewer dims than the places that they go to, or one entry for all of them.
+    # Values may be broadcast: fewer dims than their places, or one entry for all.
     shape = graph.tensor(names[-1]).shape
     at = made.dim - (len(graph.tensor(names[0]).shape) - len(places) + wide) + len(shape)
     alike = at < 0 or shape[at] == 1
@@ -200,7 +200,7 @@ def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
 
 
 def without_views(graph: LogicalGraph, value: str) -> str:
-    """Return what a value has the elements of, in another form or dtype."""
+    """Return the source of a value, before reshapes and casts."""
     node = graph.producers.get(value)
     while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
         value = graph.tensor_inputs(node)[0]
@@ -209,7 +209,7 @@ def without_views(graph: LogicalGraph, value: str) -> str:
 
 
 def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bool:
-    """Whether a value is 0, 1, 2, ... to an extent, times a number, in another form or dtype."""
+    """Whether a value is `each` times 0, 1, ..., extent - 1, up to reshapes and casts."""
     value = without_views(graph, value)
     node = graph.producers.get(value)
     if node is None or node.kind != "arange":
@@ -224,7 +224,7 @@ def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bo
 
 
 def _of_bags(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
-    """Return bags of equally many places a sample, or the gradient of their table."""
+    """Return the program of bags with equally many places a sample, or of their gradient."""
     names = parts.graph.tensor_inputs(node)
     shapes = [parts.graph.tensor(name).shape for name in names]
     if node.kind in _BAGS:
@@ -264,5 +264,5 @@ def is_zero(graph: LogicalGraph, value: str) -> bool:
     return node is not None and bool(filled_with(node) == 0)
 
 
-#: In the order in which they are tried.
+#: Functions that find a program, in the order in which they are tried.
 WAYS = (as_reshaped, in_blocks, as_numbered, _of_bags)

@@ -1,4 +1,10 @@
-"""The rewriting of a step on the whole batch as one of micro-batches."""
+"""Rewrite a step that was captured on the whole batch into micro-batches with accumulation.
+
+The results are the same, also if the loss is no plain mean over samples (weighted means, ignored
+targets). `whole_batch_loss` visits each node once. It writes the node for a micro-batch, or for
+once a step if it needs a total over all micro-batches. A result that cannot be computed from
+micro-batches is refused.
+"""
 
 from __future__ import annotations
 
@@ -70,20 +76,23 @@ _LIKE = frozenset(
 
 
 def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
-    """Write a step on the whole batch as one of micro-batches, with the same results.
+    """Write a step on the whole batch as a step of micro-batches, with the same results.
+
+    `dw(e, c)` stands for the gradient of the weight, with c the gradient of each e:
 
     before: e = square(x) [8 samples]; l = mean(e); w1 = sub(w, dw(e, 1/8))
     after:  e = square(x) [2 samples]; s = mul(mean(e), 1/4); L = accumulate(s, 1) [step]
             D = accumulate(dw(e, 1/8), 1); w1 = sub(w, D) [step]
 
     Args:
-        graph: A step on the whole batch, whose mean losses are ratios (pass `sum_losses`). The
-            samples of a batch input are along its dim 0; one without dims is the same for all.
-        num_micro_batches: Parts of equal size.
+        graph: A step on the whole batch. Run the pass `sum_losses` before, which writes mean losses
+            as sum / count. The samples of a batch input are along its dim 0; an input without dims
+            is the same for all.
+        num_micro_batches: Number of parts of equal size.
 
     Raises:
-        GraphError: a result of the whole batch does not follow from those of micro-batches; names
-            it, and the line where samples meet.
+        GraphError: a result of the whole batch cannot be computed from micro-batches; the message
+            names it, and the line where samples are combined.
     """
     if num_micro_batches == 1 or all(out.kind is not OutputKind.LOSS for out in graph.outputs):
         return graph
@@ -92,11 +101,11 @@ def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGrap
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The state of one rewriting.
+    """Rewrites one graph.
 
     Args:
         graph: A step on the whole batch.
-        num_parts: Micro-batches.
+        num_parts: Number of micro-batches.
     """
 
     graph: LogicalGraph
@@ -104,9 +113,9 @@ class _Rewriting:
     values: dict[str, Value] = field(default_factory=dict)
     #: Nodes that run once a step, in their order.
     late: list[Node] = field(default_factory=list)
-    #: Once a step: the name of each value of the whole batch that is asked for.
+    #: Value of the whole batch -> its name at rate step.
     whole: dict[str, str] = field(default_factory=dict)
-    #: How much larger numbers of the whole batch are than what micro-batches compute with.
+    #: (value, dtype) -> actual value of the whole batch / value assumed in micro-batches.
     ratios: dict[tuple[str, str], str] = field(default_factory=dict)
     parts: PartCalls = field(init=False)
     terms: TermCalls = field(init=False)
@@ -180,7 +189,7 @@ class _Rewriting:
             self.values.update((value, plain(PartValue(value))) for value in node.outputs)
 
     def _once(self, node: Node) -> None:
-        """Let a node run once a step, on values of the whole batch."""
+        """Write a node to run once a step, on values of the whole batch."""
         names = () if node.is_host else self.graph.tensor_inputs(node)
         problem = next(filter(None, map(self._problem, names)), None)
         if problem is not None:
@@ -188,7 +197,7 @@ class _Rewriting:
             return
         if any(
             value in self.parts.types for value in node.outputs
-        ):  # of terms that came to nothing
+        ):  # an earlier attempt has written it already
             made = set(node.outputs)
             self.parts.nodes = [one for one in self.parts.nodes if not made & {*one.outputs}]
         whole = {name: self._whole(name) for name in names}
@@ -198,7 +207,7 @@ class _Rewriting:
             self.values[value], self.whole[value] = LATE, value
 
     def _problem(self, value: str) -> Unknown | None:
-        """Return why a value cannot be had once a step; None if it can."""
+        """Return why a value cannot be computed once a step; None if it can."""
         found = self.values[value]
         if isinstance(found, Unknown):
             return found
@@ -211,7 +220,7 @@ class _Rewriting:
         return Unknown("there is a number for each sample", node)
 
     def _apart(self, value: str) -> Unknown:
-        """Return why nothing follows from pieces of samples, and where they are taken."""
+        """Return why pieces of samples are not supported here, and the node that takes them."""
         while True:
             node = self.graph.producers[value]
             names = self.graph.tensor_inputs(node)
@@ -221,15 +230,16 @@ class _Rewriting:
             value = earlier
 
     def _like(self, node: Node) -> Node:
-        """Return a node that belongs where another does, and runs once a step."""
+        """Return a copy of a node that runs once a step, as a template for new nodes."""
         if node.rate is not Rate.MICRO:
             return node
-        # Of the forward phase, so that a loss is known, and may undo the step, before it commits.
+        # Losses stay in the forward phase, so that a step can be undone by its loss before it
+        # commits.
         phase = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
         return replace(node, phase=phase, rate=Rate.STEP, forward="")
 
     def _filled(self, node: Node, names: Sequence[str]) -> None:
-        """Write `ones_like(loss)` as a tensor of ones, which needs no loss."""
+        """Write `ones_like(loss)` and similar factories as constants that do not need the loss."""
         number = 0 if "empty" in node.kind else filled_with(node)
         (value,) = node.outputs
         made = self.graph.tensor(value)
@@ -270,7 +280,7 @@ class _Rewriting:
             self._once(node)
 
     def _why(self, node: Node, given: Sequence[Value]) -> str:
-        """Return why what a node makes of samples is unknown."""
+        """Return why the result of a node on samples is unknown."""
         if node.kind in _BATCH_NORMS:
             return "batch normalisation in training takes its statistics of all samples"
         if not signatures_of(self.graph, node, self.num_parts):
@@ -289,7 +299,7 @@ class _Rewriting:
         """Return a value of the whole batch, known once a step.
 
         Raises:
-            GraphError: it does not follow from those of micro-batches.
+            GraphError: it cannot be computed from micro-batches.
         """
         if value in self.whole or not self.graph.is_tensor(value):
             return self.whole.get(value, value)
@@ -324,7 +334,7 @@ class _Rewriting:
         self.parts.types[name] = kind
         phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
         source = term.part.name
-        if source in self.graph.input_kinds:  # which no actor sends
+        if source in self.graph.input_kinds:  # an input, which no actor sends
             source = self.parts.fresh(f"{value}.read")
             args = (Ref(term.part.name),)
             read = replace(like, name=source, op="aten.clone.default", args=args, outputs=(source,))
@@ -347,8 +357,8 @@ class _Rewriting:
             op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
-        # Where zeros are written over what is divided, nothing may count, and a divisor be zero:
-        # 0 / 0 is zero then. The ratio of a number of targets is never zero.
+        # If zeros overwrite the quotient, the divisor may be zero because nothing counts: then
+        # 0 / 0 has to be zero. The ratio of a number of targets is never zero.
         if any(
             power < 0 and atom in self.terms.filled and counted_targets(self.graph, atom) is None
             for atom, power in term.coefficient
@@ -390,12 +400,12 @@ class _Rewriting:
         return name
 
     def _ratio(self, atom: str, dtype: str) -> str:
-        """Return by how much a number of the whole batch is larger than its nominal value."""
+        """Return the ratio of a number of the whole batch to its nominal value."""
         key = (atom, dtype)
         if key in self.ratios:
             return self.ratios[key]
-        # With the total, not with the gradients that it divides: every stage has such, and would
-        # wait for the update of the one that computes the ratio.
+        # Placed with the total, not with the gradients that it divides: they are on every stage,
+        # and each would wait for the update of the stage that computes the ratio.
         like, kind = self.graph.producers[atom], TensorType((), dtype)
         exact = dtype == "float64"
         source = self._whole(atom) if exact else self._ratio(atom, "float64")
@@ -404,7 +414,7 @@ class _Rewriting:
         name = self._late(like, label, "_to_copy.default", (Ref(source),), kind, dtype=cast)
         if exact:
             if counted_targets(self.graph, atom) is not None:
-                # Where no target counts, PyTorch computes no gradients at all: not 0 / 0.
+                # If no target counts, PyTorch computes no gradients, instead of 0 / 0.
                 flag = TensorType((), "bool")
                 none = self._late(like, f"{atom}.none", "eq.Scalar", (Ref(name), 0), flag)
                 args = (Ref(name), Ref(none), 1)
@@ -418,7 +428,7 @@ class _Rewriting:
         """Return an output of the whole batch.
 
         Raises:
-            GraphError: see `_whole`; names the output.
+            GraphError: see `_whole`; the message names the output.
         """
         try:
             return self._whole(out.value)

@@ -1,4 +1,4 @@
-"""Numbers of targets: what cross-entropies divide by, and others that count the same."""
+"""Find numbers of targets that cross-entropies divide by, and other values that equal them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MEAN, _SUM = 1, 2
 
 
 def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
-    """Divide the gradient of a mean cross-entropy by its total weight, before it is that of a sum.
+    """Write the gradient of a mean cross-entropy as a division, then the gradient of a sum.
 
     before: dx = nll_loss_backward(g, x, y, w, mean, ignored, D)
     after:  dx = nll_loss_backward(div(g, D), x, y, w, sum, ignored, 0)     0 is not read
 
-    With weights of classes, D is 1 where no target counts: PyTorch then computes no gradients, and
-    not 0 / 0. Without them, D counts the targets, which is seen by `counted_targets`.
+    With weights of classes, D is 1 if no target counts: PyTorch then computes no gradients, instead
+    of 0 / 0. Without weights, D counts the targets, which `counted_targets` finds.
     """
     if not any(node.op in _BACKWARDS for node in graph.nodes):
         return graph
@@ -48,10 +48,10 @@ def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
 
 
 def counted_targets(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
-    """Return which targets a value counts, and which it leaves out; None if it does not.
+    """Return the targets that a value counts, and the ignored target; None if it is no count.
 
     Both `nll_loss_forward(.., target, None, sum, ignored)` and `sum(ne(target, ignored))` count,
-    the second only where a loss of the graph leaves out the same.
+    the second only if a loss of the graph ignores the same target.
     """
     counted = _counted(graph, value)
     return next(

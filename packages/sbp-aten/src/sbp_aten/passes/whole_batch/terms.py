@@ -1,7 +1,8 @@
-"""Linear operators on values that are sums of terms: term by term.
+"""Apply linear operators to values that are sums of terms (coefficient times part), term by term.
 
-The gradient of a ratio N / D of two totals is (1 / D) · v, where v needs no D. Gradients of terms
-with different divisors are computed apart where an operator is linear, each by a call of its own:
+The gradient of a ratio N / D of two totals is (1 / D) · v, and v does not need D. Gradients of
+terms with different divisors are computed separately if an operator is linear, each by its own
+call:
 
     f(a / D + b / E) = f(a) / D + f(b) / E
 """
@@ -44,7 +45,7 @@ from sbp_core.signatures import OpCall, derivation
 
 _SUM = P("sum")
 
-#: Terms of one value: more would repeat what makes it too often.
+#: Largest number of terms of one value: each term repeats its computation.
 _MOST_TERMS = 8
 
 _NEGATIVE = {"sum": "sum", "max": "min", "min": "max"}
@@ -52,7 +53,7 @@ _NEGATIVE = {"sum": "sum", "max": "min", "min": "max"}
 _DIVISIONS = ("aten.div.Tensor",)
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 
-#: Operators that keep some elements and write others.
+#: Operators that keep some elements and overwrite the rest.
 _FILLS_WITH = ("masked_fill", "where")
 
 
@@ -61,19 +62,19 @@ class TermCalls:
     """Writes calls of micro-batches term by term.
 
     Args:
-        parts: Writes each of them.
-        values: What each value of the whole batch is.
+        parts: Writes the calls.
+        values: Name of each value of the whole batch -> its description (terms, late, unknown).
     """
 
     parts: PartCalls
     values: dict[str, Value]
-    #: Late values as terms; None: they are none.
+    #: Late values (known once a step) as terms; None if that is impossible.
     lifted: dict[str, Terms | None] = field(default_factory=dict)
-    #: What micro-batches compute with in the place of a number that is a coefficient.
+    #: Coefficient -> the value that micro-batches use instead of it.
     atoms: dict[str, PartValue] = field(default_factory=dict)
-    #: One name for each number of targets, however it is counted.
+    #: Count of targets -> one name for all values that are equal to it.
     counts: dict[object, str] = field(default_factory=dict)
-    #: Numbers that divide what is filled with zeros afterwards, so that 0 / 0 comes of none of it.
+    #: Divisors of values that zeros overwrite afterwards, so that 0 / 0 does no harm.
     filled: set[str] = field(default_factory=set)
 
     @property
@@ -84,12 +85,13 @@ class TermCalls:
     def call(
         self, node: Node, names: Sequence[str], given: Sequence[Value], *, lift_totals: bool = False
     ) -> list[Terms] | None:
-        """Return what a node makes of terms, if it is linear in them.
+        """Return the results of a node on terms, if it is linear in them.
 
-        A total that meets samples is a number of the whole batch; so are others if that is asked.
+        A total that is combined with samples is treated as a number of the whole batch; with
+        `lift_totals`, all totals are.
         """
         found: list[Terms] = []
-        # A total is added to pieces as it is, and a number of the whole batch to whatever else.
+        # A total is added to pieces directly; to anything else it is added as a coefficient.
         adds = node.op in _SUMS and all(
             has_totals(one) or has_pieces(one) for one in given if isinstance(one, tuple)
         )
@@ -120,7 +122,7 @@ class TermCalls:
             factor = times(*[found[0][0].coefficient] * exponent)
             found[0], marked = plain(found[0][0].part), []
         if node.kind in _FILLS_WITH and marked:
-            # Zeros may be written over some elements, whatever stood there.
+            # Zeros may overwrite some elements, whatever their values.
             number = node.args[2] if node.op == "aten.masked_fill.Scalar" else None
             if number == 0 or (number is None and any(map(self._is_zero, found[1:]))):
                 self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
@@ -138,8 +140,8 @@ class TermCalls:
     ) -> list[Terms] | None:
         """Return f(sum of terms), for a node that is linear in some arguments together.
 
-        The arguments of one coefficient go through at once, others of them being zero; if that does
-        not work, those of one layout.
+        All arguments of one coefficient are passed at once, with zeros for the rest; if that does
+        not work, all arguments of one layout.
         """
         if not together:
             return self._run(node, [single_part(one) for one in given], ())
@@ -172,14 +174,14 @@ class TermCalls:
                         return None
                     results.append(found)
         merged = self._sum(node, results)
-        # Pieces are to be one term.
+        # Pieces have to form one term.
         counts = (
             sum(not isinstance(term.part.layout, SamplePiece) for term in terms) for terms in merged
         )
         return merged if all(count <= _MOST_TERMS for count in counts) else None
 
     def _sum(self, node: Node, results: Sequence[list[Terms]]) -> list[Terms]:
-        """Add up, for each output of a node, what several calls made of it."""
+        """Add up the results of several calls, for each output of a node."""
         return [
             self._merged(node, [term for made in results for term in made[at]])
             for at in range(len(node.outputs))
@@ -194,7 +196,7 @@ class TermCalls:
         chosen: Mapping[int, PartValue],
         coefficient: Coefficient,
     ) -> list[Terms] | None:
-        """Run a node with zeros for those of its linear arguments that are not chosen."""
+        """Run a node with zeros for the linear arguments that are not chosen."""
         absent = [at for at in together if at not in chosen]
         if len(chosen) == 1 and absent and node.op in _SUMS:
             ((at, part),) = chosen.items()
@@ -221,7 +223,7 @@ class TermCalls:
     def _made_near(
         self, name: str, like: Node, near: str, number: float, kind: TensorType
     ) -> PartValue:
-        """Write a tensor of equal numbers that belongs to a node, on the device of a part."""
+        """Write a constant tensor for a node, on the device of a part."""
         name = self.parts.fresh(name)
         made = Node(
             name=name,
@@ -240,7 +242,7 @@ class TermCalls:
     def _addend(
         self, node: Node, name: str, part: PartValue, *, negative: bool
     ) -> PartValue | None:
-        """Return what a sum makes of one addend alone; None if forms or factors differ."""
+        """Return a sum with one addend alone; None if shapes or factors differ."""
         kind = self.graph.tensor(name)
         if self.graph.tensor(node.outputs[0]) != kind or node.kwargs or len(node.args) > 2:
             return None
@@ -262,7 +264,7 @@ class TermCalls:
     ) -> list[Terms] | None:
         """Return a product of two values that both have coefficients, one of them a single term.
 
-        Of two sums the product could cancel: (a - b)(a - b) of numbers that are nearly equal.
+        A product of two sums could cancel: (a - b)(a - b) of nearly equal numbers.
         """
         left, right = (given[at] for at in marked)
         if min(len(left), len(right)) > 1:
@@ -293,7 +295,7 @@ class TermCalls:
     def _same_parts(self, node: Node, parts: Sequence[PartValue]) -> list[PartValue] | None:
         """Write a node on values that are the same in every micro-batch, under other names.
 
-        The whole graph knows them, too, so that they can be cut where they meet samples.
+        They are added to the whole graph, too, so that they can be cut like samples.
         """
         names: dict[str, str] = {}
         for name, part in zip(self.graph.tensor_inputs(node), parts, strict=True):
@@ -308,7 +310,7 @@ class TermCalls:
         return [PartValue(outputs[0])]
 
     def _merged(self, node: Node, terms: Sequence[LinearTerm]) -> Terms:
-        """Add up the terms of equal coefficients and layouts; maxima stay apart."""
+        """Merge terms with equal coefficients and layouts; maxima are not merged."""
         found: dict[tuple[Coefficient, object, str], LinearTerm] = {}
         for number, term in enumerate(terms):
             layout = term.part.layout
@@ -341,7 +343,7 @@ class TermCalls:
         return kind
 
     def _written(self, node: Node, kind: TensorType, like: PartValue) -> str:
-        """Write a node of parts of one layout under a new name, and return it."""
+        """Write a node on parts of one layout under a new name, and return the name."""
         if isinstance(like.layout, SamplePiece):
             return self.parts.once(node, [kind])[0]
         name = self.parts.fresh(node.outputs[0])
@@ -354,10 +356,10 @@ class TermCalls:
         return name
 
     def _lift(self, value: str) -> Terms | None:
-        """Return a value that is known once a step as terms of what micro-batches have.
+        """Return a value that is known once a step as terms; None if that is impossible.
 
-        A number is a coefficient times 1, and what is computed of it linearly, such as its
-        expansion, is that coefficient times the same of 1. Other late tensors are none.
+        A number is a coefficient times 1. A linear function of it, such as its expansion, is that
+        coefficient times the function of 1. Other late tensors have no terms.
         """
         if value not in self.lifted:
             self.lifted[value] = self._lifted(value)
@@ -373,13 +375,13 @@ class TermCalls:
             names = self.graph.tensor_inputs(node)
             given = [self.values[name] for name in names]
             made = self.call(node, names, given, lift_totals=True)
-            # A number of several terms would repeat all that it is multiplied with.
+            # A number with several terms would repeat every product with it.
             if made is not None and not (is_number and len(made[0]) > 1):
                 return made[0]
         return self._atom(value) if is_number else None
 
     def _atom(self, value: str) -> Terms:
-        """Return a number that is known once a step as itself times a number of its size."""
+        """Return a number that is known once a step as a coefficient times its nominal value."""
         key = counted_targets(self.graph, value)
         if key is not None:
             value = self.counts.setdefault(key, value)
@@ -391,10 +393,10 @@ class TermCalls:
         return (LinearTerm(((value, 1),), self.atoms[value]),)
 
     def nominal(self, value: str) -> float:
-        """Return a power of two near what a total is if all elements count.
+        """Return a power of two near the value of a total if all elements count.
 
-        Gradients then have the magnitude that they have in the whole batch, which matters where
-        they are float16; a power of two rounds nothing.
+        Gradients then have the same magnitude as in the whole batch, which matters for float16;
+        multiplying by a power of two is exact.
         """
         node = self.graph.producers[value]
         if node.kind in ("mean", "div", "reciprocal", "rsqrt", "sqrt"):
@@ -417,7 +419,7 @@ class TermCalls:
         return 1 << (max(1, *sizes).bit_length() - 1)
 
     def near(self, value: str) -> str:
-        """Return a tensor that a micro-batch has near the one that makes a late value."""
+        """Return a tensor of the micro-batch near the node of a late value."""
         found = self.values[value]
         if not isinstance(found, StepConstant):
             assert isinstance(found, tuple), f"{value} is unknown"
@@ -427,7 +429,7 @@ class TermCalls:
 
 
 def _apart(given: Sequence[Terms]) -> list[int]:
-    """Return which of single parts are of different samples, if some are pieces."""
+    """Return the positions of single parts that belong to different samples, if some are pieces."""
     if not any(map(has_pieces, given)):
         return []
     layouts = [terms[0].part.layout for terms in given]
@@ -439,7 +441,7 @@ def _apart(given: Sequence[Terms]) -> list[int]:
 
 
 def power_of(node: Node) -> int | None:
-    """Return the exponent of a node that raises a tensor to a whole power > 0; else None."""
+    """Return the exponent of a node that raises a tensor to an integer power > 0; else None."""
     if node.op != "aten.pow.Tensor_Scalar":
         return None
     exponent = node.args[1]
@@ -448,9 +450,9 @@ def power_of(node: Node) -> int | None:
 
 
 def linear_in(graph: LogicalGraph, node: Node, given: Iterable[int]) -> list[frozenset[int]]:
-    """Return the sets of tensor arguments that hold the given ones and in which a node is linear.
+    """Return sets of tensor arguments that contain the given ones and in which a node is linear.
 
-    The smallest come first. Arguments outside of a set are constants of the linear map.
+    Small sets come first. Arguments outside of a set are constants of the linear map.
     """
     wanted = frozenset(given)
     found = set()
@@ -468,6 +470,6 @@ def linear_in(graph: LogicalGraph, node: Node, given: Iterable[int]) -> list[fro
 
 
 def is_linear(graph: LogicalGraph, node: Node, given: Iterable[int]) -> bool:
-    """Whether a node is linear in just these tensor arguments."""
+    """Whether a node is linear in exactly these tensor arguments."""
     wanted = frozenset(given)
     return wanted in linear_in(graph, node, wanted)
