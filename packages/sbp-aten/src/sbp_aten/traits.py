@@ -1,4 +1,4 @@
-"""Properties of ATen operators that passes ask for: views, copies, casts, factories, in-place forms."""
+"""Properties of ATen operators that passes ask for: views, copies, casts, in-place forms, ..."""
 
 from __future__ import annotations
 

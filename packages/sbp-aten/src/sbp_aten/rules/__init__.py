@@ -1,17 +1,20 @@
-"""The rules of PyTorch's operators and our own, a module for each family.
+"""Sharding rules of PyTorch's operators and of our own, one module for each family.
 
-    pointwise (in what monotone: effects), foreach                 maps of elements
+    pointwise (and effects: linear or monotone?), foreach          maps of elements
     reductions, scans                                              sums, maxima, orders, counts
     matmul, grouped, linalg                                        products and factorisations
     attention, layers, normalisation, loss                         layers as one operator
     convolution, pooling, folding, resampling                      windows and planes in space
-    reshape, rearrange, selection                                  where elements stand
+    reshape, rearrange, selection                                  moving elements
     indexing, advanced, embedding_bag                              reading by index
     scatter, replace_view                                          writing by index, views, masks
-    factories, sbp_ops                                             all else
+    factories, sbp_ops                                             the rest
 
-Without rules of their own: `formula` reads notations of any rank; `arrangement`, `windows` and
-`sliding` hold what several families share.
+A rule is a notation (`sbp_core.signatures.notation`), which says what an operator computes and so
+how it may be split, and a localiser if needed: a function that adapts a call to a rank's shards.
+
+Modules without rules: `formula` parses notations of any rank; `arrangement`, `windows` and
+`sliding` are shared by several families.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _FAMILIES = (
     "scans", "scatter", "selection",
 )  # fmt: skip
 
-#: Name -> module of the rules of a family, whose docstring says what they have in common.
+#: Name of a family -> module of its rules.
 FAMILIES: Mapping[str, ModuleType] = {
     name: import_module(f"{__name__}.{name}") for name in _FAMILIES
 }
@@ -44,7 +47,7 @@ RULES: Mapping[str, Rule] = {
     op: rule for family in FAMILIES.values() for op, rule in family.RULES.items()
 }
 
-#: Of `tokens (t, k) x weights (e, k, n)`, rows by group; and of the gradients of both.
+#: Rule of `tokens (t, k) x weights (e, k, n)`, rows by group; and of the gradients of both.
 GROUPED_MM: Rule = grouped.PRODUCT
 GROUPED_MM_GRADIENTS: Rule = grouped.GRADIENTS
 

@@ -1,9 +1,10 @@
-"""What a list of indices means, as in `x[i, :, j]` or `x[mask]`; reading and writing by one.
+"""Sharding rules of reading and writing by lists of indices, as in `x[i, :, j]` or `x[mask]`.
 
-The indices are broadcast together, to dims `b0 b1`, which are in the result where the first of
-them stood, or in front if a dim that is not indexed is between them. Dims that are not indexed
-are free (`d1`), those that are indexed are windows (`v0`). A mask stands for as many dims as it
-has, and makes one whose extent only the data tell.
+The indices are broadcast together, to dims `b0 b1`. In the result these are in place of the first
+index, or in front if a dim that is not indexed is between the indices. Dims that are not indexed
+can be split (`d1`); of indexed dims (`v0`), a rank holds a range, its window. A mask stands for as
+many dims as it has, and makes one dim whose extent depends on the data. In notation
+(`sbp_core.signatures.notation`):
 
     v0 d1, b0, b0 d1 => v0 d1    x[i] = values
     v*, i*, i* => v*             put: into the flattened tensor
@@ -60,19 +61,19 @@ from sbp_core.signatures import (
     run_as_is,
 )
 
-#: Why dims stay whole that a mask reads, and those that it makes.
+#: Reason why the dims that a mask reads or makes stay whole.
 _DATA = "a mask makes as many elements as it has true ones"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """One of the indices.
+    """An index in a list of indices.
 
     Args:
         slot: Position in the list of indices.
         tensor: Position among the tensor arguments.
-        dims: Dims of the indexed tensor that it stands for: one, but for masks.
-        shape: Its shape.
+        dims: Dims of the tensor that it indexes: one, or several for a mask.
+        shape: Shape of the index.
         mask: Whether it is a mask.
     """
 
@@ -85,12 +86,12 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexing:
-    """What a list of indices does to a tensor.
+    """The effect of a list of indices on the dims of a tensor.
 
     Args:
-        indices: Those that are given.
+        indices: The indices that are not None.
         free: Dims of the tensor that are not indexed.
-        at: How many of these are in the result before the dims that the indices make.
+        at: Number of free dims in the result before the dims made by the indices.
     """
 
     indices: tuple[Index, ...]
@@ -115,7 +116,7 @@ class Indexing:
                 dim += 1
                 continue
             given_type = call.inputs[tensor + len(found)]
-            # A mask is indexed by all its dims at once; `uint8` is how masks were written before
+            # A mask indexes all its dims at once; `uint8` was the dtype of masks before
             # `bool`.
             mask = given_type.dtype in ("bool", "uint8")
             count = len(given_type.shape) if mask else 1
@@ -130,7 +131,7 @@ class Indexing:
             )
             dim += count
         free += range(dim, len(call.inputs[0].shape))
-        # NumPy's rule. `at` counts free dims in front of what the indices make:
+        # NumPy's rule. `at` counts free dims in front of the dims made by indices:
         #
         #     x[:, i, j]    adjacent     d0 b0       at 1
         #     x[i, :, j]    not so       b0 d1       at 0: in front of everything
@@ -146,13 +147,13 @@ class Indexing:
 
     @property
     def num_made(self) -> int:
-        """How many dims the indices make."""
+        """Number of dims that the indices make."""
         return max(1 if index.mask else len(index.shape) for index in self.indices)
 
     @property
     def extents(self) -> tuple[int, ...]:
         """Extents of the dims that the indices make, if none is a mask."""
-        # Broadcast: aligned at the last dim, an extent of 1 gives way to any other.
+        # Broadcast: aligned at the last dim, an extent of 1 is expanded to any other.
         shapes = [(1,) * (self.num_made - len(index.shape)) + index.shape for index in self.indices]
         return tuple(
             next((extent for extent in column if extent != 1), 1)
@@ -169,17 +170,17 @@ class Indexing:
         return fresh_dims(self.num_made, "b")
 
     def result(self) -> Dims:
-        """Return the dims of what is read or written: free ones, with those made among them."""
+        """Return the dims of the elements read or written: free dims, and dims of the indices."""
         free: list[Dim] = [(f"d{dim}",) for dim in self.free]
         return (*free[: self.at], *self.made(), *free[self.at :])
 
     def of_index(self, index: Index) -> Dims:
-        """Return the dims of one index: labels of its own if one of the indices is a mask."""
+        """Return the dims of one index: separate labels if one of the indices is a mask."""
         if self.masked:
             return fresh_dims(len(index.shape), f"t{index.slot}_")
         extents = self.extents[self.num_made - len(index.shape) :]
         dims = self.made()[self.num_made - len(index.shape) :]
-        # What is broadcast along a dim has one element there: label-free, so it is not split.
+        # A broadcast dim has one element: it has no label, so it is not split.
         return tuple(
             () if here == 1 != wide else dim
             for dim, here, wide in zip(dims, index.shape, extents, strict=True)
@@ -194,7 +195,7 @@ class Indexing:
         return frozenset(name for dim in own for name in dim) | read
 
     def cut(self, shape: Sequence[int], bounds: Bounds) -> list[Index]:
-        """Return the indices of dims that a rank has a window of."""
+        """Return the indices of dims of which a rank holds only a window."""
         return [
             index
             for index in self.indices
@@ -213,7 +214,7 @@ def _right_aligned(shape: Sequence[int], wide: Sequence[int], dims: Dims) -> Dim
 
 # Reading
 
-#: The operators whose mask says which elements are read or written.
+#: Operators with an additional mask of the elements to read or write.
 _MASKED = "aten._unsafe_masked_index.default"
 _MASKED_PUT = "aten._unsafe_masked_index_put_accumulate.default"
 
@@ -221,7 +222,7 @@ _MASKED_PUT = "aten._unsafe_masked_index_put_accumulate.default"
 def _index(call: OpCall) -> Notation:
     """Return `v0 d1, b0 => b0 d1` for `x[i]`.
 
-    Masked: `v0 d1, b0 d1, b0 => b0 d1`, an element where the mask holds, else a number.
+    Masked: `v0 d1, b0 d1, b0 => b0 d1`, an element where the mask is True, else a number.
     """
     made, masked = call.outputs[0], call.op == _MASKED
     indexing = Indexing.of(call, 1 + masked, 1 + masked)
@@ -242,17 +243,17 @@ def _index(call: OpCall) -> Notation:
 
 
 def _clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
-    """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
+    """Return an index as the `_unsafe_masked_*` operators read it: counted from the front.
 
-    What is beyond either end means the last element there.
+    An index beyond either end is clamped.
     """
     return wrapped(builder, builder("aten.clamp.default", index, -extent, extent - 1), extent)
 
 
 def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read what is in the windows of all dims that are indexed.
+    """Read the elements that are in the windows of all indexed dims.
 
-    The number that fills the rest, with a mask, is given by the first rank.
+    With a mask, the first rank provides the fill number.
     """
     masked = call.op == _MASKED
     names = ("self", "mask", "indices", "fill") if masked else ("self", "indices")
@@ -273,16 +274,16 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         )
         local[index.slot], beyond = readable(builder, front, window)
         outside.append(beyond)
-    # Every place is read, those outside of the window at element 0 of it, and overwritten with
-    # zeros: shapes stay static, and the sum over the ranks has each element once.
+    # Every place is read. Places outside of the window read its element 0, and are overwritten
+    # with zeros: shapes stay static, and the sum over the ranks has each element once.
     found = builder(call.op, tensor, *masks[:1], tuple(local), *[0] * masked)
     for beyond in outside:
-        # `beyond` has the dims that the indices make; it is aligned with them by new dims behind.
+        # `beyond` has the dims made by the indices; new dims after them align it.
         for _ in range(len(indexing.free) - indexing.at):
             beyond = builder("aten.unsqueeze.default", beyond, -1)
         found = builder("aten.masked_fill.Scalar", found, beyond, 0)
-    # Ranks add up what they find, so the number that stands where the mask does not hold must come
-    # from one rank only: that of the first window. The others fill zeros.
+    # The results of the ranks are added, so the fill number for places outside of the mask must
+    # come from one rank only: the rank of the first window. Other ranks fill in zeros.
     if masked and masks[1] != 0 and all(first == 0 for first, _ in windows):
         beside = builder("aten.logical_not.default", masks[0])
         found = builder("aten.masked_fill.Scalar", found, beside, masks[1])
@@ -301,21 +302,21 @@ def _updates(call: OpCall, over: list[str]) -> Updates:
 
 
 def _index_put(call: OpCall) -> Notation:
-    """Return the notation of a write; an argument more may say which values to write."""
+    """Return the notation of a write; an additional argument may be a mask of values to write."""
     at = 2 if call.op == _MASKED_PUT else 1
     indexing = Indexing.of(call, at, at)
     shape, values = call.inputs[0].shape, call.inputs[-1].shape
     result, free = indexing.result(), [shape[dim] for dim in indexing.free]
     extents = indexing.extents if not indexing.masked else ()
     if indexing.masked:
-        # Beside a mask, the dims that indices make are as the values have them there.
+        # With a mask, the dims made by indices are the dims of the values there.
         behind = len(free) - indexing.at
         padded = (1,) * (behind + indexing.num_made) + values
         extents = padded[len(padded) - behind - indexing.num_made : len(padded) - behind]
     wide = (*free[: indexing.at], *extents, *free[indexing.at :])
     aligned = _right_aligned(values, wide, result)
     if at == 1 and [index.mask for index in indexing.indices] == [True] and set(extents) == {1}:
-        # `m0 d1, m0, d1 => m0 d1`: one mask, and values that do not differ along it.
+        # `m0 d1, m0, d1 => m0 d1`: one mask, and values that are constant along it.
         (index,) = indexing.indices
         tensor = tuple(
             (f"m{dim}" if dim in index.dims else f"d{dim}",) for dim in range(len(shape))
@@ -334,7 +335,7 @@ def _index_put(call: OpCall) -> Notation:
 
 
 def _index_put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Redirect updates of other windows to a spare row of each dim that is cut and indexed."""
+    """Redirect updates of other windows to a spare row of each indexed dim that is cut."""
     masked = call.op == _MASKED_PUT
     names = ("self", "mask", "indices") if masked else ("self", "indices")
     arguments, named = given(call, (*names, "values"))
@@ -355,7 +356,7 @@ def _index_put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 
 def _put(call: OpCall) -> Notation:
-    """Return `v*, i*, i* => v*`: the tensor is written to as if it had one dim."""
+    """Return `v*, i*, i* => v*`: the tensor is written as if it had one dim."""
     updates = _updates(call, [*labels("i", len(call.inputs[1].shape))])
     if call.inputs[1].shape != call.inputs[2].shape:
         found = notation(call, "v*, i*!, s*! => v*; why index and values differ in shape")

@@ -1,7 +1,8 @@
-"""What operators that only arrange elements have in common: `reshape`, `views`, `rearrange`, ...
+"""Helpers for sharding rules of operators that only move elements: reshape, permute, select, ...
 
-Each element of an output is an element of an argument, or zero. So all are jointly linear in their
-arguments, and jointly increasing.
+The rules in `rearrange`, `reshape` and `selection` use them. Every output element is a copy of an
+input element, or zero. So each operator is linear, and monotonically increasing, in all arguments
+together. This lets partial sums and partial maxima pass through it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ def arranged(
     gathered: Sequence[str] = (),
     copies: bool = False,
 ) -> Notation:
-    """Return the notation of an operator that arranges the elements of its arguments.
+    """Return the notation of an operator that only moves the elements of its arguments.
 
     Args:
         call: The call.
         inputs: Dims of each argument.
         outputs: Dims of each output.
-        whole: Labels that may not be split.
-        why: Why not.
-        gathered: Labels that outputs lack because these have elements of one place of that dim
-            only. A rank that holds others has zeros: partial sums, or, of bools, maxima.
-        copies: Whether elements move in memory; those whose name says so need not be told.
+        whole: Labels of dims that must not be split.
+        why: The reason, for messages.
+        gathered: Labels of dims that outputs lack because they take the elements at one index of
+            the dim (as `select` does). Ranks without this index return zeros: the results are
+            partial sums, or partial maxima for bools.
+        copies: Whether it copies memory. Not needed for operators with `_copy` in their name.
     """
     everything = range(len(inputs))
     kind = "max" if call.outputs[0].dtype == "bool" else "sum"
@@ -66,15 +68,16 @@ def permuted(
     copies: bool = False,
     localize: Localizer | None = None,
 ) -> Rule:
-    """Return the rule of an operator that puts the dims of a tensor into another order.
+    """Return the rule of an operator that permutes the dims of a tensor.
 
     Args:
-        order: From the call and the number of dims: the dim of the argument that is each dim of
-            the output.
-        moved: Dims of the argument whose elements change places: whole if there are several.
-        why: What happens to these.
-        copies: Whether elements move in memory.
-        localize: How arguments change on a shard.
+        order: From the call and the number of dims, returns the argument's dim for each dim of the
+            output.
+        moved: Returns the argument's dims whose elements change position. Such a dim must not be
+            split if its extent is above 1.
+        why: The reason, for messages.
+        copies: Whether it copies memory.
+        localize: The localiser, which adapts arguments to a shard.
     """
 
     def meaning(call: OpCall) -> Notation:
@@ -95,17 +98,17 @@ def in_order(_: OpCall, num_dims: int) -> Sequence[int]:
 def fitted(
     builder: LocalProgramBuilder, x: Ref, dim: int, shape: Sequence[int], held: Range, wanted: Range
 ) -> Ref:
-    """Return the elements in range `wanted` of a dim of which `x` has those in range `held`.
+    """Return the range `wanted` of a dim, given a tensor `x` with the range `held`: crop or pad.
 
-    Those that it does not have are zero.
+    Missing elements are zero.
 
     Args:
-        builder: Takes the calls.
+        builder: Collects the calls.
         x: The tensor.
         dim: The dim.
-        shape: Of the result.
-        held: Range of those in `x`.
-        wanted: Range of those in the result, counted alike.
+        shape: Shape of the result.
+        held: Range of the elements in `x`.
+        wanted: Range of the elements in the result, in the same numbering.
     """
     if held == wanted:
         return x

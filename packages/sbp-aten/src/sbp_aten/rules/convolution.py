@@ -1,11 +1,13 @@
-"""Convolutions, forward and backward, transposed or not: sums of products over channels.
+"""Sharding rules of convolutions, forward and backward, transposed or not.
+
+A convolution is a sum of products over channels. In notation (`sbp_core.signatures.notation`):
 
     n (g i) x!, (g o) i k!, (g o)    -> n (g o) y!               forward, with a bias
     n (g i) x!, (g i) o k!, (g o)    -> n (g o) y!               transposed
     n (g o) y!, n (g i) x!, (g o) i k! => n (g i) x!, (g o) i k!, (g o)    backward
 
-Spatial dims are as in `rules.sliding`: free where no window reaches into another shard. Shards of
-channels may not be empty, because the kernels refuse weights without channels.
+Spatial dims follow `rules.sliding`: they may be split if no window reaches into another shard.
+Shards of channels may not be empty, because the kernels refuse weights without channels.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from sbp_core.signatures import (
 
 
 class _Labelled(NamedTuple):
-    """A convolution with its dims as labels, of the forward or the backward operator.
+    """Labels of the dims of a convolution, for the forward or the backward operator.
 
     Args:
         source, target: Dims of the input and of the output.
         weight, bias: Dims of the weights and of the bias.
-        work_flop: Work of one such sum of products.
-        rest: What else its notation says: labels that may not be split or whose shards may not be
+        work_flop: Work of one sum of products.
+        rest: The rest of the notation: labels that may not be split or whose shards may not be
             empty, channels included, and the extent of the groups.
     """
 
@@ -56,12 +58,12 @@ class _Labelled(NamedTuple):
 
 
 def _labelled(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Labelled:
-    """Return a convolution in labels.
+    """Return the labels of a convolution.
 
     Args:
         call: The call.
-        shapes: Of its input, output and weights.
-        first: Position of the argument `stride`; the others follow.
+        shapes: Shapes of its input, output and weights.
+        first: Position of the argument `stride`; padding and so on follow.
     """
     source, target, weight = shapes
     count = len(source) - 2
@@ -118,7 +120,7 @@ def _forward(call: OpCall) -> Notation:
         inputs=(labelled.source, labelled.weight, *([labelled.bias] if with_bias else [])),
         outputs=(labelled.target,),
         addends=(0, 0, 1) if with_bias else (0, 0),
-        # Each element of the output grows with one element of the bias.
+        # Each element of the output increases with one element of the bias.
         dependences=(increasing(2),) if with_bias else (),
         work_flop=labelled.work_flop,
         **labelled.rest,
@@ -162,11 +164,11 @@ def _backward(call: OpCall) -> Notation:
 
 
 def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependence]:
-    """Yield the dependences on input and weights: each is read for the gradient of the other only.
+    """Yield the dependences on input and weights: each is read only for the other's gradient.
 
     Args:
-        of_weight: Which output the gradient of the weights is; None if it is not wanted.
-        of_input: Which output the gradient of the input is.
+        of_weight: Output position of the weights' gradient; None if it is not requested.
+        of_input: Output position of the input's gradient; None if it is not requested.
     """
     for position, output in ((1, of_weight), (2, of_input)):
         yield unread(position) if output is None else linear(position, outputs=(output,))
@@ -175,7 +177,7 @@ def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependenc
 
 
 def _local(call: OpCall, shards: Shards, *, backward: bool) -> LocalCall:
-    """Give a shard its groups: its channels over those of one group, as the weights tell."""
+    """Adapt the number of groups: channels of the shard / channels of a group in the weights."""
     first = 4 if backward else 3
     groups: int = argument(call, first + 5, "groups", 1)
     transposed = argument(call, first + 3, "transposed", False)

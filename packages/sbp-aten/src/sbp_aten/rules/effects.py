@@ -1,12 +1,14 @@
-"""In which arguments pointwise operators are linear or monotone: a table of clauses.
+"""Table of the arguments in which pointwise operators are linear or monotone.
 
-A clause is one of the notation, but its numbers are positions among all arguments: `linear 0 1` of
-`add(x, y)`. It holds where all of them are tensors, of any shape, 0 dims included; in a linear set
-the number 0 does as well, since it is a sum of zeros. Numbers known on the host only have no sign.
+`pointwise` uses it: partial sums (or maxima, minima) pass through an operator that is linear (or
+monotone). A clause is like in the notation, but its numbers are positions among all arguments:
+`linear 0 1` for `add(x, y)`. It holds if all of them are tensors, of any shape, also with 0 dims.
+In a linear set the number 0 is allowed as well, because it is a sum of zeros. Numbers known only on
+the host have no sign.
 
-What is monotone is so on all reals, since the parts of a `P(max)` lie anywhere below the maximum.
-Where an operator is not defined below some number (`sqrt`, `log`), only `P(min)` passes. NaN is no
-part of the order. No claim is made where integers of few bits would wrap.
+Monotone means: on all reals, because the parts of a `P(max)` lie anywhere below the maximum. If an
+operator is not defined below some number (`sqrt`, `log`), only `P(min)` passes. NaN is not part of
+the order. Nothing is claimed if integers of few bits would wrap.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _CLAUSES = {
         "__lshift__ _masked_scale _prelu_kernel_backward bitwise_left_shift gelu_backward "
         "hardswish_backward mish_backward polar sigmoid_backward silu_backward tanh_backward"
     ),
-    # On reals the conjugate is the number itself.
+    # The conjugate of a real number is the number itself.
     "linear 0; increasing 0": (
         "_conj _conj_copy _conj_physical clone conj_physical deg2rad hardshrink_backward "
         "hardsigmoid_backward hardtanh_backward ldexp logit_backward positive rad2deg "
@@ -52,7 +54,7 @@ _CLAUSES = {
     _UPPER: "clamp_min fmax max maximum",
     _LOWER: "clamp_max fmin min minimum",
     "increasing 0; increasing 1; increasing 2; max 0 1; min 0 2; min 1 2": "clamp clip",
-    # A slope counts where the number is negative.
+    # The slope applies to negative numbers.
     "decreasing 1": "_prelu_kernel",
     "min 0": "acosh",
     "min 1": "igamma",
@@ -65,10 +67,10 @@ _CLAUSES = {
 #: Unsigned numbers: `bool` counts as 0 and 1.
 _UNSIGNED = ("bool", "uint8", "uint16", "uint32", "uint64")
 
-#: How the names of dtypes begin that hold fractions.
+#: Prefixes of the dtypes with fractions.
 _INEXACT = ("float", "bfloat", "complex")
 
-#: Integers that few additions bring to wrap around.
+#: Integers that wrap around after few additions.
 _NARROW = ("int8", "int16", *_UNSIGNED[1:])
 
 
@@ -104,12 +106,12 @@ def _wraps(call: OpCall) -> bool:
 
 
 def _on_exact(exact: str, otherwise: str) -> Callable[[OpCall], str]:
-    """Return the clauses of an operator to which integers are a special case."""
+    """Return the clauses of an operator with a special case for integers."""
     return lambda call: exact if _is_exact(call) else otherwise
 
 
 def _on_unsigned(unsigned: str, otherwise: str) -> Callable[[OpCall], str]:
-    """Return the clauses of an operator of which only unsigned numbers are sure to be in order."""
+    """Return the clauses of an operator that is monotone only for unsigned numbers."""
     return lambda call: unsigned if _all_unsigned(call) else otherwise
 
 
@@ -136,13 +138,13 @@ def _product(call: OpCall) -> str:
                 clauses += f"; increasing {index}"
         return f"{clauses}; min 0 1" if _all_bool(call) else clauses
     factor = argument(call, 1, "other")
-    # Infinity times parts of both signs does not sum up to infinity.
+    # Infinity times parts of both signs is not infinity in sum.
     infinite = isinstance(factor, float) and not isfinite(factor)
     return "" if infinite else clauses + _direction(0, _sign(factor))
 
 
 def _quotient(call: OpCall) -> str:
-    """`div` and `floor_divide`: linear unless rounded, monotone where the divisor is a number."""
+    """`div` and `floor_divide`: linear unless rounded, monotone if the divisor is a number."""
     rounded = "floor" in call.op or argument(call, 2, "rounding_mode") is not None
     divisor = argument(call, 1, "other")
     sign = _sign(divisor)
@@ -160,7 +162,7 @@ def _interpolation(call: OpCall) -> str:
 
 
 def _power(call: OpCall) -> str:
-    """`pow` of or to a number: odd powers are monotone, broken ones are not defined below zero."""
+    """`pow` of or to a number: odd powers are monotone, fractional ones undefined below zero."""
     if call.op == "aten.pow.Scalar":
         base = argument(call, 0, "self")
         if _is_exact(call) or _sign(base) != 1:
@@ -185,7 +187,7 @@ def _logic(call: OpCall) -> str:
 
 
 def _choice(call: OpCall) -> str:
-    """`where`: between two numbers, the condition decides which is larger."""
+    """`where`: between two numbers, monotone in the condition."""
     if call.op != "aten.where.Scalar":
         return "linear 1 2; increasing 1 2; increasing 1; increasing 2"
     yes, no = argument(call, 1, "self"), argument(call, 2, "other")
@@ -195,7 +197,7 @@ def _choice(call: OpCall) -> str:
 
 
 def _conversion(call: OpCall) -> str:
-    """`_to_copy`: monotone unless numbers wrap, or are compared with zero."""
+    """`_to_copy`: monotone unless numbers wrap, or become bools (comparison with zero)."""
     before, after = call.inputs[0].dtype, call.outputs[0].dtype
     room = ITEMSIZE.get(after, 0) - ITEMSIZE.get(before, 0)
     if before == "bool" or after.startswith(_INEXACT):
@@ -222,7 +224,7 @@ def _exponential_unit(call: OpCall) -> str:
 
 
 def _scaled(index: int, name: str, default: object = None) -> Callable[[OpCall], str]:
-    """Return the clauses of an operator whose slopes are 1, 0 and this number."""
+    """Return the clauses of an operator with slopes 1, 0 and the number at `index`."""
 
     def clauses(call: OpCall) -> str:
         linear = "linear 0" if "_backward" in call.op else ""
@@ -240,14 +242,14 @@ def _threshold(call: OpCall) -> str:
 
 
 def _softplus(call: OpCall) -> str:
-    """`softplus(x, beta, threshold)`: it jumps down where it turns into x, by exp(-threshold)."""
+    """`softplus(x, beta, threshold)`: drops by exp(-threshold) where it becomes x."""
     steep = _sign(argument(call, 1, "beta", 1)) == 1
     smooth = argument(call, 2, "threshold", 20)
     return "increasing 0" if steep and _sign(smooth) == 1 and smooth >= 20 else ""
 
 
 def _logit(call: OpCall) -> str:
-    """`logit(x, eps)`: defined between 0 and 1; with `eps` the argument is brought there."""
+    """`logit(x, eps)`: defined between 0 and 1; with `eps` the argument is clamped to that."""
     return "increasing 0" if _sign(argument(call, 1, "eps")) in (0, 1) else ""
 
 
@@ -263,7 +265,7 @@ def _randomised_gradient(call: OpCall) -> str:
 
 
 def _cleaned(call: OpCall) -> str:
-    """`nan_to_num`: by default infinities stay the extremes."""
+    """`nan_to_num`: by default infinities become the largest numbers, so it is monotone."""
     given = (argument(call, 2, "posinf"), argument(call, 3, "neginf"))
     return "increasing 0" if given == (None, None) else ""
 
@@ -274,14 +276,14 @@ _BY_CALL: dict[str, Callable[[OpCall], str]] = {
     **dict.fromkeys(("elu", "elu_backward"), _exponential_unit),
     **dict.fromkeys(("bitwise_or", "__or__", "logical_or"), _logic),
     **dict.fromkeys(("bitwise_and", "__and__", "logical_and"), _logic),
-    # Operators that are increasing from zero on and not defined below it.
+    # Operators that are increasing from zero on and undefined below.
     **dict.fromkeys(
         ("log", "log10", "log1p", "log2", "sqrt"), _on_unsigned("increasing 0", "min 0")
     ),
-    # Those that are decreasing from zero on, which only unsigned numbers are sure to be.
+    # Operators that are decreasing from zero on, so for unsigned numbers only.
     **dict.fromkeys(("logical_not", "reciprocal"), _on_unsigned("decreasing 0", "")),
     "rsqrt": _on_unsigned("decreasing 0", "falls 0"),
-    # Those that do nothing to integers.
+    # Operators that do not change integers.
     **dict.fromkeys(
         ("ceil", "floor", "round", "trunc"), _on_exact("linear 0; increasing 0", "increasing 0")
     ),
@@ -309,7 +311,7 @@ _ALWAYS = {name: clauses for clauses, names in _CLAUSES.items() for name in name
 
 
 def dependences(call: OpCall) -> tuple[Dependence, ...]:
-    """Return in what a pointwise call is linear or monotone, by positions of its tensors."""
+    """Return the linear and monotone dependences of a pointwise call, by tensor positions."""
     namespace, name = call.op.split(".")[:2]
     if namespace != "aten":
         return ()
@@ -320,7 +322,7 @@ def dependences(call: OpCall) -> tuple[Dependence, ...]:
 
 
 def _dependence(call: OpCall, words: list[str]) -> Dependence | None:
-    """Return what a clause says of this call; None if it says nothing."""
+    """Return the dependence that a clause states for this call; None if it does not apply."""
     effect = Effect(words[0])
     inputs = []
     for index in map(int, words[1:]):

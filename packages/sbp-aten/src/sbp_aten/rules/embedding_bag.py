@@ -1,9 +1,9 @@
-"""Bags of embeddings: sums, means or maxima of rows of a table, and their gradients.
+"""Sharding rules of embedding bags: sums, means or maxima of table rows, and their gradients.
 
     v d, n, o! => b! d, n, b!, b!    table, indices, offsets => bags, bag of each place, sizes, ...
 
-Sums and means of parts of the vocabulary (`v`), or of the places (`n`), are partial sums. Which
-places make a bag is said by offsets, so the bags themselves are whole.
+If the vocabulary (`v`) or the places (`n`, entries of `indices`) are split, sums and means are
+partial sums. Offsets assign places to bags, so the bags themselves are not split.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _PADDED = "how many places of a bag are padding is known from all of them only"
 def _bag(call: OpCall) -> Notation:
     """Return the notation of the forward operators; see the module docstring.
 
-    Further labels: `c`, `m`, `t` are outputs or arguments of an extent of their own, which nothing
-    else is cut with.
+    Further labels: `c`, `m`, `t` are dims of outputs or arguments that are not split together with
+    any other.
     """
     mode = argument(call, 4, "mode", _SUM)
     v = n = why = ""
@@ -65,11 +65,11 @@ def _bag(call: OpCall) -> Notation:
     elif mode == _MEAN and argument(call, 8, "padding_idx", -1) >= 0:
         n, why = "!", _PADDED
     largest = "b! d" if len(call.outputs[3].shape) == 2 else "m!"
-    # The kernel may leave it out which bag each place is in.
+    # The kernel may omit the bag of each place.
     told = call.outputs[1].shape == call.inputs[1].shape
     weighted = len(call.inputs) == 4
     sums = "; linear 0 to 0" + "; linear 3 to 0" * weighted if mode != _MAX else ""
-    # Sizes, and which bag a place is in, do not hang on the rows.
+    # Sizes, and the bag of each place, do not depend on the rows.
     none = "".join(f"; reduce {label}@{output} none" for label in "vd" for output in (1, 2, 3))
     none += "; reduce n@1 none" * (not told)
     inputs = f"v{v} d, n{n}, o!" + ", n" * weighted
@@ -78,20 +78,20 @@ def _bag(call: OpCall) -> Notation:
 
 
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, places: Range) -> Ref:
-    """Return where bags begin in a window of the places."""
-    # Bags 0 .. 3 begin at 0, 4, 4, 9 of 10 places; a rank with places 4 .. 8 finds them at 0, 0, 0,
-    # 4 of its 4: the first and the last have nothing there, the third has all of it.
+    """Return the first places of the bags in a window (range) of the places."""
+    # Bags 0 .. 3 begin at 0, 4, 4, 9 of 10 places. On a rank with places 4 .. 7, they begin at 0,
+    # 0, 0, 4: the first and the last have no places there, the third has all of them.
     local = builder("aten.sub.Tensor", offsets, places[0])
     return builder("aten.clamp.default", local, 0, length(places))
 
 
 def _local_padding(padding: int, rows: Range) -> int:
-    """Return the padding row in a window of the rows, -1 if it is not there."""
+    """Return the index of the padding row in a window of the rows; -1 if it is outside."""
     return padding - rows[0] if rows[0] <= padding < rows[1] else -1
 
 
 def _sizes(builder: LocalProgramBuilder, offsets: Ref, num_places: int, last: bool) -> Ref:
-    """Return the number of places of each bag; `last`: offsets say where the last one ends."""
+    """Return the number of places of each bag; `last`: offsets include the end of the last bag."""
     if not last:
         end = builder("aten.new_full.default", offsets, (1,), num_places)
         offsets = builder("aten.cat.default", (offsets, end))
@@ -100,9 +100,9 @@ def _sizes(builder: LocalProgramBuilder, offsets: Ref, num_places: int, last: bo
 
 
 def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Sum what the windows of rows and places have; rows of other ranks weigh nothing.
+    """Sum the rows and places of this rank; rows of other ranks have weight 0.
 
-    Everything but the bags comes from a table without columns: it does not hang on the rows.
+    The other outputs do not depend on the rows, so they are computed with an empty table.
     """
     arguments, _ = given(call, _FORWARD.split())
     weight, indices, offsets, _, mode, _, weights, last, padding = arguments
@@ -113,12 +113,12 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         return run_as_is(call)
     builder = LocalProgramBuilder()
     begins = _local_offsets(builder, offsets, places) if is_cut(places, num_places) else offsets
-    # All rows, but no columns: the kernel counts with the indices as they are, at hardly any cost.
+    # All rows, but no columns: the kernel counts with unchanged indices, at hardly any cost.
     bare = builder("aten.new_zeros.default", weight, (num_rows, 0))
     _, bag_of, sizes, largest = builder.several(
         4, call.op, bare, indices, begins, False, mode, False, None, last, padding
     )
-    # No rows: there is none that indices of other ranks' rows could be moved to.
+    # No rows: there is no row to redirect indices of other ranks' rows to.
     if rows[0] == rows[1]:
         made = builder("aten.new_zeros.default", weight, shards.output_shape())
         return builder.program(made, bag_of, sizes, largest)
@@ -129,7 +129,7 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
             weights = builder("aten.new_ones.default", weight, (length(places),))
         weights = builder("aten.masked_fill.Scalar", weights, outside, 0)
     local = _local_padding(padding, rows)
-    # Means are taken as sums here, and divided by the sizes of whole bags below: the means of parts
+    # Means are computed as sums here, and divided by the sizes of whole bags below: means of parts
     # would not add up.
     made, *_ = builder.several(
         4, call.op, weight, indices, begins, False, _SUM, False, weights, last, local
@@ -166,7 +166,7 @@ def _table_gradient(call: OpCall) -> Notation:
         "per_sample_weights": f"n{n}",
     }
     inputs = [name for name in dims if name in names][: len(call.inputs)]
-    # What the kernel does not look at in this mode may be split for itself; nothing comes of it.
+    # Arguments that the kernel does not read in this mode may be split in any way.
     unused = ["indices", "offset2bag"] if largest else ["maximum_indices"]
     unused += ["offsets"] * told + ["bag_size"] * (mode == _SUM)
     own = [name for name in inputs if name in unused]
@@ -200,7 +200,7 @@ def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProg
     if is_cut(rows, num_rows):
         for name in ("indices", "maximum_indices"):
             values[name] = writable(builder, values[name], rows)
-        # One row more than the window has takes what belongs to other ranks' rows, and is cut off.
+        # One spare row after the window takes the updates of other ranks' rows, and is cut off.
         values["num_weights"] = length(rows) + 1
         values["padding_idx"] = _local_padding(values["padding_idx"], rows)
     made = builder(call.op, *values.values())

@@ -1,12 +1,12 @@
-"""Operators that make tensors out of sizes and numbers, or draw random ones.
+"""Sharding rules of operators that make tensors from sizes and numbers, or draw random numbers.
 
-On a shard, factories make a tensor of its own size. Where the numbers of a shard would be rounded
-otherwise (`linspace`), it is cut out of the whole.
+On a shard, factories make a tensor of the shard's size. If the numbers of a shard would be rounded
+differently (`linspace`), the whole is made and the shard is cut out.
 
 PyTorch's random numbers come from one stream a device. All ranks hold equal streams, so an operator
-that runs whole draws the same numbers on all of them; a shard would draw others. Ours,
-`sbp.random_*`, draw the number of each element from its place in the logical tensor (see
-`sbp_torch.ops.random`), so they may be split.
+that is not split draws the same numbers on all of them; a shard would draw other numbers. Our
+operators `sbp.random_*` compute the number of each element from its position in the logical tensor
+(see `sbp_torch.ops.random`), so they may be split.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sbp_core.signatures import (
 
 
 def _made(call: OpCall, *clauses: str) -> Notation:
-    """Return `=> d*`: tensor arguments, if there are any, only hand over numbers or a dtype.
+    """Return `=> d*`: tensor arguments, if there are any, only provide numbers or a dtype.
 
-    Their labels are x0_0, x0_1, ...; what they index does not matter to the output.
+    Their labels are x0_0, x0_1, ...; the output does not depend on them.
     """
     inputs = [f"x{at}_*" for at in range(len(call.inputs))]
     none = (f"reduce {run} none" for run in inputs)
@@ -76,7 +76,7 @@ def _filled(index: int, rule: Rule) -> Rule:
 
 
 def _cut_out(call: OpCall, shards: Shards) -> LocalProgram:
-    """Make all of it, and cut the shard out: `slice(slice(linspace(...), 0, ...), 1, ...)`."""
+    """Make the whole, and cut out the shard: `slice(slice(linspace(...), 0, ...), 1, ...)`."""
     builder = LocalProgramBuilder()
     value = builder(call.op, *call.args, **call.kwargs)
     for dim, ((start, stop), extent) in enumerate(
@@ -87,12 +87,12 @@ def _cut_out(call: OpCall, shards: Shards) -> LocalProgram:
     return builder.program(value)
 
 
-#: An operator whose values depend on all sizes, so that every rank makes all of them.
+#: Rule of an operator whose values depend on all sizes, so every rank makes the whole.
 _CUT_OUT = Rule(_made, _cut_out)
 
 
 def _strided(index: int) -> Localizer:
-    """Return the localiser for sizes at `index` and strides behind: dense, in the same order."""
+    """Return the localiser for sizes at `index` and strides after it: dense, in the same order."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall:
         shape = shards.output_shape()
@@ -108,7 +108,7 @@ def _strided(index: int) -> Localizer:
 
 
 def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Start where the shard starts; a range of reals would be rounded otherwise there."""
+    """Start where the shard starts; only for integers, because reals would round differently."""
     start, end, step = 0, argument(call, 0, "end"), 1
     if call.op != "aten.arange.default":
         start, end = argument(call, 0, "start"), argument(call, 1, "end")
@@ -145,7 +145,7 @@ def _eye_shard(call: OpCall, shards: Shards) -> LocalProgram:
 
 
 def _drawn(*dependences: Dependence) -> Rule:
-    """Return the rule of an operator that draws numbers: whole, whatever else passes through."""
+    """Return the rule of an operator that draws numbers: not split, but may be partial."""
     whole = opaque(RANDOM_STAYS_WHOLE)
     return Rule(lambda call: replace(whole.notation(call), dependences=dependences))
 
@@ -153,7 +153,7 @@ def _drawn(*dependences: Dependence) -> Rule:
 def _dropout(call: OpCall) -> Notation:
     """`x -> y, mask`: linear in x, as every rank draws the same mask; without training pointwise.
 
-    With p = 1 nothing is drawn either. Of an empty shard the kernel makes a mask of another dtype.
+    With p = 1 nothing is drawn either. For an empty shard the kernel makes a mask of another dtype.
     """
     trains = argument(call, 2, "train", True)
     draws = (trains is None or bool(trains)) and argument(call, 1, "p") != 1
@@ -163,9 +163,9 @@ def _dropout(call: OpCall) -> Notation:
 
 
 def _counted_shard(call: OpCall, shards: Shards) -> LocalCall:
-    """Tell where in the logical tensor the shard lies; or give it a stream of its own.
+    """Pass the shard's position in the logical tensor (`start`, `logical`), or a separate `stream`.
 
-    The call itself may draw a part of a larger tensor: `start` and `logical` are given then.
+    The call itself may draw a part of a larger tensor: it has `start` and `logical` then.
     """
     made_shape = call.outputs[0].shape
     logical = argument(call, KEYWORD_ONLY, "logical") or made_shape
@@ -189,7 +189,7 @@ _DRAWN = (
     "randint.low_generator randn randn.generator randperm randperm.generator"
 )
 
-#: Those that read no more than the shape of their argument.
+#: Random operators that read only the shape of their argument.
 _DRAWN_LIKE = (
     "bernoulli.Tensor bernoulli.p cauchy exponential geometric log_normal normal_functional "
     "rand_like rand_like.generator randint_like randint_like.Tensor randint_like.Tensor_generator "
@@ -207,7 +207,7 @@ _WINDOWS = (
 
 RULES = by_operator(
     {
-        # Zeros are the sum of zeros: linear in nothing.
+        # Zeros are a sum of zeros, so they may be partial: linear in no argument.
         "_efficientzerotensor zeros": _of_size("linear"),
         "_fused_dropout": _drawn(linear(0, outputs=(0,)), increasing(0, outputs=(0,))),
         _DRAWN: _drawn(),

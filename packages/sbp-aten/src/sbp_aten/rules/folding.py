@@ -1,9 +1,11 @@
-"""Padding, and operators that move elements between dims: patches as columns, pixels as channels.
+"""Sharding rules of padding, and of operators that move elements between dims (`im2col`, pixels).
+
+In notation (`sbp_core.signatures.notation`):
 
 n c x! => n c y!; linear 0; increasing 0                    padded: x! and y!
 n c y!, n c x! => n c x!; linear 0; unread 1                the gradient
 im2col             n* c (y s!) (x s!) => n* (c k!) (y x)    patches side by side
-pixel_shuffle      n* (c r! s!) h w => n* c (h r!) (w s!)
+pixel_shuffle      n* c (r! s!) h w => n* c (h r!) (w s!)
 channel_shuffle    n (g! c!) x* => n (c! g!) x*
 unfold             a (x s!) => a x k!                       windows side by side
 """
@@ -35,7 +37,7 @@ _PADDED = "why a shard would be elsewhere among the padded elements"
 
 
 def _dims(rank: int, pad: Sequence[int], *, nonempty: bool = False) -> tuple[str, str]:
-    """Return dims before and after padding; those that are padded are whole.
+    """Return dims before and after padding; padded dims are whole.
 
     Args:
         rank: Number of dims.
@@ -61,7 +63,7 @@ def _constant(call: OpCall) -> Notation:
 
 
 def _repeated(call: OpCall) -> Notation:
-    """Padding with elements of the argument itself."""
+    """Return the notation of padding with elements of the argument itself."""
     before, after = _dims(len(call.inputs[0].shape), argument(call, 1, "padding"), nonempty=True)
     return notation(call, f"{before} => {after}; linear 0; increasing 0; {_PADDED}")
 
@@ -69,7 +71,7 @@ def _repeated(call: OpCall) -> Notation:
 def _repeated_backward(call: OpCall) -> Notation:
     padding = argument(call, 2, "padding")
     before, after = _dims(len(call.inputs[0].shape), padding, nonempty=True)
-    # Where nothing is repeated, no gradients are added up.
+    # If nothing is repeated, no gradients are added up.
     moved = "; increasing 0" * (max(padding) <= 0)
     text = f"{after}, {before} => {before}; linear 0; unread 1{moved}; {_PADDED}"
     return notation(call, text)
@@ -108,7 +110,7 @@ def _columns(call: OpCall, *, fold: bool) -> Notation:
         dependences=(linear(0), *([increasing(0)] if disjoint or not fold else [])),
         whole=shape.whole | {"k"},
         nonempty=shape.nonempty | {"c"},
-        # Windows lead both the rows of the image, with their stride, and the columns.
+        # Windows are the slow factor of the image's rows (with the stride), and of the columns.
         sizes=tuple((name, slides[0].windows) for name in shape.windows[0][:1]),
         why=shape.why,
     )
@@ -119,7 +121,7 @@ def _localize_fold(call: OpCall, shards: Shards) -> LocalCall:
 
 
 def _unfold(call: OpCall, *, backward: bool) -> Notation:
-    """Windows along one dim; what each holds becomes the last dim. The gradient sums overlaps."""
+    """Windows along one dim; their elements become the last dim. The gradient sums overlaps."""
     types = (call.outputs[0], call.inputs[0]) if backward else (call.inputs[0], call.outputs[0])
     whole, made = (entry.shape for entry in types)
     first = 2 if backward else 1
@@ -145,8 +147,8 @@ def _unfold(call: OpCall, *, backward: bool) -> Notation:
 
 
 def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
-    """Blocks of pixels and groups of channels trade places."""
-    # PyTorch 2.13 gives the reverse of an empty image the shape of the image.
+    """Move elements from groups of channels to blocks of pixels, or back."""
+    # For an empty image, the reverse operator of PyTorch 2.13 returns the image's shape.
     mark = "" if shuffle else "+"
     channels = f"n*{mark} (c{mark} r! s!) h{mark} w{mark}"
     sides = (channels, "n* c (h r) (w s)")
@@ -156,7 +158,7 @@ def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
 
 
 def _channel_shuffle(call: OpCall) -> Notation:
-    """Shards of channels are none of the result, unless `g` or `c` is 1."""
+    """Channels may be split only if `g` or `c` is 1: shuffling a shard gives no shard."""
     moves = argument(call, 1, "groups") not in (1, call.inputs[0].shape[1])
     both = "n (g! c!) x* => n (c g) x*" if moves else "n c x* => n c x*"
     why = "every group has a channel in every part of the result"
@@ -164,7 +166,7 @@ def _channel_shuffle(call: OpCall) -> Notation:
 
 
 def _ungrouped(call: OpCall, shards: Shards) -> LocalCall:
-    """Channels are split only where shuffling them changes nothing, as with one group."""
+    """Use one group: channels are split only if shuffling them changes nothing."""
     moved = shards.output_shape()[1] == call.outputs[0].shape[1]
     return with_literals(call) if moved else with_literals(call, (1, "groups", 1))
 

@@ -1,8 +1,8 @@
-"""Operators on lists of tensors: `_foreach_*` and the fused optimizers, also ours of one parameter.
+"""Sharding rules of operators on lists of tensors: `_foreach_*` and fused optimizers, also ours.
 
-Each entry of the lists is an operator call of its own, independent of the other entries: its labels
-are those of the single operator after a prefix `p0_`, `p1_`, ... A signature splits the tensors of
-one entry, or passes partial values in one entry or in all.
+Each entry of the lists is an independent operator call: its labels are the labels of the single
+operator after a prefix `p0_`, `p1_`, ... A signature splits the tensors of one entry, or passes
+partial values in one entry or in all.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sbp_core.signatures import (
     tensors_as_refs,
 )
 
-#: What the call of one entry means.
+#: Returns the notation for the call of one entry.
 Meaning = Callable[[OpCall], Notation]
 
 
 def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
-    """Yield the call of each entry, and the positions of its tensors among all.
+    """Yield the call of each entry, and the positions of its tensors in the whole call.
 
     `_foreach_add.List([a, b], [c, d])` is `add.List(a, c)` and `add.List(b, d)`.
     """
@@ -42,7 +42,7 @@ def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
     lists = [arg for arg in args if isinstance(arg, tuple)]
     if name == "pow" and overload != "ScalarAndTensor":
         overload = "of_tensor"
-    # A tensor that holds one number for each entry is no factor or addend.
+    # A tensor with one number for each entry is not a factor or addend.
     numbers = name.startswith("addc")
     for entry_index in range(len(lists[0])):
         entry_args: list[Argument] = [
@@ -130,11 +130,11 @@ def _dependences(entries: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterato
 
 
 def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
-    """Return the meaning of a reduction over all dims: with sum, max or min, or not of parts."""
+    """Return the meaning of a reduction over all dims: sum, max, min, or none for parts."""
 
     def meaning(call: OpCall) -> Notation:
         kind = how(call)
-        # Nothing has no maximum.
+        # An empty tensor has no maximum.
         mark = "!" if not kind else "+" * (kind != "sum")
         reason = "" if kind else f"; why {why}"
         return notation(call, f"d*{mark} => (); reduce d* {kind or 'sum'}{reason}")
@@ -143,7 +143,7 @@ def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
 
 
 def _of_norm(call: OpCall) -> str:
-    """Return how norms of parts give the norm: as a sum, maximum or minimum, or not at all."""
+    """Return how norms of parts combine: by sum, maximum or minimum, or not at all (`""`)."""
     order = argument(call, 1, "ord", 2)
     known = {0: "sum", 1: "sum", inf: "max", -inf: "min"}
     return known.get(order, "") if isinstance(order, int | float) else ""
@@ -153,9 +153,9 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
     """Return the notation of a fused optimizer: elementwise at each place.
 
     Args:
-        call: The call; its lists are all of one length, or empty.
-        steps: Which list holds the numbers of steps, which stay whole. Some operators return new
-            values of all lists, some of all but this one.
+        call: The call; its lists have one common length, or are empty.
+        steps: Position of the list of step numbers, which stay whole. Some operators return new
+            values of all lists, some of all lists except this one.
         sums: Whether new values are jointly linear in the old ones and the gradients.
     """
     args, _ = tensors_as_refs(call)
@@ -187,7 +187,7 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
 
 
 def _own_fused(call: OpCall, *, sums: bool) -> Notation:
-    """Split all tensors of the parameter's shape alike; a 0-d step belongs to all.
+    """Return the notation that splits all tensors of the parameter's shape alike.
 
     Args:
         call: `sbp.fused_*(p, g, states..., [0-d step])`.

@@ -1,11 +1,13 @@
-"""Notations as text for calls of any rank: runs of dims, and dims that are broadcast.
+"""Parse notations as text for calls of any rank: runs of dims, and broadcast dims.
+
+A tool for the modules of rules; it holds no rules itself.
 
     v d, i* => i* d              `i*` is a run `i0 i1 ..`, of as many dims as the tensor has left
     ... p m, ... r m => ... p r  `...` are leading dims `d0 d1 ..` that are broadcast
 
-Marks after a run are those of all its labels, and a clause that names a run (`reduce v* max`) is
-one for each label; `why` is left out where nothing is marked. All else is as in
-`sbp_core.signatures.notation`. Holds no rules.
+Marks after a run apply to all its labels, and a clause with a run (`reduce v* max`) stands for one
+clause for each label; `why` is left out if nothing is marked. The rest is as in
+`sbp_core.signatures.notation`.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ _BETWEEN = re.compile(r"(,|(?<=\s)\+(?=\s)|[-=]>)")
 
 
 def notation(call: OpCall, text: str, **lengths: int) -> Notation:
-    """Return the notation that a text with runs is for a call.
+    """Return the notation of a call for a text with runs.
 
     Args:
-        call: Its shapes say how long runs are.
-        text: Of several runs in one tensor, all but one stand elsewhere before, or in `lengths`.
+        call: The call; its shapes determine the lengths of runs.
+        text: The text. If a tensor has several runs, all but one are in an earlier tensor, or in
+            `lengths`.
         **lengths: Numbers of dims of runs.
     """
-    # A reason may have any signs in it.
+    # A reason may contain any characters.
     text, _, why = text.partition("; why ")
     formula, *clauses = text.split(";")
-    # Tensors are at even places; `,`, ` + ` or an arrow, which part them, at odd ones.
+    # Tensors are at even places, their separators (`,`, ` + ` or an arrow) at odd ones.
     parts = _BETWEEN.split(formula)
     places = range(0 if call.inputs else 2, len(parts), 2)
     shapes = [entry.shape for entry in (*call.inputs, *call.outputs)]
@@ -66,7 +69,7 @@ def _parsed(text: str) -> Notation:
 
 
 def _num_dims(tensor: str, lengths: Mapping[str, int]) -> int:
-    """Return how many dims a tensor has, runs of unknown length and `...` aside."""
+    """Return the number of dims of a tensor without runs of unknown length and `...`."""
     dims = [dim for dim in _DIM.findall(tensor) if dim != "..."]
     runs = [_RUN.fullmatch(dim) for dim in dims]
     return sum(1 if run is None else lengths.get(run[1], 0) for run in runs)
@@ -77,12 +80,12 @@ def _labels(run: re.Match[str], lengths: Mapping[str, int]) -> list[str]:
 
 
 def stated(text: str, localize: Localizer | None = None) -> Rule:
-    """Return the rule of an operator whose notation is one text with runs."""
+    """Return the rule of an operator with one text with runs as its notation."""
     return Rule(lambda call: notation(call, text), localize)
 
 
 def by_operator(rules: Mapping[str, Rule], namespace: str = "aten") -> dict[str, Rule]:
-    """Return rules by operator, given by lists of operators; `mm` stands for `aten.mm.default`."""
+    """Return rules by operator, given rules by lists of names; `mm` means `aten.mm.default`."""
     return {
         f"{namespace}.{op}" if "." in op else f"{namespace}.{op}.default": rule
         for ops, rule in rules.items()

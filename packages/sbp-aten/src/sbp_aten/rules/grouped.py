@@ -1,14 +1,15 @@
-"""Grouped matrix products, for mixtures of experts: offsets say which tokens an expert has.
+"""Sharding rules of grouped matrix products, for mixtures of experts.
+
+Offsets assign tokens to experts: each gives the end of an expert's tokens.
 
     t d, e d f, o! => t f        tokens times the weights of their expert
     m t, t n, o! => e m n        the gradient of the weights: a product for each expert
     e m k, k t, o! => m t        the mirror image of the first
     e m k, e k n => e m n        a batch of products, without offsets
-
     t d, e d f, o!, t f => t d, e d f        both gradients of the first, in one call
 
-Tokens may be split: offsets then count local ones. A rank that holds some of the experts brings
-their tokens to the front, and gives zeros for the others.
+Tokens may be split: offsets then count local tokens. A rank that holds some of the experts rotates
+their tokens to the front, and returns zeros for the other tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FORMS = {
 
 _OFFSETS = "offsets count tokens from the first group on"
 
-#: Rows of the operands have to begin at multiples of so many bytes.
+#: Rows of the operands have to begin at multiples of this number of bytes.
 _ALIGNMENT_BYTES = 16
 
 
@@ -64,7 +65,7 @@ def _notation(call: OpCall) -> Notation:
 
 
 def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
-    """Return the window of each label, and the labels that are cut."""
+    """Return the window (range that the rank holds) of each label, and the labels that are cut."""
     windows: dict[str, Range] = {}
     cut: set[str] = set()
     types = (*call.inputs[:2], *call.outputs)
@@ -72,7 +73,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
         _operand_labels(call), types, (*shards.inputs[:2], *shards.outputs), strict=True
     ):
         for name, extent, window in zip(names, entry.shape, bounds, strict=True):
-            # What is summed away is cut in both operands.
+            # A label that is summed over is cut in both operands.
             windows[name] = window
             cut |= {name} if is_cut(window, extent) else set()
     return windows, cut
@@ -81,7 +82,7 @@ def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[
 def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict[str, int]:
     """Return how many elements to append along each label so that rows are aligned.
 
-    Shards are cut out of tensors of either order of dims, so what is cut is aligned in any case.
+    Tensors may have either order of dims in memory, so labels that are cut are always aligned.
     """
     multiple = max(_ALIGNMENT_BYTES // ITEMSIZE[call.inputs[0].dtype], 1)
     left, right, _ = _operand_labels(call)
@@ -101,8 +102,8 @@ class _ExpertTokens:
         zeros, rotated back       0 0 B B B C 0 0
 
     Args:
-        builder: Takes the calls.
-        offsets: Where each expert's tokens end; all experts.
+        builder: Collects the calls.
+        offsets: Ends of the tokens of each expert; all experts.
         experts: The window.
         num_tokens: Number of tokens, at least one.
     """
@@ -127,7 +128,7 @@ class _ExpertTokens:
         return self._rotate(tensor, dim, "aten.add.Tensor")
 
     def to_original_order(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
-        """Set the tokens of other experts to zero, and rotate the tokens back."""
+        """Set the results for other experts' tokens to zero, and rotate back."""
         builder = self._builder
         last = builder("aten.select.int", self.offsets, 0, -1)
         beyond = builder("aten.ge.Tensor", self._positions, last)
@@ -223,16 +224,16 @@ def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, tokens: Range) -> Ref:
     """Return the offsets of the tokens in a window, counted from its start.
 
-    Clamping gives experts that are all before the window no tokens, and likewise those after it.
+    Clamping leaves no tokens for experts whose tokens are all before or all after the window.
     """
     offsets = builder("aten.sub.Tensor", offsets, tokens[0])
     return builder("aten.clamp.default", offsets, 0, length(tokens))
 
 
-#: Of any operator that takes (operand, operand, offsets) as `_grouped_mm` does.
+#: Rule of any operator with arguments (operand, operand, offsets), such as `_grouped_mm`.
 PRODUCT = Rule(_notation, _localize_product)
 
-#: Of any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
+#: Rule of any operator (tokens, weights, offsets, gradient) -> both gradients.
 GRADIENTS = Rule(_gradients, _localize_gradients)
 
 RULES = {"aten._grouped_mm.default": PRODUCT}

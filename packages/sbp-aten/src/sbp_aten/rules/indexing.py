@@ -1,12 +1,13 @@
-"""Reading by index along one dim, or in the flattened tensor; embeddings, which are such tables.
+"""Sharding rules of reading by index along one dim, or in the flattened tensor; embeddings.
 
     v d, i* => i* d        embedding(table, places); `v` are the rows of the vocabulary
     a v b, k => a k b      index_select(x, 1, index)
     v*, i* => i*           take(x, index)
 
-Each element of the result is one of the elements read, so these are linear and increasing. A rank
-that holds a window of the dim that is read reads what it has and gives zeros for the rest. The
-gradient of a row of an embedding comes from the places that name it.
+Each element of the result is one of the elements read, so these operators are linear and
+increasing. If the dim that is read is split, a rank reads the elements of its window (range of the
+dim) and returns zeros for the rest: partial sums. The gradient of a row of an embedding comes from
+the places that refer to it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def _read(
     """Return the program that reads the rows of a window of dim `at`; other places get zeros.
 
     Args:
-        builder: With the calls so far.
-        call: The read.
-        shards: What the rank holds.
+        builder: The builder, with the calls so far.
+        call: The reading call.
+        shards: The shards of the rank.
         at: The dim of argument 0 that is read.
         before: Arguments before the index.
-        index: The index, of rows of the whole.
-        behind: Dims of the result after those of the index.
+        index: The index, counting rows of the whole tensor.
+        behind: Number of dims of the result after the dims of the index.
         **named: Arguments by name.
     """
     window = shards.inputs[0][at]
@@ -76,10 +77,10 @@ def _read(
 
 
 def _index_select(call: OpCall) -> Notation:
-    """`a* v b*, k* => a* k* b*`: the index may be a number, and the tensor, too."""
+    """`a* v b*, k* => a* k* b*`: index and tensor may be 0-d."""
     shape, made = call.inputs[0].shape, call.outputs[0]
     if not shape:
-        # It is read by an index of one place, which no dim of the result is for.
+        # The index has one place, without a dim in the result.
         why = "a number has to be read by each rank"
         return notation(call, f"(), k*! => (); linear 0; increasing 0; flop 1; why {why}")
     at = wrap_dim(argument(call, 1, "dim"), len(shape))
@@ -106,9 +107,9 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _gather(call: OpCall) -> Notation:
     """Return `a v, a k => a k` for dim 1.
 
-    Where the index is shorter than the tensor in other dims than `dim`, the first elements are
-    read: the tensor has to be whole there (`x!`), and a rank cuts from it what its piece of the
-    index is for.
+    If the index is shorter than the tensor in dims other than `dim`, the first elements are
+    read: the tensor has to be whole there (`x!`), and a rank cuts out the part for its shard
+    of the index.
     """
     shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
     at = wrap_dim(argument(call, 1, "dim"), max(len(shape), 1))
@@ -127,7 +128,7 @@ def _gather(call: OpCall) -> Notation:
 
 
 def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Cut the tensor to the piece of the index in other dims, and read the rows of the window."""
+    """Cut the tensor to the index's shard in other dims, and read the rows of the window."""
     (tensor, dim, index), named = given(call, ("self", "dim", "index"))
     shape, places = call.inputs[0].shape, call.inputs[1].shape
     bounds, pieces = shards.inputs
@@ -153,13 +154,13 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 def flat_positions(
     builder: LocalProgramBuilder, index: Ref, shape: tuple[int, ...], bounds: Bounds
 ) -> tuple[Ref, Ref]:
-    """Return places in a flattened tensor as places in a flattened shard, and which are outside.
+    """Convert places in a flattened tensor to a flattened shard; also return which are outside.
 
     Args:
-        builder: Takes the calls.
+        builder: Collects the calls.
         index: Places in the flattened tensor, from the end if negative; any shape, integers.
         shape: Shape of the tensor.
-        bounds: Bounds of the shard, which is smaller.
+        bounds: Bounds of the shard, which is smaller than the tensor.
     """
     index = wrapped(builder, index, prod(shape))
     local = shape_of(bounds)
@@ -189,7 +190,7 @@ def _take(call: OpCall) -> Notation:
 
 
 def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read the elements that the shard has."""
+    """Read the elements of the shard; zeros elsewhere."""
     (tensor, index), _ = given(call, ("self", "index"))
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)
@@ -220,7 +221,7 @@ def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 def _embedding_backward(call: OpCall) -> Notation:
     """`i* d, i* => v d; linear 0`: each place adds its gradient to its row.
 
-    With `scale_grad_by_freq` the count of a row over all places matters, so they stay whole.
+    `scale_grad_by_freq` needs the count of a row over all places, so they stay whole.
     """
     places = "i*!" if argument(call, 4, "scale_grad_by_freq", False) else "i*"
     why = "gradients are scaled by how often a row is named in all places"
@@ -229,7 +230,7 @@ def _embedding_backward(call: OpCall) -> Notation:
 
 
 def _embedding_backward_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let places of other windows add to a spare row; no place of the padding row adds anything."""
+    """Let places of other windows add to a spare row; places of the padding row add nothing."""
     names = ("grad_output", "indices", "num_weights", "padding_idx", "scale_grad_by_freq")
     (gradient, indices, _, padding, counts), _ = given(call, names)
     window = shards.outputs[0][0]
@@ -249,7 +250,7 @@ def _embedding_backward_shard(call: OpCall, shards: Shards) -> LocalCall | Local
 
 
 def _renorm_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let places of other windows name a spare row of zeros, whose norm is small enough."""
+    """Redirect places of other windows to a spare row of zeros, whose norm is small enough."""
     window = shards.inputs[0][0]
     if not is_cut(window, call.inputs[0].shape[0]):
         return run_as_is(call)

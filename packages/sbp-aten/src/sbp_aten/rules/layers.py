@@ -1,7 +1,8 @@
-"""Whole layers as one operator: recurrent networks, transformers, a product with its cross entropy.
+"""Sharding rules of whole layers as one operator: recurrent networks, transformers, and a loss.
 
-Batches are free. Time is a chain, and gates are chunks of one dim. Tensors of data carry the batch,
-weights do not, and gradients of biases are sums over it.
+Batches may be split. Time may not (a chain of steps), and gates may not (chunks of one dim).
+Tensors of data have the batch dim, weights do not, and gradients of biases are sums over it. The
+loss is a product fused with its cross-entropy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CLASSES = "a softmax runs over the classes, and products over the features"
 def _network(call: OpCall) -> Notation:
     """`lstm.input` and alike: `t! b+ i!, l! b+ h!, weights => t! b+ o!, l! b+ h!`.
 
-    oneDNN, which serves the LSTM on CPUs, refuses an empty batch.
+    oneDNN, which computes the LSTM on CPUs, refuses an empty batch.
     """
     num_states = len(call.outputs) - 1
     data = 0 if argument(call, 8, "batch_first", False) else 1
@@ -60,10 +61,10 @@ def _lstm_gradient(call: OpCall) -> Notation:
 
 
 def _transformer(call: OpCall) -> Notation:
-    """`b t! e!, weights => b t! e!`; with a mask, whose kinds differ in their dims, whole.
+    """`b t! e!, weights => b t! e!`; not split with a mask, because kinds of masks differ in dims.
 
-    `_native_multi_head_attention` begins with queries, keys and values, the encoder layer with one
-    source.
+    The first arguments of `_native_multi_head_attention` are queries, keys and values; the encoder
+    layer has one source.
     """
     encoder = "encoder" in call.op
     data = [0] if encoder else [0, 0, 0]
@@ -81,7 +82,7 @@ def _transformer(call: OpCall) -> Notation:
 def _linear_cross_entropy(call: OpCall) -> Notation:
     """`n i!, c! i!, n => (), n i!, c! i!, c!` in sums; the mean of a batch needs it whole.
 
-    Loss and gradients are made together; a gradient that is not wanted has no elements.
+    Loss and gradients are computed together; a gradient that is not requested has no elements.
     """
     mean = argument(call, 5, "reduction") == "mean"
     wanted = argument(call, 12, "compute_input_grad")

@@ -1,9 +1,9 @@
-"""Linear algebra: matrices are whole, batches of them free, and so are right-hand sides.
+"""Sharding rules of linear algebra: matrices are whole; batches and right-hand sides may be split.
 
-A line of the tables says what becomes of one matrix, `i! j! => i! j!, ()`; in front of every tensor
-stand batch dims, which are broadcast. An output that a flag leaves out is an empty vector.
+A line of the tables is the notation for one matrix, `i! j! => i! j!, ()`. Every tensor may have
+batch dims in front, which are broadcast. An output that a flag omits is an empty vector.
 
-Fourier transforms are linear, and whole along the dims that they transform. Other dims of them may
+Fourier transforms are linear, and whole along the dims that they transform. Their other dims may
 not have empty shards: MKL refuses an empty batch.
 """
 
@@ -35,11 +35,11 @@ from sbp_core.signatures import (
 _MIXES = "a factorisation mixes all rows and columns of a matrix"
 
 
-#: Up to how many matrices every choice of them is listed.
+#: Number of matrices up to which all subsets of them are listed.
 _FEW = 3
 
 
-#: Meaning of one matrix, and work as a multiple of `m n min(m, n)`.
+#: Operator -> notation for one matrix, and work as a multiple of `m n min(m, n)`.
 #: Source: Golub and Van Loan, Matrix Computations, 4th edition, the flop counts of each algorithm.
 _FACTORISATIONS: dict[str, tuple[str, float]] = {
     "_linalg_det.default": ("i! j! => (), i! j!, i!", 2 / 3),
@@ -62,7 +62,7 @@ _FACTORISATIONS: dict[str, tuple[str, float]] = {
 }
 
 
-#: Right-hand sides: position of the argument and its label, and the meaning of one matrix.
+#: Solver -> position of the right-hand sides, and the notation for one matrix.
 _SOLVES: dict[str, tuple[int, str]] = {
     "cholesky_solve.default": (0, "i! k, i! j! => i! k"),
     "linalg_ldl_solve.default": (2, "i! j!, i!, i! k => i! k"),
@@ -70,7 +70,7 @@ _SOLVES: dict[str, tuple[int, str]] = {
 }
 
 
-#: The same of solvers with an argument `left`: for `A X = B`, and for `X A = B`.
+#: Solver with an argument `left` -> the same, for `A X = B` and for `X A = B`.
 _SIDED_SOLVES: dict[str, tuple[int, str, str]] = {
     "_linalg_solve_ex.default": (
         *(1, "i! j!, i! k => i! k, i! j!, i!, ()"),
@@ -89,9 +89,9 @@ def _stacked(
     work_flop: float | None = None,
     why: str = _MIXES,
 ) -> Notation:
-    """Return the notation of a batch, given that of one matrix.
+    """Return the notation of a batch, given the notation of one matrix.
 
-    An output that lacks a label, of the batch or of `one`, does not depend on what it indexes.
+    An output without a label, of the batch or of `one`, does not depend on that dim.
     """
     types = (*call.inputs, *call.outputs)
     inner = (*one.inputs, *one.outputs)
@@ -139,7 +139,7 @@ def _factorised(text: str, factor: float) -> Rule:
 
 
 def _solution(call: OpCall, position: int, text: str) -> Notation:
-    """Return the notation of a solver, linear in its right-hand sides, of which each is free.
+    """Return the notation of a solver, linear in its right-hand sides, which may be split.
 
     A system of n equations and k right-hand sides costs `2 n n k`.
     """
@@ -171,7 +171,7 @@ def _sided(position: int, left: str, right: str) -> Rule:
 
 
 def _lstsq(call: OpCall) -> Notation:
-    """`m! n!, m! k+ => n! k+, k+, (), p!`: residuals, rank and singular values may be left out.
+    """`m! n!, m! k+ => n! k+, k+, (), p!`: residuals, rank and singular values are optional.
 
     Residuals are given only if every matrix of the batch has full rank; without right-hand sides
     there is no rank either.
@@ -203,14 +203,14 @@ def _lstsq(call: OpCall) -> Notation:
 
 
 def _pinv(call: OpCall) -> Notation:
-    """`i! j!, (), () => j! i!`: tolerances, if given, are one for each matrix."""
+    """`i! j!, (), () => j! i!`: optional tolerances, one for each matrix."""
     one = parse_notation("i! j!" + ", ()" * (len(call.inputs) - 1) + " => j! i!")
     shape = call.inputs[0].shape
     return _stacked(call, one, work_flop=21.0 * prod(shape) * min(shape[-2:]))
 
 
 def _lu_unpack(call: OpCall) -> Notation:
-    """`m! n!, k! => m! m2!, m! k!, k! n!`, with the parts that are wanted."""
+    """`m! n!, k! => m! m2!, m! k!, k! n!`, with the requested parts."""
     data, pivots = argument(call, 2, "unpack_data", True), argument(call, 3, "unpack_pivots", True)
     read = [
         increasing(0, outputs=(1, 2)) if data else unread(0),
@@ -221,14 +221,14 @@ def _lu_unpack(call: OpCall) -> Notation:
 
 
 def _check_errors(call: OpCall) -> Notation:
-    """`b => ` without outputs: each rank checks what it holds."""
+    """`b => ` without outputs: each rank checks its shard."""
     return Notation(
         inputs=(broadcast_dims(call.inputs[0].shape, call.inputs[0].shape),), outputs=()
     )
 
 
 def _block_diag(call: OpCall) -> Notation:
-    """`i0! j0!, i1! j1! => i! j!; linear 0 1`; a single matrix is left as it is."""
+    """`i0! j0!, i1! j1! => i! j!; linear 0 1`; a single matrix is unchanged."""
     count = len(call.inputs)
     tensors: list[Dims] = []
     for index, entry in enumerate(call.inputs):
@@ -237,7 +237,7 @@ def _block_diag(call: OpCall) -> Notation:
     known = {name for dims in tensors for dim in dims for name in dim}
     made: Dims = (("i",), ("j",)) if count > 1 else tuple((n,) if n in known else () for n in "ij")
     every = tuple(range(count))
-    # Each element comes from one matrix, so any of them may be partial maxima; few are worth it.
+    # Each element comes from one matrix, so any subset may be partial maxima; list only few.
     some = chain.from_iterable(combinations(every, size) for size in range(1, count))
     sets = [every, *(some if count <= _FEW else ((index,) for index in every))]
     return Notation(

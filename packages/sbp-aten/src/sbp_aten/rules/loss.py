@@ -1,12 +1,12 @@
-"""Losses, forward and backward: of pairs of tensors, of margins, of classes, and of alignments.
+"""Sharding rules of losses, forward and backward: pairs of tensors, margins, classes, alignments.
 
     mse_loss, reduction none     ..., ... => ...
     mse_loss, sum or mean        ..., ... => ()
     its backward                 (), ..., ... => ...; linear 0; linear 1 2
     multi_margin_loss, sum       n+ c!, n+, c! => (); linear 2
 
-A mean runs over all elements (samples), so a shard has a part of it, and its gradient divides by
-the number of all; see `reductions`.
+A mean runs over all elements (samples). So a shard computes a part of it, and its gradient divides
+by the number of all elements; see `reductions`.
 
 Negative log-likelihood: samples and classes may be split.
 
@@ -14,18 +14,19 @@ Negative log-likelihood: samples and classes may be split.
     mean    n! c s*!, n! s*!, w! => (), (); linear 0 to 0; reduce c@1 none
     back    (), n c s*, n s*, w!, () => n c s*; linear 0; linear 3; unread 1
 
-A rank with some of the classes ignores targets elsewhere: its losses are partial sums. It has all
-targets and class weights, hence the total weight, which is output 1. A mean divides by that, which
-a rank with some of the samples does not know; the backward operators are told.
+A rank with some of the classes ignores targets of other classes: its losses are partial sums. It
+has all targets and class weights, hence the total weight, which is output 1. A mean divides by the
+total weight, which a rank with some of the samples does not know, so forward samples stay whole;
+the backward operators get it as an argument.
 
-Connectionist temporal classification: the batch is free.
+Connectionist temporal classification: the batch may be split.
 
     forward     t! n+ c!, n+ s! => n+, n+ t! a!
     backward    n, t! n c!, n s!, n, n t! a! => t! n c!; linear 0
 
-Lengths are literals, or tensors `n`. Targets may also be in one row, `s!`, where lengths say
-which are whose. Output 1 of the forward operator is as wide as the longest target of the batch
-needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves those of its
+Lengths are literals, or tensors `n`. Targets may also be concatenated in one row, `s!`, and are
+separated by the lengths. Output 1 of the forward operator is as wide as the longest target of the
+batch needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves its
 elements undefined that no target reaches.
 """
 
@@ -58,19 +59,19 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _is_gradient(call: OpCall) -> int:
-    """Return 1 for the gradient of a loss, whose argument 0 is that of its result; else 0."""
+    """Return 1 for the gradient of a loss (argument 0 is the gradient of its result); else 0."""
     return int("_backward." in call.op)
 
 
 def _linear_in(call: OpCall, weight: int | None, more: str = "") -> str:
-    """Return clauses: in what a loss is linear, given the position of its weight."""
+    """Return the clauses about linear arguments of a loss, given the position of its weight."""
     at = None if weight is None else tensor_position(call, weight, "weight")
     linear = "; linear 0" * _is_gradient(call) + more
     return linear if at is None else f"{linear}; linear {at}"
 
 
 def _part(call: OpCall, reduction: int, local: int, total: int) -> LocalCall | LocalProgram:
-    """Return what a rank runs that holds `local` of `total` samples."""
+    """Return the program of a rank that holds `local` of `total` samples."""
     if argument(call, reduction, "reduction", MEAN) != MEAN:
         return run_as_is(call)
     if _is_gradient(call):
@@ -85,7 +86,7 @@ def _elementwise(reduction: int, weight: int | None = None, more: str = "") -> R
     Args:
         reduction: Position of the argument `reduction`.
         weight: Position of the argument `weight`; None if it has none.
-        more: Clauses: in what else it is linear.
+        more: Clauses about further linear arguments.
     """
 
     def meaning(call: OpCall) -> Notation:
@@ -97,7 +98,7 @@ def _elementwise(reduction: int, weight: int | None = None, more: str = "") -> R
         shapes = [entry.shape for entry in call.inputs]
         held = [shape_of(bounds) for bounds in shards.inputs]
         if _is_gradient(call):
-            # These divide by the elements of the first of the pair, before it is broadcast.
+            # These divide by the number of elements of the first tensor, before it is broadcast.
             return _part(call, reduction, prod(held[1]), prod(shapes[1]))
         return _part(call, reduction, prod(broadcast_shape(held)), prod(broadcast_shape(shapes)))
 
@@ -108,8 +109,8 @@ def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
     """Return the rule of a loss that compares the classes of each sample.
 
     Args:
-        layout: What each tensor holds: `x` scores, `y` targets, `w` weights of classes, if they are
-            given, and `l` losses.
+        layout: Role of each tensor: `x` scores, `y` targets, `w` optional weights of classes, and
+            `l` losses.
         reduction: Position of the argument `reduction`.
         weight: Position of the argument `weight`; None if it has none.
     """
@@ -117,7 +118,7 @@ def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
     def meaning(call: OpCall) -> Notation:
         shape = call.inputs[_is_gradient(call)].shape
         each = argument(call, reduction, "reduction", MEAN) == NONE
-        # Kernels sum nothing, not even to zero, where there are no samples.
+        # Without samples, the kernels do not return zero.
         samples = "n" + "+" * (not _is_gradient(call) and not each) if len(shape) == 2 else ""
         weighted = weight is not None and tensor_position(call, weight, "weight") is not None
         texts = {
@@ -188,7 +189,7 @@ def _nll(call: OpCall) -> Notation:
 
 
 def _localize_nll(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Sum over the own classes; a mean divides by the weight of all targets."""
+    """Sum over the rank's classes; a mean divides by the weight of all targets."""
     dim = int(_is_batched(call))
     bounds = shards.inputs[0][dim]
     if not is_cut(bounds, call.inputs[0].shape[dim]):
@@ -202,7 +203,7 @@ def _localize_nll(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     loss, total = builder.several(2, call.op, scores, here, weight_here, kind, _ELSEWHERE)
     if reduction == NONE and _is_batched(call):
         return builder.program(loss, total)
-    # The weight of all targets, whatever their class.
+    # The total weight of all targets, of any class.
     wide = _widened(builder, call, target)
     wanted = builder("aten.ne.Scalar", wide, ignored)
     if weight is None:
@@ -258,7 +259,7 @@ def _here(
 
 
 def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument) -> Argument:
-    """Return targets as int64: what uint8 holds has no room for `_ELSEWHERE`."""
+    """Return targets as int64, because uint8 cannot represent `_ELSEWHERE`."""
     if call.inputs[1 + _is_gradient(call)].dtype == "int64":
         return target
     return builder("aten._to_copy.default", target, dtype=Symbol("dtype", "int64"))
@@ -270,7 +271,7 @@ def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument) -> Ar
 def _ctc(call: OpCall) -> Notation:
     backward = _is_gradient(call)
     in_row = len(call.inputs[1 + backward].shape) == 1
-    # The batch is whole, too, if only values say which targets are whose.
+    # The batch is whole, too, if the split of the targets depends on values.
     n = "n" + "!" * (in_row and call.op.endswith(".Tensor")) + "+" * (not backward)
     scores, alpha = f"t! {n} c!", f"{n} t! a!"
     given = [scores, "s!" if in_row else f"{n} s!"]
@@ -284,9 +285,9 @@ def _ctc(call: OpCall) -> Notation:
 
 
 def _localize_ctc(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Give a rank literal lengths of its samples, and their part of a row of targets.
+    """Pass the literal lengths of the rank's samples, and their part of a row of targets.
 
-    The forward operator makes its second output as wide as that of all samples is.
+    The second output of the forward operator is widened to the width for all samples.
     """
     backward, literal = _is_gradient(call), not call.op.endswith(".Tensor")
     samples = shards.inputs[backward][1]

@@ -1,7 +1,8 @@
-"""Matrix products: sums of products, so that the notation says everything; distances of rows.
+"""Sharding rules of matrix products, and of distances between rows.
 
-A distance under a norm p is a sum over the columns for p = 0 and 1 and a maximum for p = infinity;
-other norms take a root of the whole sum.
+A product is a sum of products, so its notation says everything. A distance under a norm p is a sum
+over the columns for p = 0 and 1 and a maximum for p = infinity; other norms take a root of the
+whole sum, so columns stay whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sbp_core.signatures import (
     wrap_dim,
 )
 
-#: Why there may be no empty shards with some biases.
+#: Reason why empty shards are not allowed with some biases.
 _UNBROADCAST = "with an empty matrix the kernel does not broadcast the bias"
 
 
@@ -53,9 +54,9 @@ def _product_flop(call: OpCall, product: Notation) -> float:
 
 
 def _monotone(call: OpCall) -> tuple[Dependence, ...]:
-    """Return how the output grows with a bias that is scaled by `beta`.
+    """Return how the output depends on a bias that is scaled by `beta`: increasing or decreasing.
 
-    Bool products are made of "and" and "or", which grow with everything.
+    Bool products consist of "and" and "or", which are increasing in all arguments.
     """
     if call.inputs[0].dtype == "bool":
         return (*map(increasing, range(3)), maxima(0, 1), maxima(0, 2))
@@ -67,7 +68,7 @@ def _monotone(call: OpCall) -> tuple[Dependence, ...]:
 
 
 def _beta(call: OpCall) -> object:
-    """Return what the bias is multiplied by; integers are multiplied by an integer."""
+    """Return the factor of the bias; an integer for integers."""
     beta = call.kwargs.get("beta", 1)
     return int(beta) if isinstance(beta, float) and "int" in call.inputs[0].dtype else beta
 
@@ -76,19 +77,19 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
     """Return the rule of a product to which a first argument, broadcast, is added.
 
     `j + i k, k j -> i j`; with `beta=0` the bias is not read: `j, i k, k j => i j; unread 0`.
-    A product whose kernel returns an unbroadcast bias for an empty matrix has no `empty` shards.
+    `empty=False`: no empty shards, because the kernel would return an unbroadcast bias.
     """
 
     def meaning(call: OpCall) -> Notation:
         product = parse_notation(text)
         inputs = (_bias_dims(call, product), *product.inputs)
-        # A rank with an empty shard calls the kernel on it, which must then do what it always does.
+        # A rank calls the kernel also on an empty shard, so it has to broadcast there, too.
         why = "" if empty or inputs[0] == product.outputs[0] else _UNBROADCAST
         if "int" in call.inputs[0].dtype and isinstance(call.kwargs.get("beta"), float):
             why = _REAL_BETA
         if why:
             product = replace(product, nonempty=frozenset(product.labels), why=why)
-        # An unread bias may be anything, also nan: it is no addend. So the sum of products has to
+        # An unread bias may be anything, also NaN, so it is no addend. The sum of products has to
         # be stated by hand, without the bias.
         if _beta(call) == 0:
             return Notation(
@@ -115,7 +116,7 @@ def _addmm_activation(call: OpCall) -> Notation:
 
 
 def _int_mm(call: OpCall) -> Notation:
-    """Int8 in, int32 out: partial int8 values would wrap, so only the output may be partial."""
+    """Int8 to int32: partial int8 values would wrap, so only the output may be partial."""
     work = 2 * prod(call.inputs[0].shape) * call.inputs[1].shape[1]
     return notation(call, f"i k, k j => i j; flop {work}")
 
@@ -123,7 +124,7 @@ def _int_mm(call: OpCall) -> Notation:
 def _scaled_mm(call: OpCall) -> Notation:
     """`i k, k j, i 1, 1 j => i j` with a scale for each row and column, or one for all.
 
-    Scales of blocks have to stay with their blocks; a bias is added once, to a whole sum.
+    With scales of blocks, nothing that would cut a block is split; a bias needs the whole sum.
     """
     (rows, inner), columns = call.inputs[0].shape, call.inputs[1].shape[1]
     scales: list[Dims] = []
@@ -134,8 +135,8 @@ def _scaled_mm(call: OpCall) -> Notation:
         dims: Dims = tuple(
             () if size == 1 else (f"t{index}_{at}",) for at, size in enumerate(shape)
         )
-        # One scale a row (or column), which is cut with it. Anything else, but one number for all,
-        # is of blocks.
+        # One scale a row (or column), which is cut with it. Otherwise, except one number for all,
+        # scales are for blocks.
         if prod(shape) != 1 and prod(shape) == extent and shape[aligned] == extent:
             dims = tuple((label,) if at == aligned else () for at in range(len(shape)))
         own |= {name for dim in dims for name in dim if name not in "ij"}
@@ -164,7 +165,7 @@ def _matmul(call: OpCall) -> Notation:
         first = longest - len(batch)
         outer = ((f"b{first + at}",) if size != 1 else () for at, size in enumerate(batch))
         dims.append((*outer, *((name,) for name in inner)))
-    # A dim of one element that is broadcast in both has no label; it stays so in the output.
+    # A dim of one element in both factors has no label; neither has it in the output.
     known = {name for tensor in dims for dim in tensor for name in dim}
     made = [f"b{at}" for at in range(longest)]
     made += [name for name, shape in (("i", left), ("j", right)) if len(shape) > 1]
@@ -191,7 +192,7 @@ def _tensordot(call: OpCall) -> Notation:
 
 
 def _trilinear(call: OpCall) -> Notation:
-    """`b o i, b o i, b o i -> b o` and alike: each argument lacks the dims it is expanded over."""
+    """`b o i, b o i, b o i -> b o` etc.: each argument lacks the dims it is expanded along."""
     num_dims = len(call.inputs[0].shape) + len(argument(call, 3, "expand1"))
     inputs: list[Dims] = []
     for index, entry in enumerate(call.inputs):
@@ -219,9 +220,9 @@ def _over_columns(norm: float) -> tuple[str, str]:
 
 
 def _unread(norm: float, count: int) -> str:
-    """Return which of `count` arguments, the distances last, a gradient does not read.
+    """Return the arguments (of `count`, the distances last) that a gradient does not read.
 
-    Under p = 1 it hangs on signs of differences, under p = 0 it is zero.
+    For p = 1 it depends only on signs of differences, for p = 0 it is zero.
     """
     if norm not in (0, 1):
         return ""
@@ -237,7 +238,7 @@ def _cdist(call: OpCall) -> Notation:
 
 
 def _cdist_backward(call: OpCall) -> Notation:
-    """Return a sum over the rows of argument 2."""
+    """Return the notation: a sum over the rows of argument 2."""
     work = 4.0 * prod(call.outputs[0].shape) * call.inputs[2].shape[-2]
     clauses = f"linear 0{_unread(argument(call, 3, 'p'), 4)}; flop {work}"
     return notation(call, f"... p r, ... p m, ... r m, ... p r => ... p m; {clauses}")
@@ -260,7 +261,7 @@ def _pdist_backward(call: OpCall) -> Notation:
 
 
 def _cross(call: OpCall) -> Notation:
-    """`..., ... => ...`, of which the dim of the components is whole."""
+    """`..., ... => ...`; the dim of the components is whole."""
     shape = call.outputs[0].shape
     dim = wrap_dim(argument(call, 2, "dim", -1), len(shape))
     found = notation(call, f"..., ... => ...; linear 0; linear 1; flop {3.0 * prod(shape)}")

@@ -1,21 +1,23 @@
-"""Softmax, and batch, layer, group, RMS and weight normalisation, forward and backward.
+"""Sharding rules of softmax, and of batch, layer, group, RMS and weight normalisation.
+
+Forward and backward, in notation (`sbp_core.signatures.notation`):
 
     _softmax(dim=1)        d0 t0_1! => d0 t1_1!
     layer norm             d* n*!, n*, n* => d* n*, d* 1, d* 1; linear 1 2 to 0
     its backward           d* n*!, d* n*, d* 1, d* 1, n*, n* => d* n*, n*, n*; linear 0
     group norm             n (g c!) s*!, (g c), (g c) => n (g c) s*, n g, n g
 
-What is normalised stays whole; weight gradients are sums over the rest.
+Dims that are normalised stay whole; weight gradients are sums over the other dims.
 
     batch norm, training   n! c+ s*!, c, c, c, c => n c s*, c, c; linear 1 2 to 0
     evaluation             n c+ s*, c, c, c, c => n c s*, t6_0!, t7_0!; linear 1 2 to 0;
                            linear 0 2 3 to 0
 
 In training the statistics run over the batch and all positions, so only channels may be split. In
-evaluation batch and positions are free, and weight gradients are sums over them.
+evaluation batch and positions may be split, and weight gradients are sums over them.
 
-`native_batch_norm` and others write the running statistics that they are given; here those are
-arguments only. What a rank writes is right, since its shards of them lie like the channels.
+`native_batch_norm` and similar operators overwrite the running statistics in place; here they are
+arguments only. The in-place result of a rank is right, because they are split like the channels.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ _BATCH = "why the statistics are those of the whole batch and of all positions"
 
 
 def _affine(call: OpCall, weight: int, bias: int) -> str:
-    """Return in what `weight * normalised + bias` is linear or monotone; it is output 0 of several.
+    """Return clauses for `weight * normalised + bias`, output 0 of several: linear or monotone.
 
     With both it is jointly linear in them, with a bias alone affine.
 
     Args:
         call: The call.
-        weight: Position of the argument `weight`, which may be left out.
-        bias: That of the bias.
+        weight: Position of the argument `weight`, which is optional.
+        bias: Position of the argument `bias`.
     """
     scale, shift = tensor_position(call, weight, "weight"), tensor_position(call, bias, "bias")
     both = " ".join(str(at) for at in (scale, shift) if at is not None)
@@ -59,15 +61,15 @@ def _affine(call: OpCall, weight: int, bias: int) -> str:
 
 
 def _gradients(call: OpCall, weight: int, mask: int, made: Sequence[str]) -> tuple[str, str]:
-    """Return the outputs of a backward operator, and in what they are linear.
+    """Return the outputs of a backward operator, and clauses for their linear arguments.
 
-    Of all gradients only the first, that of the data, is linear in the weight.
+    Only the first gradient, of the data, is linear in the weight.
 
     Args:
         call: The call.
         weight: Position of the argument `weight`.
-        mask: Position of the argument that says which gradients are wanted.
-        made: Dims of each of them.
+        mask: Position of the mask of requested gradients.
+        made: Dims of each gradient.
     """
     wanted = argument(call, mask, "output_mask")
     at = tensor_position(call, weight, "weight")
@@ -77,7 +79,7 @@ def _gradients(call: OpCall, weight: int, mask: int, made: Sequence[str]) -> tup
 
 
 def _layer_norm(call: OpCall) -> Notation:
-    """Layer norm has two statistics and perhaps a bias, RMS norm one and none."""
+    """Layer norm has two statistics and an optional bias; RMS norm has one and no bias."""
     inner = len(argument(call, 1, "normalized_shape"))
     inputs = ", n*" * (len(call.inputs) - 1)
     outputs = f", d*{' 1' * inner}" * (len(call.outputs) - 1)
@@ -86,7 +88,7 @@ def _layer_norm(call: OpCall) -> Notation:
 
 
 def _layer_norm_backward(call: OpCall) -> Notation:
-    """Of RMS norm, there are one statistic and no bias."""
+    """RMS norm has one statistic and no bias."""
     rms = "rms" in call.op
     inner = len(argument(call, 2, "normalized_shape"))
     statistics = f", d*{' 1' * inner}" * (1 if rms else 2)
@@ -112,7 +114,7 @@ def _group_norm_backward(call: OpCall) -> Notation:
 
 
 def _counted(data: int, first: int) -> Localizer:
-    """Return the localiser of group norm: it is told N, C, HxW and the number of groups.
+    """Return the localiser of group norm, which has arguments N, C, HxW and number of groups.
 
     Args:
         data: Position of the data among the tensor arguments.
@@ -132,7 +134,7 @@ def _counted(data: int, first: int) -> Localizer:
 
 
 def _weight_norm(call: OpCall) -> Notation:
-    """`d0+ d1!, d0+ 1 => d0+ d1!, d0+ 1; linear 1 to 0` for `dim=0`: slices, a number for each.
+    """`d0+ d1!, d0+ 1 => d0+ d1!, d0+ 1; linear 1 to 0` for `dim=0`: a number for each slice.
 
     Backward: `d0+ d1!, d0+ d1!, d0+ 1, d0+ 1 => d0+ d1!, d0+ 1; linear 0; linear 2 to 0`.
     """
@@ -148,7 +150,7 @@ def _weight_norm(call: OpCall) -> Notation:
 
 
 def _softmax_backward(call: OpCall) -> Notation:
-    """`_softmax_backward_data(gradient, output, dim, input dtype)`: all are of one shape."""
+    """`_softmax_backward_data(gradient, output, dim, input dtype)`: all tensors have one shape."""
     rank = len(call.outputs[0].shape)
     at = wrap_dim(argument(call, 2, "dim"), rank)
     dims = " ".join(f"d{dim}" + "!" * (dim == at) for dim in range(rank))
@@ -161,16 +163,16 @@ def _softmax_backward(call: OpCall) -> Notation:
 def _of_channels(
     call: OpCall, data: int, like: Sequence[bool], fixed: bool, clauses: Iterable[str]
 ) -> Notation:
-    """Return the notation: data is `n c s*`, all else has a number for each channel.
+    """Return the notation: data is `n c s*`, other tensors have a number for each channel.
 
-    Tensors of other extents are those that a mode leaves empty.
+    Tensors of other extents are empty in this mode.
 
     Args:
         call: The call.
         data: Position of the data among the tensor arguments.
-        like: For each output, whether it is like the data.
-        fixed: Whether statistics are given: then batch and positions are free.
-        clauses: In what the operator is linear.
+        like: For each output, whether it has the dims of the data.
+        fixed: Whether statistics are given: then batch and positions may be split.
+        clauses: Clauses about linear arguments.
     """
     shape = call.inputs[data].shape
     mark = "" if fixed else "!"
@@ -192,7 +194,7 @@ def _of_channels(
 
 
 def _batch_norm(trains: bool | None) -> Rule:
-    """Return the rule of a forward operator; None: its sixth argument says if this is training."""
+    """Return the rule of a forward operator; None: its sixth argument is `training`."""
 
     def meaning(call: OpCall) -> Notation:
         training = bool(argument(call, 5, "training")) if trains is None else trains
@@ -206,7 +208,7 @@ def _batch_norm(trains: bool | None) -> Rule:
             clauses.append(f"linear {' '.join(shifts)} to 0")
         momentum = 6 - ("_with_update" in call.op)
         if training and len(call.outputs) >= 5 and argument(call, momentum, "momentum") <= 1:
-            # The new running statistics, the last two outputs, grow with the old ones.
+            # The new running statistics (the last two outputs) increase with the old ones.
             first, mean, variance = (
                 len(call.outputs) - 2,
                 len(call.inputs) - 2,
@@ -224,7 +226,7 @@ def _batch_norm(trains: bool | None) -> Rule:
 
 
 def _batch_norm_backward(call: OpCall) -> Notation:
-    """Arguments: gradient, data, weight, running and saved statistics; the eighth says the mode."""
+    """Arguments: gradient, data, weight, running and saved statistics; the eighth is `train`."""
     spread, trains = ("save_invstd", "train") if "native" in call.op else ("save_var", "update")
     training = bool(argument(call, 7, trains))
     mask = tuple(argument(call, 9, "output_mask"))

@@ -1,8 +1,8 @@
-"""Pointwise operators: the notation is broadcasting, computed from the shapes.
+"""Sharding rules of pointwise operators: the notation is broadcasting, computed from the shapes.
 
-Which operators are pointwise is known from ATen's tags; here stand those that ATen does not tag. In
-what they are linear or monotone is in `effects`. Then come operators that are elementwise but for
-one dim, one output, or a table they look things up in.
+ATen tags most pointwise operators; this module lists the ones that it does not tag. `effects` says
+in which arguments they are linear or monotone. There are also operators that are pointwise except
+for one dim, one output, or a lookup table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sbp_core.signatures import (
 
 
 def notation_of(call: OpCall) -> Notation:
-    """Return the notation of a pointwise call, with what ATen's operators are linear in."""
+    """Return the notation of a pointwise call, with its linear and monotone arguments."""
     return broadcasting(call, *dependences(call))
 
 
@@ -33,7 +33,7 @@ def notation_of(call: OpCall) -> Notation:
 POINTWISE = Rule(notation_of)
 
 
-#: What some ATen since 2.11 does not tag as pointwise although it is, with `default` as overload.
+#: Pointwise operators that some ATen since 2.11 does not tag, with overload `default`.
 _UNTAGGED = (
     "_conj _conj_copy _conj_physical _masked_scale _neg_view _neg_view_copy _prelu_kernel "
     "_prelu_kernel_backward _to_copy complex copy elu_backward "
@@ -71,7 +71,7 @@ def _log_sigmoid(call: OpCall) -> Notation:
 
 
 def _rrelu(call: OpCall) -> Notation:
-    """Data, noise => result, noise: it draws numbers in training, else it is a leaky relu."""
+    """Data, noise => result, noise: draws numbers in training, else a leaky relu."""
     slopes = (argument(call, 2, "lower", 0.125), argument(call, 3, "upper", 1 / 3))
     outputs = ", ".join("d*" for _ in call.outputs)
     if argument(call, 4, "training", False):
@@ -82,7 +82,7 @@ def _rrelu(call: OpCall) -> Notation:
 
 
 def _is_in(call: OpCall) -> Notation:
-    """An element is in any part of the tests; if inverted, in no part."""
+    """An element is found if it is in any part of the tests; inverted: in no part."""
     kind = "min" if argument(call, KEYWORD_ONLY, "invert", False) else "max"
     formula = "d*, t* => d*" if len(call.inputs) > 1 else "t* => ()"
     return notation(call, f"{formula}; reduce t* {kind}")
@@ -91,7 +91,7 @@ def _is_in(call: OpCall) -> Notation:
 def _count_below(call: OpCall) -> Notation:
     """`searchsorted`, `bucketize`: `d0 k, d0 m => d0 m`, or `k, d0 m => d0 m`.
 
-    What is found is the number of boundaries below a value, so that parts of them add up.
+    The result is the number of boundaries below a value, so results for parts of them add up.
     """
     bounds = 1 if call.op.startswith("aten.bucketize.Tensor") else 0
     by_order = tensor_position(call, KEYWORD_ONLY, "sorter") is not None

@@ -1,13 +1,17 @@
-"""Pooling and unpooling, forward and backward: batch and channels are free, space mostly not.
+"""Sharding rules of pooling and unpooling operators, forward and backward.
 
-    n c (x r!) => n c x                          windows side by side: `x` may be split
-    n c x! => n c y!                             else: a shard would need a halo
-    n c m -> n c 1                               the mean over all of a dim is a partial sum
-    n c y, n c x!, n c y => n c x!               gradients that go where indices say: partial sums
+Batch and channel dims may be split. A spatial dim may be split only if the windows do not overlap;
+otherwise a shard would need a halo. In notation (`sbp_core.signatures.notation`; `!` marks a label
+that may not be split):
 
-`n` is missing in calls without batch. Where windows are side by side, the indices that maxima come
-with count elements of the whole plane, row by row: localisers move them between the plane and its
-shard.
+    n c (x r!) => n c x                          windows do not overlap: `x` may be split
+    n c x! => n c y!                             windows overlap
+    n c m -> n c 1                               mean over a whole dim: partial sums
+    n c y, n c x!, n c y => n c x!               scatter by indices (backward of max): partial sums
+
+`n` is missing in calls without batch. Max pooling also returns indices into the whole plane. On a
+shard, a localiser (a function that adapts a call to a shard) converts them to indices into the
+shard, and back.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from sbp_core.signatures import (
     with_literals,
 )
 
-#: Shapes of elements and of windows -> how the window slides along each spatial dim.
+#: (call, shape of elements, shape of windows) -> how the window slides along each spatial dim.
 _Slides = Callable[[OpCall, Sequence[int], Sequence[int]], Iterator[Slide]]
 
 
@@ -72,7 +76,7 @@ def _explicit(first: int, *, dilated: bool = False) -> _Slides:
 
 
 def _adaptive(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Iterator[Slide]:
-    """Windows share the elements: evenly and side by side if their number divides that of these."""
+    """Windows cover the elements: disjoint and equal if their number divides that of elements."""
     for have, want in zip(elements, windows, strict=True):
         even = want > 0 and have % want == 0
         # Uneven windows overlap by one element.
@@ -82,7 +86,7 @@ def _adaptive(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Ite
 
 
 def _unrelated(_: OpCall, elements: Sequence[int], windows: Sequence[int]) -> Iterator[Slide]:
-    """Windows lie anywhere."""
+    """Windows may be anywhere."""
     for have, want in zip(elements, windows, strict=True):
         yield Slide(elements=have, windows=want, kernel=2, stride=1)
 
@@ -101,17 +105,17 @@ def _pool(
     """Return the rule of a pooling operator.
 
     Args:
-        layout: What each tensor holds, such as `w e > e`: `w` is one element a window, `e` are the
+        layout: Role of each tensor, such as `w e > e`: `w` has one element for each window, `e` the
             elements themselves, `r` random numbers for each channel.
         count: Number of spatial dims.
         slides: How the windows slide.
-        dependences: In what the operator is linear or monotone.
+        dependences: The arguments in which the operator is linear or monotone.
         average: Whether it averages: then it is not linear on integers, which it rounds, and a
-            window that holds everything is divisible if `localize` scales.
-        scatters: Whether each window adds to the element that its index names: then the windows
-            may be dealt out where the elements may not.
-        why: Why space is whole, if not for a halo.
-        localize: How arguments change on a shard.
+            single window over everything may be split if `localize` scales.
+        scatters: Whether each window adds to the element at its index: then windows may be split
+            even if elements may not.
+        why: Reason why space is whole, if not for a halo.
+        localize: The localiser, which adapts arguments to a shard.
     """
     kinds = layout.replace(">", "").split()
     num_inputs = len(layout.split(">")[0].split())
@@ -141,14 +145,14 @@ def _pool(
 
 
 def _by_chance(layout: str, call: OpCall, slides: Sequence[Slide]) -> Iterator[Dependence]:
-    """Yield dependences that hold where windows do not overlap, or are single elements."""
+    """Yield dependences that hold if windows do not overlap, or are single elements."""
     backward = layout.endswith("> e")
     divides = call.op.startswith(("aten.avg_pool2d", "aten.avg_pool3d"))
     divisor = argument(call, 7 if backward else 6, "divisor_override") if divides else None
     if divisor is not None and divisor < 0:
         return
     if backward:
-        # Each element gets the gradient of one window at most.
+        # Each element gets the gradient of at most one window.
         if all(slide.disjoint for slide in slides):
             yield increasing(0)
     elif all(slide.copies for slide in slides):
@@ -167,20 +171,20 @@ def _spatial(bounds: Bounds, count: int) -> tuple[int, ...]:
 
 
 def _plane(bounds: Bounds, shape: Sequence[int], count: int) -> _Plane:
-    """Return where the last `count` dims of a shard lie; nothing if it is all of them."""
+    """Return the position of the last `count` dims of a shard; empty if it is the whole."""
     pairs = zip(bounds[-count:], shape[-count:], strict=True)
     found = [(*pair, extent) for pair, extent in pairs]
     return found if any(is_cut(pair[:2], pair[2]) for pair in found) else ()
 
 
 def _moved(builder: LocalProgramBuilder, indices: Ref, plane: _Plane, into: bool) -> Ref:
-    """Add the calls that turn indices into a shard to indices into the plane, or back.
+    """Add the calls that convert indices into a shard to indices into the plane, or back.
 
     Args:
-        builder: What the calls are added to.
+        builder: Collects the calls.
         indices: Flat indices (int64).
         plane: For each spatial dim the bounds of the shard and the extent of the whole.
-        into: Whether indices into the plane become such into the shard.
+        into: Whether to convert from the plane to the shard.
     """
     before = [extent if into else stop - start for start, stop, extent in plane]
     after = [stop - start if into else extent for start, stop, extent in plane]
@@ -198,7 +202,7 @@ def _moved(builder: LocalProgramBuilder, indices: Ref, plane: _Plane, into: bool
 
 
 def _scaled(count: int, *, backward: bool) -> Localizer:
-    """Return the localiser of an adaptive average: part of a mean is a mean times a ratio."""
+    """Return the localiser of an adaptive average: a part of a mean is a mean times a ratio."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         at = int(backward)
@@ -236,7 +240,7 @@ def _indexed(count: int, *, sized: bool) -> Localizer:
 def _indexed_backward(count: int, index: int) -> Localizer:
     """Return the localiser of the gradient of maxima, whose indices are argument `index`.
 
-    The kernels for sliding windows want all of them; those for adaptive ones go by the indices.
+    The kernels for sliding windows need all of them; the adaptive kernels use only the indices.
     """
     scatter = f"aten.adaptive_max_pool{count}d_backward.default"
 
@@ -256,7 +260,7 @@ def _indexed_backward(count: int, index: int) -> Localizer:
 
 
 def _dealt(count: int) -> Localizer:
-    """Return the localiser of `fractional_max_pool_backward`, told the number of windows."""
+    """Return the localiser of `fractional_max_pool_backward`: adapts the number of windows."""
     return lambda call, shards: with_literals(
         call, (3, "output_size", _spatial(shards.inputs[0], count))
     )

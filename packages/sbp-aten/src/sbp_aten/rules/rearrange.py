@@ -1,7 +1,8 @@
-"""Operators that join, repeat, or move elements (`cat`, `repeat`, `roll`, `flip`), and diagonals.
+"""Sharding rules of operators that join, repeat or move elements (`cat`, `roll`, ...); diagonals.
 
-A shard with rows from `a` and columns from `c` has diagonal `offset` at `offset + a - c`. Element 0
-of a diagonal is in row `max(0, -offset)` and column `max(0, offset)` of the whole matrix.
+For diagonals: a shard with rows from `a` and columns from `c` has diagonal `offset` of the whole
+matrix at offset `offset + a - c`. Element 0 of a diagonal is in row `max(0, -offset)` and column
+`max(0, offset)` of the whole matrix.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _cat(call: OpCall) -> Notation:
     own = {*made[dim]}
     for index, entry in enumerate(call.inputs):
         part: Dim = (f"k{index}",)
-        if len(entry.shape) != len(shape):  # of shape (0,), which may be next to any other
+        if len(entry.shape) != len(shape):  # shape (0,), which may be joined to any other
             inputs.append([part])
             own |= {*part}
             continue
@@ -67,7 +68,7 @@ def _stack(call: OpCall) -> Notation:
 def _chunk_cat(call: OpCall) -> Notation:
     """`b+ x.., b+ y.. => b+ n m`: dims after the leading ones are cut, padded and joined.
 
-    The operator takes no empty parts.
+    The operator refuses empty parts.
     """
     num_dims = len(call.inputs[0].shape)
     lead = fresh_dims(wrap_dim(argument(call, 1, "dim"), num_dims), "b")
@@ -84,7 +85,7 @@ def _chunk_cat(call: OpCall) -> Notation:
 
 
 def _repeat(call: OpCall) -> Notation:
-    """`d => r` where a dim repeats: a rank of `r` makes its part out of all of `d`."""
+    """`d => r` if a dim repeats: a rank makes its part of `r` from the whole `d`."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     made: list[Dim] = list(fresh_dims(len(target)))
     own: list[Dim] = [(f"x{dim}",) for dim in range(len(source))]
@@ -120,10 +121,10 @@ def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
 
 
 def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
-    """Return by how much `roll` moves the elements of each dim that it moves.
+    """Return the shift of `roll` for each dim that it moves.
 
-    Without dims it moves all elements as one row: then the moves are of that row, and dims after
-    are free if they have as many elements as it moves by, or a divisor of it.
+    Without dims it moves all elements as one row. Then trailing dims may be split if the shift is
+    a multiple of their number of elements.
     """
     shape = call.inputs[0].shape
     shifts, dims = argument(call, 1, "shifts"), argument(call, 2, "dims", ())
@@ -138,7 +139,7 @@ def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
 
 
 def _roll_locally(call: OpCall, shards: Shards) -> LocalCall:
-    """Leave out dims that do not move; a row moves by as much as a shard has of what is free."""
+    """Leave out dims that do not move; adapt the shift of a row to the shard's trailing dims."""
     shape, size, x = call.inputs[0].shape, shards.output_shape(), call.args[0]
     moves = _rolled(call, len(shape))
     if not moves:
@@ -156,7 +157,7 @@ def _flipped(call: OpCall, num_dims: int) -> tuple[int, ...]:
 
 
 def _turned(call: OpCall, num_dims: int) -> list[int]:
-    """Return the order of dims after `rot90`."""
+    """Return the order of the dims after `rot90`."""
     order = list(range(num_dims))
     if argument(call, 1, "k", 1) % 2:
         first, second = _plane(call, num_dims)
@@ -197,7 +198,7 @@ def _labels(shape: Sequence[int], length: int, where: tuple[int, int, int]) -> t
     """Return the dims of a matrix and of its diagonal.
 
     A diagonal that begins in the first row and ends in the last has the label of the rows, likewise
-    with columns; any other has a label of its own.
+    with columns; any other diagonal has a separate label.
     """
     offset, row, column = where
     dims = fresh_dims(len(shape))
@@ -211,7 +212,7 @@ def _labels(shape: Sequence[int], length: int, where: tuple[int, int, int]) -> t
 
 
 def _held(matrix: Bounds, where: tuple[int, int, int]) -> Range:
-    """Return which elements of the diagonal are in a shard of the matrix."""
+    """Return the range of the diagonal's elements that are in a shard of the matrix."""
     offset, row, column = where
     down, right = max(0, -offset), max(0, offset)
     (top, bottom), (left, end) = matrix[row], matrix[column]
@@ -219,9 +220,9 @@ def _held(matrix: Bounds, where: tuple[int, int, int]) -> Range:
 
 
 def _extracting(read: _Read) -> Rule:
-    """Return the rule of a diagonal: `i j -> i`, or, if shorter than either side, `i j -> k`.
+    """Return the rule of a diagonal: `i j -> i`, or, if shorter than both sides, `i j -> k`.
 
-    A rank with other columns has zeros.
+    A rank with other columns returns zeros.
     """
 
     def meaning(call: OpCall) -> Notation:

@@ -1,21 +1,21 @@
-"""Reductions: a dim that is summed gives partial sums, one whose maximum is taken partial maxima.
+"""Sharding rules of reductions: sums over a split dim are partial sums, maxima are partial maxima.
 
     sum over dim 1     d0 d1 => d0; linear 0
     amax over dim 1    d0 d1+ => d0; max 0; reduce d1 max
     var over dim 1     d0 d1! => d0
 
-Reductions that also say where an element was (`max.dim`) or that need an order (`median`) keep
+Reductions that also return the index of an element (`max.dim`), or need an order (`median`), keep
 their dims whole; the latter are in `scans`.
 
-A mean of means is no mean where shards differ in length. Here a rank's part of a mean is the mean
-of its elements times its share of all elements, so that the mean is the sum of the parts; no part
-is larger than the mean itself, as sums would be.
+The mean of means is not the mean if shards differ in length. So a rank's part of a mean is the mean
+of its elements times its fraction of all elements: the mean is the sum of the parts, and no part is
+larger than the mean itself, as sums would be.
 
 Histograms count, or sum weights of, the elements that fall into bins:
 
-    n* x!, n* => bins!, edges!   the elements are summed away; the edges do not hang on them
+    n* x!, n* => bins!, edges!   the elements are summed over; the edges do not depend on them
 
-If no range is given the extremes of all elements make the edges, and a density is divided by the
+If no range is given, the extremes of all elements make the edges, and a density is divided by the
 sum of all counts: then the elements are needed whole.
 """
 
@@ -56,13 +56,13 @@ from sbp_core.signatures import (
 def part_of_mean(
     call: OpCall, local: int, total: int, without: LocalCall
 ) -> LocalCall | LocalProgram:
-    """Return what a rank runs for its part of a mean, output 0; other outputs are of its shard.
+    """Return the program of a rank for its part of a mean (output 0).
 
     Args:
         call: The mean.
         local: Number of elements (>= 0) that the rank holds.
         total: Number of elements (>= 0) of all ranks.
-        without: What it runs if it holds none, and a mean would be 0 / 0: the sum.
+        without: The call if it holds none, and a mean would be 0 / 0: the sum.
     """
     if local == total:
         return run_as_is(call)
@@ -74,7 +74,7 @@ def part_of_mean(
 
 
 def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
-    """Return what a rank runs for its shard of the gradient of a mean.
+    """Return the program of a rank for its shard of the gradient of a mean.
 
     The operator divides argument 0, the gradient of the mean, by the number of elements it sees.
 
@@ -91,20 +91,20 @@ def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalP
     return builder.program(builder(own.op, *own.args, **own.kwargs))
 
 
-#: Position of an argument that is not there: the reduction is over all dims.
+#: Position of a missing argument: the reduction is over all dims.
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """How elements are reduced.
+    """Description of a reduction.
 
     Args:
-        kinds: For each output, the reduction of partial values that it is; empty: of none.
-        dependences: In what it is linear, or passes maxima and minima.
-        alone: The same where only one element is to be reduced; empty: no more than otherwise.
-        nonempty: Whether it has no value without elements.
-        why: Why dims stay whole.
+        kinds: For each output, how values of parts are combined; empty if they cannot be.
+        dependences: Arguments in which it is linear, or passes maxima and minima.
+        alone: Additional dependences if only one element is reduced.
+        nonempty: Whether it is undefined without elements.
+        why: Reason why dims stay whole.
     """
 
     kinds: tuple[str, ...] = ("",)
@@ -114,11 +114,11 @@ class _Way:
     why: str = ""
 
 
-#: One element alone is its own sum, product, maximum, ...
+#: A single element is its own sum, product, maximum, ...
 _SAME = (linear(0), increasing(0))
 
 
-#: It is its own maximum, and its index is 0.
+#: A single element is its own maximum, and its index is 0.
 _FIRST = (linear(0, outputs=(0,)), increasing(0, outputs=(0,)))
 
 
@@ -159,21 +159,21 @@ _HASH = _Way(why="a hash is no sum, maximum or minimum of those of the shards")
 
 
 def _same(call: OpCall) -> tuple[Dependence, ...]:
-    """Return in what a call is linear or monotone that leaves its elements as they are.
+    """Return the dependences of a call that does not change its elements.
 
-    Casts may round or wrap, but for those of booleans.
+    Casts may round or wrap, except casts of booleans.
     """
     return _SAME if call.inputs[0].dtype in ("bool", call.outputs[0].dtype) else ()
 
 
 def _sum(call: OpCall) -> _Way:
-    """A sum of booleans that is a boolean is their disjunction."""
+    """A sum of booleans as a boolean is their disjunction."""
     kinds = ("max",) if call.outputs[0].dtype == "bool" else ("sum",)
     return replace(_SUM, kinds=kinds, alone=_same(call))
 
 
 def _nansum(call: OpCall) -> _Way:
-    """What is not a number counts as zero, which is not linear; integers are all numbers."""
+    """NaN counts as zero, which is not linear; integers have no NaN."""
     return _COUNT if call.inputs[0].dtype.startswith(("float", "bfloat", "complex")) else _sum(call)
 
 
@@ -187,7 +187,7 @@ def _product(call: OpCall) -> _Way:
 def _logical(kind: str, dependence: Dependence) -> Callable[[OpCall], _Way]:
     """Return the way of a disjunction or conjunction: the maximum or minimum of truth values.
 
-    Those of partial values are so only if none is negative.
+    For partial maxima or minima of numbers that holds only if none is negative.
     """
 
     def way(call: OpCall) -> _Way:
@@ -208,7 +208,7 @@ _ALL = _logical("min", minima(0))
 
 
 def _order(power: object) -> _Way:
-    """Return how absolute values are reduced to a norm of some order; None means 2."""
+    """Return the reduction of absolute values for a norm of some order; None means 2."""
     ways = {
         0.0: _COUNT,
         1.0: _COUNT,
@@ -224,7 +224,7 @@ def _norm(name: str) -> Callable[[OpCall], _Way]:
 
 
 def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
-    """Return the notation of a reduction over `dims`, which outputs lack, or keep as 1."""
+    """Return the notation of a reduction over `dims`, which outputs drop, or keep as 1."""
     shape = call.inputs[0].shape
     names = list(labels("d", len(shape)))
     over = [names[dim] for dim in dims]
@@ -236,10 +236,10 @@ def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
         )
         for entry in call.outputs
     ]
-    # Over dims of one element the reduction changes nothing (but perhaps the dtype).
+    # A reduction over dims of one element changes nothing (except perhaps the dtype).
     alone = way.alone if all(shape[dim] == 1 for dim in dims) else ()
-    # Each output must be a reduction of partial values, or a split of `over` has no meaning for it.
-    # A sum is what a label is reduced with unless something else is said, per output if they
+    # Each output must be a reduction of partial values, or `over` cannot be split. The default
+    # reduction of a label is a sum; others are stated, for each output if they
     # differ.
     split = all(way.kinds)
     alike = len(set(way.kinds)) == 1
@@ -273,7 +273,7 @@ def _over(
 
 
 def _dims(call: OpCall, index: int) -> tuple[int, ...]:
-    """Return the dims that are reduced: all, if none is named; but `any` over () leaves all."""
+    """Return the dims that are reduced: all, if none is given; but `any` over () reduces none."""
     named = None if index == _NONE else argument(call, index, "dim")
     if named == () and call.op in ("aten.any.dims", "aten.all.dims"):
         return ()
@@ -294,7 +294,7 @@ def _mean(index: int, total: str) -> Rule:
 
 
 def _distance(call: OpCall) -> Notation:
-    """A norm of the difference of two tensors, which are broadcast: `d0 d1, d1 => ()`."""
+    """Norm of the difference of two tensors, which are broadcast: `d0 d1, d1 => ()`."""
     wide = broadcast_shape([entry.shape for entry in call.inputs])
     way = _order(argument(call, 2, "p", 2))
     names, (kind,) = list(labels("d", len(wide))), way.kinds
@@ -308,7 +308,7 @@ def _distance(call: OpCall) -> Notation:
 
 
 def _histogram(call: OpCall) -> Notation:
-    """Counts of shards add up, if the range does not hang on the elements."""
+    """Counts of shards add up, if the range does not depend on the elements."""
     free = argument(call, 2, "min", 0) != argument(call, 3, "max", 0)
     why = (
         "each bin may count any element"
@@ -325,14 +325,14 @@ def _bincount(call: OpCall) -> Notation:
 
 
 def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Every rank makes all bins, whatever the largest of its items is."""
+    """Every rank makes all bins, whatever its largest item is."""
     items, weights = call.args[0], argument(call, 1, "weights")
     ((start, stop),) = shards.inputs[0]
     (num_bins,) = call.outputs[0].shape
-    # `minlength` is as many bins as the whole call makes.
+    # `minlength` is the number of bins of the whole call.
     if start < stop or weights is None:
         return LocalCall(op=call.op, args=(items, weights, num_bins))
-    # Without items it would make integers whatever the weights are.
+    # Without items it would return integers even with float weights.
     dtype = Symbol("dtype", call.outputs[0].dtype)
     builder = LocalProgramBuilder()
     return builder.program(builder("aten.new_zeros.default", weights, (num_bins,), dtype=dtype))
@@ -344,7 +344,7 @@ def _binned(*, ranged: bool, counts: bool = True, coordinates: bool = False) -> 
     Args:
         ranged: Whether the edges are given.
         counts: Whether output 0 holds counts; all others hold edges.
-        coordinates: Whether the last dim of the elements (`x`) holds coordinates of one.
+        coordinates: Whether the last dim (`x`) holds the coordinates of an element.
     """
 
     def meaning(call: OpCall) -> Notation:

@@ -1,13 +1,13 @@
-"""Writing into a view of a tensor, and operators whose places hang on the data.
+"""Sharding rules of writing into a view of a tensor, and of operators whose places depend on data.
 
     v d1, s d1 => v d1           slice_scatter(x, source, 0, start, end, step)
 
-Each element of the result of `select_scatter`, `slice_scatter` and `diagonal_scatter` is one of the
-tensor or of the source: linear and increasing in both. A rank that holds a window of the dim
-written to writes what falls into it.
+Each element of the result of `select_scatter`, `slice_scatter` and `diagonal_scatter` is an element
+of the tensor or of the source: linear and increasing in both. A rank that holds a window (range) of
+the dim that is written writes the part of the source that falls into it.
 
-Masks, runs and segments are linear and increasing in what they pick from, and need the dims whole
-that they count.
+Masks, runs and segments are linear and increasing in the tensors that they pick from, and need the
+dims whole that they count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHOSEN = "linear 0 1; increasing 0; increasing 1; increasing 0 1"
 
 
 def _written(call: OpCall, source: Sequence[str], more: str = "") -> Notation:
-    """Return the notation, given the dims of the source; those of its own (`s0!`) are whole."""
+    """Return the notation, given the dims of the source; its separate dims (`s0!`) are whole."""
     target = " ".join(f"d{dim}" for dim in range(len(call.inputs[0].shape)))
     return notation(call, f"{target}, {' '.join(source)} => {target}; {_CHOSEN}{more}; {_SHORTER}")
 
@@ -51,14 +51,14 @@ def _as_it_is(target: Ref) -> LocalProgram:
 
 
 def _select(call: OpCall) -> Notation:
-    """Return `d0 d1, d1 => d0 d1` for dim 0: the source is one row of it."""
+    """Return `d0 d1, d1 => d0 d1` for dim 0: the source is one row."""
     names = list(labels("d", len(call.inputs[0].shape)))
     del names[wrap_dim(argument(call, 2, "dim"), len(names))]
     return _written(call, names)
 
 
 def _select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Write the row if the window has it."""
+    """Write the row if it is in the window."""
     (target, source, dim, index), _ = given(call, ("self", "src", "dim", "index"))
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     at = wrap_dim(dim, len(shape))
@@ -141,7 +141,7 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     return builder.program(builder(call.op, target, part, offset, row, column))
 
 
-# Places that hang on the data
+# Places that depend on the data
 
 _COUNTED = "where an element goes hangs on how many are picked before it"
 _UNKNOWN = opaque("the data say how many elements there are")

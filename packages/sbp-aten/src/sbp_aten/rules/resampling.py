@@ -1,11 +1,14 @@
-"""Interpolation and sampling, forward and backward: batch and channels are free, space mostly not.
+"""Sharding rules of interpolation and sampling, forward and backward.
+
+Batch and channels may be split, spatial dims mostly not. In notation:
 
     n c (x r!) => n c x        to fewer elements: each comes from a block of `r`
     n c x => n c (x r!)        to more elements: each is repeated `r` times
     n c 1 => n c x             one element is repeated
     n c x! => n c y!           anything else: a shard would need a halo
 
-The backward operators read the same from right to left: a repeated element sums its gradients.
+The backward operators have the same notations from right to left: a repeated element sums its
+gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from sbp_core.signatures import (
 
 
 class _Kind(Enum):
-    """How interpolation reads the elements around a place."""
+    """Method of interpolation: which elements around a place are read."""
 
     NEAREST = "nearest"
     EXACT = "nearest exact"
@@ -44,17 +47,17 @@ class _Kind(Enum):
 
     @property
     def picks(self) -> bool:
-        """Whether each element of the output is one of the input."""
+        """Whether each element of the output is a copy of an input element."""
         return self in (_Kind.NEAREST, _Kind.EXACT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Upsample:
-    """The form of one interpolation operator.
+    """Description of one interpolation operator.
 
     Args:
         count: Number of spatial dims.
-        kind: How it interpolates.
+        kind: The method of interpolation.
         backward: Whether it is the gradient; then argument 2 is the shape of the result.
         vec: Whether scale factors may be given instead of a size.
     """
@@ -86,13 +89,13 @@ class _Upsample:
 
 @cache
 def _f32(value: float) -> float:
-    """Round to the precision in which kernels compute places."""
+    """Round to float32, in which kernels compute places."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
 
 def _picked(kind: _Kind, coarse: int, fine: int, factor: float | None) -> list[int]:
-    """Return which of `coarse` elements the kernels pick for each of `fine` ones."""
+    """Return the index among `coarse` elements that kernels pick for each of `fine` elements."""
     scale = _f32(1.0 / factor if factor else coarse / fine)
     shift = 0.5 if kind is _Kind.EXACT else 0.0
     return [min(int(_f32((at + shift) * scale)), coarse - 1) for at in range(fine)]
@@ -101,10 +104,10 @@ def _picked(kind: _Kind, coarse: int, fine: int, factor: float | None) -> list[i
 def _ratio(
     kind: _Kind, source: int, target: int, factor: float | None, corners: bool
 ) -> tuple[int, int] | None:
-    """Return how many elements of source and target make a block of their own; None: all of them.
+    """Return the numbers of source and target elements in an independent block; None: no blocks.
 
     Args:
-        kind: How it interpolates.
+        kind: The method of interpolation.
         source: Extent of the input.
         target: Extent of the output.
         factor: The scale factor, if one is given instead of the ratio of the extents.
@@ -121,7 +124,7 @@ def _ratio(
     plain = corners or factor is None or factor * source == target
     if block == (1, 1):
         return block if plain else None
-    # Places lie amid the blocks, where linear reads 2 elements and cubic 4.
+    # Places are in the middle of the blocks, where linear reads 2 elements and cubic 4.
     widest = {_Kind.LINEAR: 2, _Kind.CUBIC: 4}.get(kind)
     narrow = widest is not None and block[0] >= widest
     return block if narrow and plain and not corners else None
@@ -130,11 +133,11 @@ def _ratio(
 def _space(
     form: _Upsample, call: OpCall, source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[Dim], list[Dim], set[str], str]:
-    """Return spatial dims of input and output, the labels that stay whole, and why."""
+    """Return spatial dims of input and output, the labels that stay whole, and the reason."""
     dims: tuple[list[Dim], list[Dim]] = [], []
     whole: set[str] = set()
     halo = 0
-    # How many elements beyond its own block an element of the output reads.
+    # Number of elements beyond its block that an output element reads.
     reads = {_Kind.NEAREST: 1, _Kind.EXACT: 1, _Kind.LINEAR: 1, _Kind.CUBIC: 3}.get(form.kind)
     for at, factor in enumerate(form.factors(call)):
         have, want = source[at], target[at]
@@ -162,8 +165,8 @@ def _meaning(form: _Upsample, call: OpCall) -> Notation:
     labels = {name for side in sides for dim in side for name in dim}
     # Interpolated integers are rounded.
     exact = form.kind.picks or not call.inputs[0].dtype.startswith(("int", "uint"))
-    # Where the sizes stay, nothing is interpolated. Of gradients of what is picked, none are added
-    # up if no element is picked twice.
+    # If the sizes are equal, nothing is interpolated. If no element is picked twice, no gradients
+    # are added up.
     rises = (dims_in == dims_out and not whole) or (
         form.kind.picks
         and all(
@@ -211,7 +214,7 @@ _POINTS = "why the grid may point anywhere, and has all coordinates of a place t
 
 
 def _sampled(call: OpCall) -> Notation:
-    """`grid_sampler`: a grid says where to read for each element of the output."""
+    """`grid_sampler`: a grid has the place to read for each element of the output."""
     picks = argument(call, 2, "interpolation_mode") == 1
     clauses = "linear 0" + "; increasing 0" * picks
     return notation(call, f"n c x*!, n y* t! => n c y*; {clauses}; {_POINTS}")
@@ -220,8 +223,8 @@ def _sampled(call: OpCall) -> Notation:
 def _sampled_backward(call: OpCall) -> Notation:
     """`n c y*, n c x*!, n y* t! => n c x*, n y* t; linear 0; linear 1 to 1`.
 
-    The gradient of the input does not depend on the input, that of the grid does, unless elements
-    are picked: then it is zero.
+    The gradient of the input does not depend on the input; the gradient of the grid does, unless
+    elements are picked: then it is zero.
     """
     wanted = argument(call, 6, "output_mask")[0]
     grid = int(wanted)

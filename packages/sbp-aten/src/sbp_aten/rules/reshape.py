@@ -1,8 +1,8 @@
-"""Operators that look at the elements of a tensor in another form.
+"""Sharding rules of views: other orders and groupings of dims, added and dropped dims, strides.
 
-They put dims into another order, group them anew, add and drop dims of one element, or address the
-memory of a tensor: its bytes, strides, or storage. A shard gets the size of its own part of the
-output. Logical tensors lie contiguously, shards need not: they are copied where it matters.
+They permute dims, regroup them (`reshape`), add and drop dims of one element, or address the memory
+of a tensor: its bytes, strides, or storage. A shard is given the size of its part of the output.
+Logical tensors are contiguous; shards need not be, so they are copied where it matters.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tu
     """Yield (source dim, target dim, factor), slowest first, while both sides share a factor.
 
     `(2, 12)` and `(6, 4)` are (2) (3 4) and (2 3) (4). `(6, 4)` and `(4, 6)` are (2 3) (4) and
-    (2 2) (6): after a factor of 2 there is 3 on one side and 2 on the other, and nothing in common.
+    (2 2) (6): after a factor of 2 there is 3 on one side and 2 on the other, without a common
+    factor.
     """
     here = there = 0
     left, right = source[0], target[0]
@@ -105,7 +106,7 @@ def _common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tu
 def reshaped(call: OpCall) -> Notation:
     """Return dims as groups of the factors that both sides share: `(a b) c -> a (b c)`.
 
-    Factors that they do not share may not be split.
+    Factors that are not shared may not be split.
     """
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if 0 in source:
@@ -152,7 +153,7 @@ def _reshape_locally(call: OpCall, shards: Shards) -> LocalCall:
 
 
 def _squeezed(call: OpCall) -> tuple[int, ...]:
-    """Return the dims that go: those asked for, all if none are, that have one element."""
+    """Return the dims that are dropped: the requested dims (or all) with one element."""
     shape = call.inputs[0].shape
     if call.op.endswith(".default"):
         return tuple(dim for dim, extent in enumerate(shape) if extent == 1)
@@ -171,7 +172,7 @@ def _squeeze(call: OpCall) -> Notation:
 
 
 def _squeeze_locally(call: OpCall, _: Shards) -> LocalCall:
-    """Name the dims that go: others may have one element on a shard."""
+    """Name the dims to drop, because other dims may have one element on a shard."""
     return LocalCall(op="aten.squeeze.dims", args=(call.args[0], _squeezed(call)))
 
 
@@ -194,7 +195,7 @@ _ADDRESSED = "it addresses memory, of which a shard has another layout"
 
 
 def _copied(builder: LocalProgramBuilder, call: OpCall) -> Ref:
-    """Return a copy of the first argument that lies contiguously from the begin of its memory."""
+    """Return a contiguous copy of the first argument, at offset 0 of its storage."""
     symbol = Symbol("memory_format", "contiguous_format")
     return builder("aten.clone.default", call.args[0], memory_format=symbol)
 
@@ -227,7 +228,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_reshape(call: OpCall) -> bool:
-    """Whether `as_strided` gives the elements in the order in which they lie."""
+    """Whether `as_strided` returns the elements in memory order."""
     shape = call.outputs[0].shape
     pairs = zip(argument(call, 2, "stride"), _strides(shape), shape, strict=False)
     usual = all(given == step or extent == 1 for given, step, extent in pairs)
@@ -236,9 +237,9 @@ def _is_reshape(call: OpCall) -> bool:
 
 
 def _num_batch(call: OpCall) -> int:
-    """Return how many leading dims `as_strided` keeps.
+    """Return the number of leading dims that `as_strided` keeps.
 
-    It works within each item of them: beyond, the last item would leave the memory.
+    It has to stay within each item of these dims, or the last item would exceed the memory.
     """
     source, target = call.inputs[0].shape, call.outputs[0].shape
     kept = zip(source, target, _strides(source), argument(call, 2, "stride"), strict=False)
@@ -257,7 +258,7 @@ def _strided(call: OpCall) -> Notation:
 
 
 def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Adapt the strides of dims that are kept to the extents of those after them."""
+    """Adapt the strides of the kept dims to the local extents of the dims after them."""
     size = shards.output_shape()
     if _is_reshape(call):
         return LocalCall(op="aten.reshape.default", args=(call.args[0], size))
@@ -270,7 +271,7 @@ def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 
 def _resized(call: OpCall) -> Notation:
-    """`resize`, `resize_as`: as many elements are a reshape; of the template only shape matters."""
+    """`resize`, `resize_as`: a reshape if the number of elements is equal; reads only a shape."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if prod(source) == prod(target):
         found = reshaped(call)

@@ -1,12 +1,12 @@
-"""Our own operators that the passes over ATen's write.
+"""Sharding rules of our own operators (namespace `sbp`) that the passes over ATen graphs write.
 
     sbp.piece(x, token, dim, index, count, settled)
-        the elements index, index + count, ... of a dim, but not before the token is made
+        the elements index, index + count, ... of a dim, but not before the token exists
     sbp.mm_as(a, b, dtype), sbp.bmm_as             products, in a wider dtype
     sbp.batch_norm_sums(x)                         sums of x and of x^2 by channel, [2, C]
 
-A token may lie as it likes; if it must be settled it may not be partial, so that whoever waits for
-it waits for its reduction as well.
+A token may have any SBP. If it must be settled, it may not be partial, so that waiting for it
+includes its reduction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sbp_core.signatures import (
 
 
 def _piece(call: OpCall) -> Notation:
-    """`(k s!) d1, t0! => k d1; free 1`: equal shards that `count` divides keep their own."""
+    """`(k s!) d1, t0! => k d1; free 1`: equal shards, divisible by `count`, are cut locally."""
     _, _, dim, _, count, settled = call.args
     made = fresh_dims(len(call.inputs[0].shape))
     whole: Dims = (*made[:dim], (*made[dim], "s"), *made[dim + 1 :])
@@ -46,7 +46,7 @@ def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
     return builder.program(builder("aten.slice_copy.Tensor", x, dim, index, stop, count))
 
 
-#: What a rank has of the batch and of positions is a part.
+#: Sums over split batch and positions are partial sums.
 _BATCH_NORM_SUMS = "n c s* => k! c; size k 2; why sums and sums of squares stay together"
 
 RULES = {

@@ -1,9 +1,11 @@
-"""Operators that run along one dim: running sums, sorting, order statistics; the others are free.
+"""Sharding rules of operators that run along one dim: running sums, sorting, order statistics.
+
+Only the other dims may be split. In notation:
 
     cumsum(dim=1)     d0 t0_1! d2 => d0 t1_1! d2; linear 0
     topk(3, dim=1)    d0 t0_1! => d0 t1_1!, d0 t2_1!
 
-Also those that look for distinct elements, which run whole.
+Operators that find distinct elements are here, too; they are not split at all.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _renorm(call: OpCall) -> Notation:
 
 
 def _along(index: int, *dependences: Dependence, why: str, default: object = None) -> Rule:
-    """Return the rule of an operator along `dim`, which leaves a dim of one element as it is.
+    """Return the rule of an operator along `dim`; a dim of one element is unchanged.
 
     Output 1, if there is one, is an index: 0 for the only element.
     """

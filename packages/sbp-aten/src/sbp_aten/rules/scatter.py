@@ -1,11 +1,11 @@
-"""Writing by index along one dim: `scatter`, `index_add` and their kin.
+"""Sharding rules of writing by index along one dim: `scatter`, `index_add` and similar operators.
 
     v a, k a, k a => v a         scatter(x, 0, index, source)
     v a, k, k a => v a           index_add(x, 0, index, source)
 
-A rank that holds a window of the dim written to (`v`) drops the updates that go elsewhere. Values
-that are written replace what is there, are added, or compared; updates (`k`) may be split where
-parts of them give partial values.
+A rank that holds a window (range) of the dim that is written (`v`) drops updates outside of it.
+Written values replace the old ones, are added to them, or combined by product, maximum or minimum.
+Updates (`k`) may be split if the results of their parts are partial values.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from sbp_core.signatures import (
 _NAMES = {"add": "sum", "multiply": "prod"}
 
 
-#: For booleans: the sum is "or", the product is "and".
+#: Reductions of booleans: the sum is "or", the product is "and".
 _OF_BOOLS = {"sum": "amax", "prod": "amin"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """How values that are written meet what is there, and each other.
+    """How written values are combined with the old values, and with each other.
 
     Args:
-        dependences: Of the result on what is written to, and on the values.
-        reductions: How the labels of updates are reduced away.
-        beside: These labels, with the tensor that is written to: it is met once.
-        whole: Those of these labels that are needed whole.
-        why: Why.
+        dependences: Dependences of the result on the old values, and on the written values.
+        reductions: Reductions of the labels of updates.
+        beside: Clauses `beside` of the notation for these labels: the tensor counts only once.
+        whole: The labels of updates that must not be split.
+        why: The reason.
     """
 
     dependences: tuple[Dependence, ...]
@@ -70,7 +70,7 @@ class Updates:
         Args:
             inputs: Dims of each argument.
             own: Further labels that are whole.
-            why: Why; the reason of the updates if omitted.
+            why: The reason; that of the updates if omitted.
         """
         return Notation(
             inputs=inputs,
@@ -84,11 +84,11 @@ class Updates:
 
 
 def choosing(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
-    """Return the dependences of a result each of whose elements is one of its inputs' or a number.
+    """Return the dependences of a result whose elements are input elements or a constant.
 
     Args:
         *inputs: Positions of one input, or of two.
-        zero: Whether that number is zero. If there are two inputs there is none.
+        zero: Whether the constant is zero. With two inputs there is no constant.
     """
     alone = tuple(map(increasing, inputs))
     if len(inputs) == 1:
@@ -99,19 +99,19 @@ def choosing(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
 def replacing(
     target: TensorType, values: int | None, over: Sequence[str], number: object = None
 ) -> Updates:
-    """Return what happens if values replace what is there.
+    """Return the updates if values replace the old values.
 
-    Each element of the result is one element: of the tensor, which is argument 0, or of the values.
+    Each element of the result is an element of the tensor (argument 0) or of the values.
 
     Args:
         target: The tensor that is written to, argument 0.
-        values: Their position among the tensor arguments; None if they are one number.
+        values: Position of the values among the tensor arguments; None for a number.
         over: Labels of the updates.
-        number: That number.
+        number: The number that is written instead.
     """
     dependences = choosing(0, *(() if values is None else (values,)), zero=number == 0)
     if values is None and target.dtype == "bool":
-        # Truth that is written is "or", falsehood is "and".
+        # Writing True is "or", writing False is "and".
         reduction = "max" if number else "min"
         return Updates(
             dependences=dependences,
@@ -128,14 +128,14 @@ def replacing(
 def combining(
     kind: str, target: TensorType, values: int, over: Sequence[str], *, starts: bool = True
 ) -> Updates:
-    """Return what happens if values meet what is there in a sum, product, mean, max or min.
+    """Return the updates if values are combined with old values: sum, product, mean, max or min.
 
     Args:
         kind: `sum`, `add`, `prod`, `multiply`, `mean`, `amax` or `amin`.
         target: The tensor that is written to, argument 0.
         values: Position of the values among the tensor arguments.
         over: Labels of the updates.
-        starts: Whether what is there takes part; else it is replaced where anything is written.
+        starts: Whether old values are included; else they are replaced where anything is written.
     """
     kind = _NAMES.get(kind, kind)
     if target.dtype == "bool":
@@ -165,12 +165,12 @@ def combining(
     )
 
 
-#: What happens to updates that have these labels.
+#: From a call and the labels of its updates: how they are combined.
 _Meeting = Callable[[OpCall, Sequence[str]], Updates]
 
 
 def _at(call: OpCall) -> int:
-    """Return the dim that is written along."""
+    """Return the dim along which values are written."""
     return wrap_dim(argument(call, 1, "dim"), max(len(call.inputs[0].shape), 1))
 
 
@@ -183,8 +183,8 @@ def _target(call: OpCall) -> Dims:
 def _scattered_dims(call: OpCall) -> tuple[Dims, ...]:
     """Return the dims of a call whose index has the rank of the tensor.
 
-    Where the index is shorter than the tensor in other dims than `dim`, or the values than either,
-    they have labels of their own: `i1`, `s1`.
+    A dim whose extent differs from the tensor's (along `dim`: from the index's) has a separate
+    label: `i1`, `s1`.
     """
     shape, index = call.inputs[0].shape, call.inputs[1].shape
     at = _at(call)
@@ -207,7 +207,7 @@ def _scattered_dims(call: OpCall) -> tuple[Dims, ...]:
 
 
 def _rows_dims(call: OpCall) -> tuple[Dims, ...]:
-    """Return the dims of a call whose index names rows; it may lack its dim, if it names one."""
+    """Return the dims of a call whose index selects rows; the index may be 0-d for one row."""
     at, target = _at(call), _target(call)
     named = [("k",) for _ in call.inputs[1].shape]
     values: list[Dims] = []
@@ -220,12 +220,12 @@ def _rows_dims(call: OpCall) -> tuple[Dims, ...]:
 def _meaning(
     dims_of: Callable[[OpCall], tuple[Dims, ...]], meeting: _Meeting
 ) -> Callable[[OpCall], Notation]:
-    """Return the meaning of a write, given the dims of its arguments and what updates do."""
+    """Return the meaning of a write, given the dims of its arguments and how updates combine."""
 
     def meaning(call: OpCall) -> Notation:
         inputs = dims_of(call)
         labels = {name for dims in inputs for (name,) in dims}
-        # Values without dims are the update of one row, and a tensor without dims has one element.
+        # 0-d values are the update of one row, and a 0-d tensor has one element.
         alone = not call.inputs[0].shape or any(not entry.shape for entry in call.inputs[2:])
         updates = meeting(call, ["k"] if "k" in labels else [])
         own = {name for name in labels if name[0] in "is"} | ({"k"} & labels if alone else set())
@@ -238,9 +238,9 @@ def _meaning(
 def _trimmed(
     builder: LocalProgramBuilder, entry: Ref, call: OpCall, shards: Shards, tensor: int
 ) -> Ref:
-    """Cut index or values to what the shard is for, where they do not share its extent.
+    """Cut index or values to the shard in dims where their extents differ.
 
-    Beside `dim` they go along with the tensor; along it, the values go along with the index.
+    In dims other than `dim` they follow the tensor; along `dim`, the values follow the index.
     """
     at, shape = _at(call), call.inputs[tensor].shape
     for dim, extent in enumerate(shape):
@@ -259,8 +259,8 @@ def _shard(values_name: str, *, rows: bool, wraps: bool = False) -> Localizer:
 
     Args:
         values_name: Name of argument 3.
-        rows: Whether the index names rows; then extents agree, and nothing needs to be cut.
-        wraps: Whether the index may count from behind.
+        rows: Whether the index selects rows; then extents agree, and nothing needs to be cut.
+        wraps: Whether the index may be negative (counted from the end).
     """
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -298,13 +298,13 @@ def _added(call: OpCall, over: Sequence[str]) -> Updates:
 
 
 def _reduced(call: OpCall, over: Sequence[str]) -> Updates:
-    """With `reduce` and `include_self`."""
+    """Return the updates of a call with `reduce` and `include_self`."""
     kind, starts = argument(call, 4, "reduce"), argument(call, 5, "include_self", True)
     return combining(kind, call.inputs[0], 2, over, starts=starts)
 
 
 def _number_reduced(call: OpCall, over: Sequence[str]) -> Updates:
-    """One number is added to what is there (`add`), or is a factor of it."""
+    """Return the updates with a number that is added to old values (`add`), or multiplied."""
     kind, number = argument(call, 4, "reduce"), argument(call, 3, "value")
     grows = kind == "add" or call.inputs[0].dtype == "bool"
     grows = grows or (isinstance(number, int | float) and number >= 0)

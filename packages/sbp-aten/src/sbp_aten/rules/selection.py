@@ -1,11 +1,11 @@
-"""Operators that cut a dim into pieces, or keep one of it, and their backward operators.
+"""Sharding rules of operators that cut a dim into pieces, or keep one piece; forward and backward.
 
-A piece is `count` elements, `step` apart, from `start` on. What a dim is before and after:
+A piece is `count` elements, `step` apart, from `start` on. A dim before and after, in notation:
 
-    d => d                       the piece is all of it
-    (k s!) => k                  every s-th element: equal shards that s divides keep their own
-    d => k!; reduce d sum        any other: a rank that holds none of its elements has zeros
-    d => ; reduce d sum          one element, and the dim goes
+    d => d                       the piece is the whole dim
+    (k s!) => k                  every s-th element: equal shards, divisible by s, are cut locally
+    d => k!; reduce d sum        any other piece: a rank without its elements returns zeros
+    d => ; reduce d sum          one element, and the dim is dropped
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Piece:
     count: int = 1
 
     def within(self, bounds: Range) -> Range:
-        """Return which elements of the piece are in a shard of the dim."""
+        """Return the range of the piece's elements that are in a shard of the dim."""
         first = max(0, -((self.start - bounds[0]) // self.step))
         last = min(self.count, -((self.start - bounds[1]) // self.step))
         return first, max(first, last)
@@ -51,14 +51,14 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a call cuts dim `dim`; `drops` it if each piece is one element."""
+    """The pieces into which a call cuts dim `dim`; `drops`: each piece is one element, no dim."""
 
     dim: int
     pieces: tuple[_Piece, ...]
     drops: bool = False
 
     def dims(self, shape: Sequence[int], index: int) -> tuple[Dims, Dims]:
-        """Return the dims of the whole, and those of one piece."""
+        """Return the dims of the whole, and the dims of one piece."""
         whole, piece, extent = fresh_dims(len(shape)), self.pieces[index], shape[self.dim]
         before, after = whole[: self.dim], whole[self.dim + 1 :]
         if self.drops:
@@ -70,7 +70,7 @@ class _Cut:
         return whole, (*before, (f"k{index}",), *after)
 
 
-#: From a call and the shape that is cut.
+#: Reads the cut from a call and the shape that is cut.
 _Read = Callable[[OpCall, Sequence[int]], _Cut]
 
 
@@ -104,7 +104,7 @@ def _stretch(index: int, piece: int) -> _Read:
 
 
 def _sections(call: OpCall, shape: Sequence[int]) -> _Cut:
-    """Read `split`, `split_with_sizes` and the like: the outputs say where it is cut."""
+    """Read `split`, `split_with_sizes` and the like: the outputs determine the cuts."""
     dim = wrap_dim(argument(call, 2, "dim", 0), len(shape))
     counts = [entry.shape[dim] for entry in call.outputs]
     starts = accumulate(counts, initial=0)

@@ -1,10 +1,10 @@
-"""Windows that slide over spatial dims, as labels: what convolution, pooling and folding share.
+"""Labels for windows that slide over spatial dims: shared by convolution, pooling and folding.
 
-Along one dim there are *elements* (of the larger tensor) and *windows* (one for each position that
-the window takes). A dim may be split where no window reaches into the block of the next one:
+Along one dim there are *elements* (of the larger tensor) and *windows* (one for each position of
+the window). A dim may be split if no window reaches into the block of the next one:
 
     elements (x r!), windows x     block-wise: padding 0, windows no wider than the stride
-    elements k, windows 1          the only window holds exactly all elements, and is divisible
+    elements k, windows 1          one window over exactly all elements: the elements may be split
     elements x!, windows y!        anything else: a shard would need a halo
 """
 
@@ -22,11 +22,11 @@ class Space:
 
     Args:
         elements: Dims of the larger tensor.
-        windows: Dims of the tensor that has one element for each window.
+        windows: Dims of the tensor with one element for each window.
         kernel: Dims of the weights, if the operator has any.
         whole: Labels that may not be split.
         nonempty: Labels whose shards may not be empty: kernels refuse a dim of no elements.
-        why: Why the labels in `whole` are.
+        why: Reason why the labels in `whole` may not be split.
     """
 
     elements: Dims
@@ -42,12 +42,12 @@ class Slide:
     """How a window slides along one dim.
 
     Args:
-        elements: How many there are.
-        windows: How many there are.
-        kernel: Elements of a window.
-        stride: Elements from one window to the next.
-        padding: Elements added on each side; any padding is just not 0.
-        dilation: Elements from one element of a window to the next.
+        elements: Number of elements.
+        windows: Number of windows.
+        kernel: Number of elements of a window.
+        stride: Distance from one window to the next, in elements.
+        padding: Elements added on each side; only whether it is 0 matters.
+        dilation: Distance between the elements of a window.
     """
 
     elements: int
@@ -59,12 +59,12 @@ class Slide:
 
     @property
     def reach(self) -> int:
-        """From the first element of a window to its last one, both counted."""
+        """Number of elements from the first to the last element of a window, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def blockwise(self) -> bool:
-        """Whether each window is in a block of elements of its own."""
+        """Whether each window lies in a separate block of elements."""
         in_block = self.padding == 0 and self.reach <= self.stride
         return in_block and self.elements == self.windows * self.stride
 
@@ -80,13 +80,13 @@ class Slide:
 
     @property
     def single(self) -> bool:
-        """Whether the only window holds exactly all elements."""
+        """Whether there is one window, over exactly all elements."""
         exact = self.padding == 0 and self.dilation == 1 and self.kernel == self.elements
         return exact and self.windows == 1 and self.kernel > 1
 
 
 def spread(value: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return an argument that holds one number for each dim, or one for all."""
+    """Expand an argument with one number for all dims, or one for each dim, to one for each."""
     listed = (value,) if isinstance(value, int) else tuple(value)
     return listed * count if len(listed) == 1 else listed
 
@@ -95,9 +95,9 @@ def space(slides: Sequence[Slide], *, divisible: bool = False) -> Space:
     """Return the labels of spatial dims: see the module docstring.
 
     Args:
-        slides: One for each dim.
-        divisible: Whether a single window may be divided among ranks: its weights can be split too,
-            or it has none.
+        slides: Sliding along each dim.
+        divisible: Whether a single window may be divided among ranks: its weights can be split,
+            too, or it has none.
     """
     elements: list[Dim] = []
     windows: list[Dim] = []

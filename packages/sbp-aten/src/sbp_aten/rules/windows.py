@@ -1,8 +1,8 @@
-"""Reading and writing by index where a rank holds a window of the rows that the indices number.
+"""Helpers to read and write by index if a rank holds only a window (range) of the indexed rows.
 
-A read gives zeros for the rows that other ranks hold, so that the ranks' results sum up to the
-whole; a write to such a row goes to a spare row after the window, which is cut off afterwards.
-Holds no rules.
+A read returns zeros for rows of other ranks, so the results of the ranks add up to the whole. A
+write to such a row is redirected to a spare row after the window, which is cut off afterwards. Used
+by the modules of rules; it holds no rules.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
 
 
 def lookup_reduction(entry: TensorType) -> str:
-    """Return how reads from windows give the whole read: their sum; of booleans, a disjunction."""
+    """Return the reduction that combines reads from windows: sum, or disjunction for booleans."""
     return "max" if entry.dtype == "bool" else "sum"
 
 
 def wrapped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
-    """Return an index that may count from behind, counted from the front."""
+    """Convert negative indices (counted from the end) to indices counted from the front."""
     return builder("aten.remainder.Scalar", index, extent)
 
 
 def inside(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
-    """Return an index counted from the window's first row, and where it points outside of it.
+    """Return an index counted from the window's first row, and a mask of places outside of it.
 
-    The first window subtracts 0, so that its rank does what all others do: ranks that do the same
-    are compiled, ordered, checked and measured once.
+    The first window subtracts 0, so that its rank runs the same calls as all other ranks: ranks
+    with the same calls are compiled, ordered, checked and measured once.
     """
     local = builder("aten.sub.Tensor", index, window[0])
     before = builder("aten.lt.Scalar", local, 0)
@@ -51,19 +51,19 @@ def inside(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref
 
 
 def readable(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
-    """Return an index into the window, 0 where it points outside, and where it does."""
+    """Return an index into the window, 0 for places outside, and a mask of these places."""
     local, outside = inside(builder, index, window)
     return builder("aten.masked_fill.Scalar", local, outside, 0), outside
 
 
 def writable(builder: LocalProgramBuilder, index: Ref, window: Range) -> Ref:
-    """Return an index into the window; where it points outside, to the spare row after it."""
+    """Return an index into the window; the spare row after it for places outside."""
     local, outside = inside(builder, index, window)
     return builder("aten.masked_fill.Scalar", local, outside, length(window))
 
 
 def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
-    """Return the program of a rank that holds no row to read from."""
+    """Return the program of a rank without rows: zeros."""
     builder = LocalProgramBuilder()
     return builder.program(builder("aten.new_zeros.default", like, tuple(shape)))
 
@@ -71,7 +71,7 @@ def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
 def with_spare(
     builder: LocalProgramBuilder, tensor: Ref, dims: Sequence[int], num_dims: int
 ) -> Ref:
-    """Return a tensor with a row of zeros more after each of some dims."""
+    """Append a row of zeros to a tensor at the end of each of some dims."""
     padding = [0] * (2 * num_dims)
     for dim in dims:
         padding[2 * (num_dims - 1 - dim) + 1] = 1
