@@ -5,8 +5,8 @@ notation of each operator; it is unknown where the notation does not determine i
 it. `samples_met` also finds modules that step through the samples of a batch by mistake, as if they
 were time steps:
 
-x (time, samples, 4)  --view, mm, view-->  (time, samples, 16)  --unbind(0)-->  time steps
-the batch is dim 0                         dim 0              goes through the batch
+    x (time, samples, 4)  --view, mm, view-->  (time, samples, 16)  --unbind(0)-->  time steps
+    the batch is dim 0                         dim 0              goes through the batch
 """
 
 from __future__ import annotations

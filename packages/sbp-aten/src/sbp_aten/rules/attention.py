@@ -11,6 +11,8 @@ A causal mask compares positions, which a shard of queries or keys has to count 
 CPU kernels get the mask of the shard as a tensor; other kernels have no such argument. With dropout
 nothing may be split, because a shard would draw other random numbers. Kernels divide by the
 extents, so shards may not be empty.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

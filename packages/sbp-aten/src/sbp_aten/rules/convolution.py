@@ -1,6 +1,6 @@
 """Sharding rules of convolutions, forward and backward, transposed or not.
 
-A convolution is a sum of products over channels. In notation (`sbp_core.signatures.notation`):
+A convolution is a sum of products over channels. In notation:
 
     n (g i) x!, (g o) i k!, (g o)    -> n (g o) y!               forward, with a bias
     n (g i) x!, (g i) o k!, (g o)    -> n (g o) y!               transposed
@@ -8,6 +8,8 @@ A convolution is a sum of products over channels. In notation (`sbp_core.signatu
 
 Spatial dims follow `rules.sliding`: they may be split if no window reaches into another shard.
 Shards of channels may not be empty, because the kernels refuse weights without channels.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

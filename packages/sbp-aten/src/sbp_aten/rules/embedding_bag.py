@@ -4,6 +4,8 @@
 
 If the vocabulary (`v`) or the places (`n`, entries of `indices`) are split, sums and means are
 partial sums. Offsets assign places to bags, so the bags themselves are not split.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ PyTorch's random numbers come from one stream a device. All ranks hold equal str
 that is not split draws the same numbers on all of them; a shard would draw other numbers. Our
 operators `sbp.random_*` compute the number of each element from its position in the logical tensor
 (see `sbp_torch.ops.random`), so they may be split.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

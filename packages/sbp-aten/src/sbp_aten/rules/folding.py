@@ -1,13 +1,15 @@
 """Sharding rules of padding, and of operators that move elements between dims (`im2col`, pixels).
 
-In notation (`sbp_core.signatures.notation`):
+In notation:
 
-n c x! => n c y!; linear 0; increasing 0                    padded: x! and y!
-n c y!, n c x! => n c x!; linear 0; unread 1                the gradient
-im2col             n* c (y s!) (x s!) => n* (c k!) (y x)    patches side by side
-pixel_shuffle      n* c (r! s!) h w => n* c (h r!) (w s!)
-channel_shuffle    n (g! c!) x* => n (c! g!) x*
-unfold             a (x s!) => a x k!                       windows side by side
+    n c x! => n c y!; linear 0; increasing 0                    padded: x! and y!
+    n c y!, n c x! => n c x!; linear 0; unread 1                the gradient
+    im2col             n* c (y s!) (x s!) => n* (c k!) (y x)    patches side by side
+    pixel_shuffle      n* c (r! s!) h w => n* c (h r!) (w s!)
+    channel_shuffle    n (g! c!) x* => n (c! g!) x*
+    unfold             a (x s!) => a x k!                       windows side by side
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ Offsets assign tokens to experts: each gives the end of an expert's tokens.
 
 Tokens may be split: offsets then count local tokens. A rank that holds some of the experts rotates
 their tokens to the front, and returns zeros for the other tokens.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

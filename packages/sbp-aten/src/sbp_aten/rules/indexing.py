@@ -8,6 +8,8 @@ Each element of the result is one of the elements read, so these operators are l
 increasing. If the dim that is read is split, a rank reads the elements of its window (range of the
 dim) and returns zeros for the rest: partial sums. The gradient of a row of an embedding comes from
 the places that refer to it.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Batches may be split. Time may not (a chain of steps), and gates may not (chunks of one dim).
 Tensors of data have the batch dim, weights do not, and gradients of biases are sums over it. The
 loss is a product fused with its cross-entropy.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

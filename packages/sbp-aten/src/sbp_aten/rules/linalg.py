@@ -5,6 +5,8 @@ batch dims in front, which are broadcast. An output that a flag omits is an empt
 
 Fourier transforms are linear, and whole along the dims that they transform. Their other dims may
 not have empty shards: MKL refuses an empty batch.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ Lengths are literals, or tensors `n`. Targets may also be concatenated in one ro
 separated by the lengths. Output 1 of the forward operator is as wide as the longest target of the
 batch needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves its
 elements undefined that no target reaches.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A product is a sum of products, so its notation says everything. A distance under a norm p is a sum
 over the columns for p = 0 and 1 and a maximum for p = infinity; other norms take a root of the
 whole sum, so columns stay whole.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

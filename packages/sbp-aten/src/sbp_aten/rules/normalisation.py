@@ -1,6 +1,6 @@
 """Sharding rules of softmax, and of batch, layer, group, RMS and weight normalisation.
 
-Forward and backward, in notation (`sbp_core.signatures.notation`):
+Forward and backward, in notation:
 
     _softmax(dim=1)        d0 t0_1! => d0 t1_1!
     layer norm             d* n*!, n*, n* => d* n*, d* 1, d* 1; linear 1 2 to 0
@@ -18,6 +18,8 @@ evaluation batch and positions may be split, and weight gradients are sums over 
 
 `native_batch_norm` and similar operators overwrite the running statistics in place; here they are
 arguments only. The in-place result of a rank is right, because they are split like the channels.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 For diagonals: a shard with rows from `a` and columns from `c` has diagonal `offset` of the whole
 matrix at offset `offset + a - c`. Element 0 of a diagonal is in row `max(0, -offset)` and column
 `max(0, offset)` of the whole matrix.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

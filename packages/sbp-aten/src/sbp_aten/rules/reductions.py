@@ -17,6 +17,8 @@ Histograms count, or sum weights of, the elements that fall into bins:
 
 If no range is given, the extremes of all elements make the edges, and a density is divided by the
 sum of all counts: then the elements are needed whole.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ the dim that is written writes the part of the source that falls into it.
 
 Masks, runs and segments are linear and increasing in the tensors that they pick from, and need the
 dims whole that they count.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Batch and channels may be split, spatial dims mostly not. In notation:
 
 The backward operators have the same notations from right to left: a repeated element sums its
 gradients.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 They permute dims, regroup them (`reshape`), add and drop dims of one element, or address the memory
 of a tensor: its bytes, strides, or storage. A shard is given the size of its part of the output.
 Logical tensors are contiguous; shards need not be, so they are copied where it matters.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 A token may have any SBP. If it must be settled, it may not be partial, so that waiting for it
 includes its reduction.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

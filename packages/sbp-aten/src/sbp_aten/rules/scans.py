@@ -6,6 +6,8 @@ Only the other dims may be split. In notation:
     topk(3, dim=1)    d0 t0_1! => d0 t1_1!, d0 t2_1!
 
 Operators that find distinct elements are here, too; they are not split at all.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

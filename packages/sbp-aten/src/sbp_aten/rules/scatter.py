@@ -6,6 +6,8 @@
 A rank that holds a window (range) of the dim that is written (`v`) drops updates outside of it.
 Written values replace the old ones, are added to them, or combined by product, maximum or minimum.
 Updates (`k`) may be split if the results of their parts are partial values.
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

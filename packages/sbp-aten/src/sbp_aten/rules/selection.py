@@ -6,6 +6,8 @@ A piece is `count` elements, `step` apart, from `start` on. A dim before and aft
     (k s!) => k                  every s-th element: equal shards, divisible by s, are cut locally
     d => k!; reduce d sum        any other piece: a rank without its elements returns zeros
     d => ; reduce d sum          one element, and the dim is dropped
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations

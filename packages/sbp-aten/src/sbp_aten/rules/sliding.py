@@ -6,6 +6,8 @@ the window). A dim may be split if no window reaches into the block of the next 
     elements (x r!), windows x     block-wise: padding 0, windows no wider than the stride
     elements k, windows 1          one window over exactly all elements: the elements may be split
     elements x!, windows y!        anything else: a shard would need a halo
+
+Notation: see `sbp_core.signatures.notation` (`!` not split, `+` no empty shard, `x*` run of dims).
 """
 
 from __future__ import annotations
