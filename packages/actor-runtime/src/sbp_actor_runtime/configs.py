@@ -14,8 +14,7 @@ class ActorConfig:
 
     Args:
         threads_per_rank: Intra-op threads of one operator, >= 1; not threads of actors. None: the
-            threads of PyTorch in this process (`torch.get_num_threads`), divided among its
-            ranks.
+            threads of PyTorch in this process (`torch.get_num_threads`), divided among its ranks.
         first_deadline_s: Seconds that an actor may wait for other actors in the first step, > 0.
         deadline_s: Seconds that an actor may wait in a later step, > 0.
         debug_fingerprints: Whether ranks compare a fingerprint of each boxing step before it

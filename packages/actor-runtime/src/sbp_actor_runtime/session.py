@@ -211,8 +211,8 @@ class ActorSession(Session):
         """Commit the new states of all ranks; return the results of the step."""
         results: dict[str, Tensor] = {}
         values = {rank: dict(held) for rank, held in self.store.values.items()}
-        # If ranks have different results, the lowest rank's counts, as in the reference
-        # runtime, and not the one of the rank that reported last.
+        # If ranks have different results, the lowest rank's counts, as in the reference runtime,
+        # and not the one of the rank that reported last.
         for report in sorted(reports, key=lambda one: one.thread, reverse=True):
             results |= report.results
             values[report.thread[0]] |= report.new_states

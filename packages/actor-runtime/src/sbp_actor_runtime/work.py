@@ -46,8 +46,8 @@ from sbp_torch.segments import (
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
 
-#: Average seconds below which operators are short: waking another thread at each of them costs
-#: more than a second core gains.
+#: Average seconds below which operators are short: waking another thread at each of them costs more
+#: than a second core gains.
 SHORT_S = 3e-5
 
 #: Number of runs to find out whether a segment is short; the first one also warms up.
@@ -76,8 +76,8 @@ def work_of(
     """
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
-        # Segments of Inductor and CUDA graphs start few operators. Copies to and from the host
-        # wait for the device, concurrently with other segments.
+        # Segments of Inductor and CUDA graphs start few operators. Copies to and from the host wait
+        # for the device, concurrently with other segments.
         if make_segment or actor.thread in (FETCH_THREAD, STORE_THREAD):
             return run
         return in_turn(run, _num_operators(actor), turn, (communicator.rank, actor))
@@ -223,9 +223,9 @@ def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
     def run(index: int, values: Values, order: StepOrder) -> Values:
         (shard,) = values.values()
         # Credit. In the token game (the compiler's replay that proves the plan free of deadlock), a
-        # send waits until its receivers have finished with the message that is `quota` older.
-        # Here it waits until they have asked for it, which is not later. So no wait is longer
-        # than there.
+        # send waits until its receivers have finished with the message that is `quota` older. Here
+        # it waits until they have asked for it, which is not later. So no wait is longer than
+        # there.
         while len(under_way) >= quota:
             under_way.popleft().wait()
         name, deadline_s = tag(index, order), order.deadline_s

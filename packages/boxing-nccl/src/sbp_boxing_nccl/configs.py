@@ -47,8 +47,8 @@ class NcclBoxingConfig:
         world_size: With `bootstrap=store`, number of processes; from WORLD_SIZE if None.
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
         abort_timeout_s: Seconds to wait for NCCL to abort its communicators, above 0.
-        run_ahead: Calls return once their work is on its stream, and torch's stream waits for
-            it; if a rank is missing, a later call fails. Without it, the host waits.
+        run_ahead: Calls return once their work is on its stream, and torch's stream waits for it;
+            if a rank is missing, a later call fails. Without it, the host waits.
 
     Raises:
         ConfigError: a setting is invalid, or two settings contradict each other.

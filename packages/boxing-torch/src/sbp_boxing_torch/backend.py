@@ -25,8 +25,8 @@ class TorchBackend(ProcessBackend):
 
     Args:
         config: Settings.
-        world: Rank, size and store, if the program has set them up; found by
-            `config.init_method` if None.
+        world: Rank, size and store, if the program has set them up; found by `config.init_method`
+            if None.
     """
 
     def __init__(self, config: TorchBoxingConfig, *, world: TorchWorld | None = None) -> None:

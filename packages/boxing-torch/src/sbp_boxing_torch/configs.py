@@ -17,8 +17,8 @@ class TorchBoxingConfig:
     """Settings of `sbp_boxing_torch.backend.TorchBackend`.
 
     Args:
-        transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` to choose
-            by `device`.
+        transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` to choose by
+            `device`.
         device: Device of the shards of this process: `cpu`, `cuda:N`, or `cuda` for the GPU with
             the index LOCAL_RANK of the environment (0 if that is not set).
         init_method: Address of the rendezvous: `env://` (MASTER_ADDR and MASTER_PORT, as torchrun

@@ -27,8 +27,7 @@ from sbp_core.boxing import TrafficCounter
 from sbp_core.processes import CountingStore
 
 #: Timeout of a transport. Our own deadline fires long before: its error names the missing ranks,
-#: and its time starts after this rank's own computation. (NCCL's watchdog would end
-#: the process.)
+#: and its time starts after this rank's own computation. (NCCL's watchdog would end the process.)
 _ENDLESS = timedelta(days=7)
 
 #: Tags of messages are 0 .. NUM_TAGS - 1.
@@ -69,9 +68,9 @@ class TorchGroup(ABC):
     """A set of connected ranks; `peer` and list positions are indices into `ranks`.
 
     Each method that starts work returns at once, with the torch `Work` to wait for. Tensors are
-    shape (elements,), contiguous, on the group's device, and must live until the work is
-    complete. Waiting for work that cannot complete raises `RuntimeError`. `traffic` counts
-    the bytes that collectives send to other ranks.
+    shape (elements,), contiguous, on the group's device, and must live until the work is complete.
+    Waiting for work that cannot complete raises `RuntimeError`. `traffic` counts the bytes that
+    collectives send to other ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:

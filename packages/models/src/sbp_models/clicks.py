@@ -37,8 +37,8 @@ class Clicks(SplitDataset):
         """Return samples of `train` or `validation`.
 
         Returns:
-            `dense`, float32 (n, num_dense), of mean 0 and variance 1; `sparse`, int64
-            (n, features, bag), rows of the tables; `clicks`, float32 (n,), 0 or 1.
+            `dense`, float32 (n, num_dense), of mean 0 and variance 1; `sparse`, int64 (n, features,
+            bag), rows of the tables; `clicks`, float32 (n,), 0 or 1.
         """
         config = self._config
         checked = self._checked(numbers, split)

@@ -5,10 +5,10 @@ An ordinary `nn.Module` without distributed code. Suffixes name the dims of a te
 
     B batch    T time    D hidden    H heads    K width of a head    J 3 K    V vocabulary
 
-Parameters are called `embed.tokens`, `embed.positions`, `blocks.N.norm1`,
-`blocks.N.attention.qkv`, `blocks.N.attention.proj`, `blocks.N.norm2`, `blocks.N.mlp.up`,
-`blocks.N.mlp.down`, `norm` and `head`, each with `.weight` and, except `embed` and
-`head`, `.bias`; users pin (fix) their SBP by these names.
+Parameters are called `embed.tokens`, `embed.positions`, `blocks.N.norm1`, `blocks.N.attention.qkv`,
+`blocks.N.attention.proj`, `blocks.N.norm2`, `blocks.N.mlp.up`, `blocks.N.mlp.down`, `norm` and
+`head`, each with `.weight` and, except `embed` and `head`, `.bias`; users pin (fix) their SBP by
+these names.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3,
 for the block and the initialisation.

@@ -2,8 +2,7 @@
 """A mixture of experts like Mixtral: Llama with several MLPs, chosen for each token.
 
 An ordinary `nn.Module` without distributed code. All shapes are static: tokens are multiplied by a
-0-1 matrix that assigns them to experts. Suffixes name the dims of a
-tensor:
+0-1 matrix that assigns them to experts. Suffixes name the dims of a tensor:
 
     B batch    T time    D hidden    N tokens, B T    E experts    P picks of a token
     C places of an expert    F width of an expert    V vocabulary

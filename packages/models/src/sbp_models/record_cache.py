@@ -329,8 +329,7 @@ def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
                 f"{file} cannot be read: {error.strerror}",
                 accepted="a file that this user may read",
             ) from error
-        # Not resolved, because that queries each folder of the path: slow for many
-        # files.
+        # Not resolved, because that queries each folder of the path: slow for many files.
         found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
     return found
 

@@ -196,9 +196,9 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
 def build_text(config: TextConfig) -> ByteText:
     """Build the data set from a file, or from every UTF-8 file below a folder.
 
-    Files and folders whose names start with a dot are skipped. Files that cannot be read or
-    are not text are skipped with a warning. If the path is a file, it is read as it is, without
-    its byte order mark.
+    Files and folders whose names start with a dot are skipped. Files that cannot be read or are not
+    text are skipped with a warning. If the path is a file, it is read as it is, without its byte
+    order mark.
 
     Raises:
         ConfigError: the path does not exist, cannot be read, or holds too little text.

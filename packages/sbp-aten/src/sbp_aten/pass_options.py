@@ -27,9 +27,8 @@ class LossMeaning(StrEnum):
     """Definition of the loss of a step with several micro-batches.
 
     `whole_batch`: the loss of the undivided batch, so a mean over valid tokens runs over all of
-    them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
-    `each_micro_batch`: after each micro-batch, or every few of them, an update by the mean of
-    their losses.
+    them. `mean_of_micro_batches`: the mean of the losses of the micro-batches. `each_micro_batch`:
+    after each micro-batch, or every few of them, an update by the mean of their losses.
     """
 
     WHOLE_BATCH = "whole_batch"
@@ -45,9 +44,9 @@ class CastPlacement:
         reduce_dtype: Dtype in which gradients are summed over ranks, if products of low precision
             make them: `float32`, or `as_made`, which moves half the bytes and rounds the partial
             sums. Only for gradients of matrices; convolutions always sum `as_made`.
-        parameters: Whether a parameter is cast in `each_phase` that uses it, so that no phase
-            holds gathered copies for another, or `once` a micro-batch, which saves a little if
-            parameters are whole on every rank.
+        parameters: Whether a parameter is cast in `each_phase` that uses it, so that no phase holds
+            gathered copies for another, or `once` a micro-batch, which saves a little if parameters
+            are whole on every rank.
     """
 
     reduce_dtype: Literal["float32", "as_made"] = "float32"
@@ -63,10 +62,10 @@ class ClassSplit:
     """Choice of the cross-entropies that are rewritten so that their classes may be split.
 
     Args:
-        when: `always`, or only where it is `profitable`: if the logits are a product with a
-            matrix, and there are more classes than samples in a micro-batch. Then data
-            parallelism, which sends the gradient of that matrix, sends more:
-            2 (p - 1) d c > 2 (p - 1) d n + 6 (p - 1) n for d features, c classes and n samples.
+        when: `always`, or only where it is `profitable`: if the logits are a product with a matrix,
+            and there are more classes than samples in a micro-batch. Then data parallelism, which
+            sends the gradient of that matrix, sends more: 2 (p - 1) d c > 2 (p - 1) d n + 6 (p - 1)
+            n for d features, c classes and n samples.
         min_classes: Fewer classes are never split, >= 1. Splitting costs more passes over the
             logits: on one device, without any split, a step of a linear classifier of 512 features
             and 32,000 classes on 512 samples takes 1.24 times as long (two CPU cores, op by op),
@@ -143,8 +142,8 @@ class PassOptions:
             never in `prepare_step` itself, which knows no mesh.
         slices: Pattern of parameters or modules -> slicing of their operators. None: off.
         expose_batch_dim: Products over (times, batch, features) keep the batch as a separate dim.
-        recompute: Forward values to recompute; by default those under
-            `torch.utils.checkpoint` in the model. None: none.
+        recompute: Forward values to recompute; by default those under `torch.utils.checkpoint` in
+            the model. None: none.
         defer_reductions: Norms of split tensors are partial numbers, without gathers.
         accumulate_addends: Patterns of parameters whose gradients are accumulated addend by addend.
     """

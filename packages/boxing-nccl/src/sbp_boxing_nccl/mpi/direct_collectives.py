@@ -39,8 +39,8 @@ _PlaceKind = tuple[torch.dtype, Sequence[int], int]
 #: Smallest and largest size of a chunk, in bytes.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**19
 
-#: Bytes up to which data is one chunk: starting a message costs more than overlap saves.
-#: Source: a virtual machine of 2 cores, Open MPI 5.0.
+#: Bytes up to which data is one chunk: starting a message costs more than overlap saves. Source: a
+#: virtual machine of 2 cores, Open MPI 5.0.
 _WHOLE_BYTES = 2**20
 
 #: Smallest number of chunks of larger data, unless the chunks would be too small.

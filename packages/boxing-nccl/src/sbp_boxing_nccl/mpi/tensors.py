@@ -52,8 +52,8 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
     """Reduce tensors elementwise, from the first to the last.
 
     Args:
-        out: Tensor for the result; may share the memory of one part. If that is not the first
-            part, the first part is overwritten.
+        out: Tensor for the result; may share the memory of one part. If that is not the first part,
+            the first part is overwritten.
         parts: Two or more tensors of one shape and dtype; the other parts are unchanged.
         reduction: `sum`, `max` or `min`.
     """

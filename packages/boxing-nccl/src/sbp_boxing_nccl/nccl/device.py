@@ -61,9 +61,9 @@ class StreamEvent:
 class NcclChannel:
     """One NCCL communicator and the stream that its work runs on, in the order of the calls.
 
-    Used by one thread at a time, except `abort`. A call returns once its work is on the stream.
-    The first call may block the host until all ranks have made it; `abort` unblocks it. `index`
-    and `peer` count the ranks of the communicator from 0.
+    Used by one thread at a time, except `abort`. A call returns once its work is on the stream. The
+    first call may block the host until all ranks have made it; `abort` unblocks it. `index` and
+    `peer` count the ranks of the communicator from 0.
 
     Args:
         nccl: The module `cupy.cuda.nccl`.

@@ -143,8 +143,7 @@ class SendQueue:
 
     def _run(self) -> None:
         # Connected with the first message, whose call limits the time. The receiver connects when
-        # it first collects from this rank, maybe much later: hence in a thread, and not in
-        # `post`.
+        # it first collects from this rank, maybe much later: hence in a thread, and not in `post`.
         message = first = self._posted.get()
         if first is None:
             return
@@ -172,8 +171,7 @@ class SendQueue:
     def _await_go(self, channel: NcclChannel) -> None:
         """Wait for the receiver's next go, or until a message is posted; send what it asks for."""
         go: str | None = None
-        # The receiver may ask for any of them, so the earliest deadline limits the
-        # wait.
+        # The receiver may ask for any of them, so the earliest deadline limits the wait.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
@@ -249,8 +247,7 @@ class Inbox:
 
         def over() -> bool:
             self._room.check(call)
-            # Start the offered messages at once; poll for the other messages until the
-            # deadline.
+            # Start the offered messages at once; poll for the other messages until the deadline.
             offered = [sender for sender in wanted if self._has(sender, call.tag)]
             works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
             return not wanted

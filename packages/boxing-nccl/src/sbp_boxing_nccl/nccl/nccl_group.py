@@ -102,8 +102,8 @@ class NcclGroup:
     """A set of connected ranks; list positions are indices into `ranks`.
 
     Each method starts work and returns it. Tensors are shape (elements,), contiguous, on the
-    device, of a dtype in `NATIVE` if they are reduced. Raises `RuntimeError`. `traffic`
-    counts the bytes that are sent to other ranks.
+    device, of a dtype in `NATIVE` if they are reduced. Raises `RuntimeError`. `traffic` counts the
+    bytes that are sent to other ranks.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class TokensConfig:
     """Settings of the data set `tokens`.
 
     Args:
-        path: A file, or a folder whose files are all read: text, or `.jsonl` with one document
-            a line.
+        path: A file, or a folder whose files are all read: text, or `.jsonl` with one document a
+            line.
         tokenizer: A `tokenizer.json` of the library `tokenizers`.
         end: Token that is put after each document.
         field: Name of the field with the text in a line of a `.jsonl` file.

@@ -49,8 +49,7 @@ class StdlibConfig:
     Args:
         context: Tokens of one sample.
         task: `next`: predict each next token; `masked`: the masked tokens; `continue`: the text
-            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`,
-            `seq2seq_lm`.
+            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`, `seq2seq_lm`.
         seed: Seed of the places that `masked` hides.
 
     Raises:
@@ -75,8 +74,7 @@ class TextConfig:
         path: A file, read as raw bytes, or a folder, whose UTF-8 files are all read.
         context: Tokens of one sample.
         task: `next`: predict each next token; `masked`: the masked tokens; `continue`: the text
-            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`,
-            `seq2seq_lm`.
+            that follows; or the names in `transformers`: `causal_lm`, `masked_lm`, `seq2seq_lm`.
         seed: Seed of the places that `masked` hides.
 
     Raises:

@@ -48,8 +48,8 @@ def place_casts(graph: LogicalGraph, how: CastPlacement | None = None) -> Logica
     before: a = t(w); b = _to_copy(a, bfloat16); y = mm(x, b); z = mm(x, _to_copy(a, bfloat16))
     after:  c = _to_copy(w, bfloat16); b = t(c); y = mm(x, b); z = mm(x, b)
 
-    With `reduce_dtype="float32"`, products that are converted to float32 gradients are computed
-    in float32, so that their partial sums are added in it:
+    With `reduce_dtype="float32"`, products that are converted to float32 gradients are computed in
+    float32, so that their partial sums are added in it:
 
     before: g = mm(dy, x); G = _to_copy(g, float32)
     after:  G = sbp.mm_as(dy, x, float32)

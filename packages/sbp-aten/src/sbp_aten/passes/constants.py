@@ -236,8 +236,8 @@ class _Folding:
         elif node.op in _AND:
             choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
         for value in choices:
-            # Users may depend on the memory layout: a new value has no gaps, this one may
-            # have some.
+            # Users may depend on the memory layout: a new value has no gaps, this one may have
+            # some.
             gaps = may_have_gaps(self.made, value)
             if self.graph.types[value] == self.graph.types[made] and not gaps:
                 return value

@@ -148,8 +148,7 @@ class _Squares:
             return ""
         # (sqrt a)^2 + (sqrt b)^2 = a + b: instead of the inner norms, their sums of squares are
         # stacked. The inner roots lose their last user, and `drop_dead` removes them. Norms that
-        # are no such roots, or roots in another dtype, are squared like any other
-        # tensor.
+        # are no such roots, or roots in another dtype, are squared like any other tensor.
         parts = [self.squares.get(ref.name) for ref in stack.args[0]]
         kinds = {self._type(part).dtype for part in parts if part is not None}
         if None in parts or kinds != {wide.dtype}:
@@ -272,8 +271,8 @@ def _addends(graph: LogicalGraph, value: str) -> tuple[str, ...]:
     node = graph.producers.get(value)
     if node is None or node.op != "aten.add.Tensor" or node.kwargs or len(node.args) != 2:
         return ()
-    # A scaled or broadcast addend cannot be accumulated in place of the sum. The sum must have
-    # no other reader, because it is no longer computed in each micro-batch.
+    # A scaled or broadcast addend cannot be accumulated in place of the sum. The sum must have no
+    # other reader, because it is no longer computed in each micro-batch.
     kinds = {str(graph.types.get(getattr(ref, "name", ""))) for ref in node.args}
     once = len(graph.users[value]) == 1 and node.phase is Phase.BACKWARD
     if not once or kinds != {str(graph.types[value])}:

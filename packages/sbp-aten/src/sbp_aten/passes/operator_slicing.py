@@ -78,8 +78,8 @@ def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> Logic
 
     Args:
         graph: A captured step.
-        slices: Pattern of parameters or of modules -> slicing. Later patterns
-            override earlier ones.
+        slices: Pattern of parameters or of modules -> slicing. Later patterns override earlier
+            ones.
 
     Raises:
         ConfigError: a pattern matches no parameter whose operators can be sliced, or a dim does not
@@ -250,8 +250,7 @@ class _Slicer:
                 args[added] = self._added(node, node.args[added], dim, index)
             token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
-        # Slice j has the elements j, j + count, ...: stacked after the dim, not
-        # concatenated.
+        # Slice j has the elements j, j + count, ...: stacked after the dim, not concatenated.
         #
         #     y/0 = a c e, y/1 = b d f   ->   stack   a b   ->   view   a b c d e f
         #                                             c d
@@ -303,9 +302,9 @@ class _Slicer:
         """Add one slice of an argument: a slice of the parameter, then its views and casts."""
         value = chain[0].args[0].name if chain else node.args[position].name
         at = dim % len(self.graph.tensor(node.args[position].name).shape)
-        # Slices are taken from the parameter, so the dim is traced back from the operator to it:
-        # w -> t -> mm, sliced by columns, takes rows of w. Then views and casts are applied to
-        # each slice.
+        # Slices are taken from the parameter, so the dim is traced back from the operator to it: w
+        # -> t -> mm, sliced by columns, takes rows of w. Then views and casts are applied to each
+        # slice.
         for view in reversed(chain):
             at = _order(view, len(self.graph.tensor(view.outputs[0]).shape))[at]
         kind = self.graph.tensor(value)

@@ -243,8 +243,8 @@ def share_expressions(graph: LogicalGraph) -> LogicalGraph:
     """Compute equal expressions of one phase once (common subexpression elimination).
 
     Operators that draw from PyTorch's random streams are never equal; `sbp.random_*` are, if seed,
-    step, site, and place are equal. Nodes with different tags, such as nodes of two calls
-    under `torch.utils.checkpoint`, are not merged.
+    step, site, and place are equal. Nodes with different tags, such as nodes of two calls under
+    `torch.utils.checkpoint`, are not merged.
 
     before: a = t(w); b = t(w); c = mm(x, a); d = mm(y, b)
     after:  a = t(w);           c = mm(x, a); d = mm(y, a)

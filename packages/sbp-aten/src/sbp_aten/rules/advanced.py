@@ -116,8 +116,7 @@ class Indexing:
                 dim += 1
                 continue
             given_type = call.inputs[tensor + len(found)]
-            # A mask indexes all its dims at once; `uint8` was the dtype of masks before
-            # `bool`.
+            # A mask indexes all its dims at once; `uint8` was the dtype of masks before `bool`.
             mask = given_type.dtype in ("bool", "uint8")
             count = len(given_type.shape) if mask else 1
             found.append(
@@ -274,8 +273,8 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         )
         local[index.slot], beyond = readable(builder, front, window)
         outside.append(beyond)
-    # Every place is read. Places outside of the window read its element 0, and are overwritten
-    # with zeros: shapes stay static, and the sum over the ranks has each element once.
+    # Every place is read. Places outside of the window read its element 0, and are overwritten with
+    # zeros: shapes stay static, and the sum over the ranks has each element once.
     found = builder(call.op, tensor, *masks[:1], tuple(local), *[0] * masked)
     for beyond in outside:
         # `beyond` has the dims made by the indices; new dims after them align it.

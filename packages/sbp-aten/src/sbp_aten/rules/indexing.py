@@ -109,9 +109,9 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
 def _gather(call: OpCall) -> Notation:
     """Return `a v, a k => a k` for dim 1.
 
-    If the index is shorter than the tensor in dims other than `dim`, the first elements are
-    read: the tensor has to be whole there (`x!`), and a rank cuts out the part for its shard
-    of the index.
+    If the index is shorter than the tensor in dims other than `dim`, the first elements are read:
+    the tensor has to be whole there (`x!`), and a rank cuts out the part for its shard of the
+    index.
     """
     shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
     at = wrap_dim(argument(call, 1, "dim"), max(len(shape), 1))

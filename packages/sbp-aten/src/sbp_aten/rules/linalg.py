@@ -41,8 +41,8 @@ _MIXES = "a factorisation mixes all rows and columns of a matrix"
 _FEW = 3
 
 
-#: Operator -> notation for one matrix, and work as a multiple of `m n min(m, n)`.
-#: Source: Golub and Van Loan, Matrix Computations, 4th edition, the flop counts of each algorithm.
+#: Operator -> notation for one matrix, and work as a multiple of `m n min(m, n)`. Source: Golub and
+#: Van Loan, Matrix Computations, 4th edition, the flop counts of each algorithm.
 _FACTORISATIONS: dict[str, tuple[str, float]] = {
     "_linalg_det.default": ("i! j! => (), i! j!, i!", 2 / 3),
     "_linalg_eigh.default": ("i! j! => i!, i! j!", 9),

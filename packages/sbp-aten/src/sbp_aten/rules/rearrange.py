@@ -125,8 +125,8 @@ def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
 def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
     """Return the shift of `roll` for each dim that it moves.
 
-    Without dims it moves all elements as one row. Then trailing dims may be split if the shift is
-    a multiple of their number of elements.
+    Without dims it moves all elements as one row. Then trailing dims may be split if the shift is a
+    multiple of their number of elements.
     """
     shape = call.inputs[0].shape
     shifts, dims = argument(call, 1, "shifts"), argument(call, 2, "dims", ())

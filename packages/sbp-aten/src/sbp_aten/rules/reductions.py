@@ -241,8 +241,7 @@ def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
     # A reduction over dims of one element changes nothing (except perhaps the dtype).
     alone = way.alone if all(shape[dim] == 1 for dim in dims) else ()
     # Each output must be a reduction of partial values, or `over` cannot be split. The default
-    # reduction of a label is a sum; others are stated, for each output if they
-    # differ.
+    # reduction of a label is a sum; others are stated, for each output if they differ.
     split = all(way.kinds)
     alike = len(set(way.kinds)) == 1
     return Notation(

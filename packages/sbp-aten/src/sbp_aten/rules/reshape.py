@@ -88,9 +88,8 @@ def _groups(
 def _common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (source dim, target dim, factor), slowest first, while both sides share a factor.
 
-    `(2, 12)` and `(6, 4)` are (2) (3 4) and (2 3) (4). `(6, 4)` and `(4, 6)` are (2 3) (4) and
-    (2 2) (6): after a factor of 2 there is 3 on one side and 2 on the other, without a common
-    factor.
+    `(2, 12)` and `(6, 4)` are (2) (3 4) and (2 3) (4). `(6, 4)` and `(4, 6)` are (2 3) (4) and (2
+    2) (6): after a factor of 2 there is 3 on one side and 2 on the other, without a common factor.
     """
     here = there = 0
     left, right = source[0], target[0]

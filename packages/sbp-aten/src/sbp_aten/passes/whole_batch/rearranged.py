@@ -1,9 +1,9 @@
 """Calls on parts of samples that no signature covers, because ranks would have to communicate.
 
-    reshape       samples keep their order, along whatever dim
-    cat, slice    blocks of all samples are joined, or separated again
-    index         by the number of each sample, which in a part is counted from 0
-    bags          with equally many places for each sample
+reshape       samples keep their order, along whatever dim
+cat, slice    blocks of all samples are joined, or separated again
+index         by the number of each sample, which in a part is counted from 0
+bags          with equally many places for each sample
 """
 
 from __future__ import annotations

@@ -357,8 +357,8 @@ class _Rewriting:
             op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
-        # If zeros overwrite the quotient, the divisor may be zero because nothing counts: then
-        # 0 / 0 has to be zero. The ratio of a number of targets is never zero.
+        # If zeros overwrite the quotient, the divisor may be zero because nothing counts: then 0 /
+        # 0 has to be zero. The ratio of a number of targets is never zero.
         if any(
             power < 0 and atom in self.terms.filled and counted_targets(self.graph, atom) is None
             for atom, power in term.coefficient
