@@ -1,7 +1,8 @@
 """Everything that a worker thread needs to fire one actor: function, registers and links.
 
-Looked up once, when the session starts. A `Post` decides whether the actor may fire; `worker` fires
-it. A link is a channel between ranks.
+Looked up once, when the session starts. A `Post` decides whether the actor may fire: all inputs
+have arrived, and each output has a credit (a free place). `worker` fires it. A link is a channel
+between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sbp_torch.segments import SegmentMaker
 class ActorFiring(NamedTuple):
     """One firing (execution) of an actor in a step: its number, and the registers that it fills.
 
-    The number is that of the micro-batch, if the actor fires once for each.
+    The number is the micro-batch's if the actor fires once for each micro-batch.
     """
 
     number: int
@@ -32,7 +33,7 @@ class ActorFiring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a worker needs to fire one actor: its function, and the registers around it.
+    """One actor with its function, and the registers around it, ready to fire.
 
     Args:
         actor: The actor of the plan.

@@ -64,7 +64,7 @@ class TorchMessage:
             RuntimeError: the connection broke.
         """
         end = time.monotonic() + limit_s
-        # gloo wakes only one thread when a message is received; others would wait for ever.
+        # gloo wakes only one thread when a message is received; a second would wait for ever.
         if not self._turn.acquire(timeout=limit_s):
             return False
         try:

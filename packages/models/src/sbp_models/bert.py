@@ -7,7 +7,7 @@ An ordinary `nn.Module` without distributed code. Suffixes name the dims of a te
 
 Parameters are called `embed.tokens`, `embed.positions`, `embed.segments`, `embed.norm`,
 `blocks.N.attention.query`, `.key`, `.value`, `.output`, `blocks.N.norm1`, `blocks.N.mlp.up`,
-`.down`, `blocks.N.norm2`, `transform`, `norm` and `bias`; the head's weight is that of
+`.down`, `blocks.N.norm2`, `transform`, `norm` and `bias`; the head shares the weight of
 `embed.tokens`.
 
 Source: Devlin et al., "BERT: pre-training of deep bidirectional transformers for language

@@ -193,7 +193,7 @@ class ImageFiles(SplitDataset):
         images: The images of each split.
         pictures: Decodes them.
         label: Name of the data set in `describe`.
-        accepted: Advice for the error about an empty split.
+        accepted: Requirement, for the error about an empty split.
 
     Raises:
         ConfigError: a split has no images.

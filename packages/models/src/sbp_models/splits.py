@@ -24,7 +24,7 @@ class SplitDataset:
     Args:
         sizes: Number of samples of each split.
         label: Name of the data set in messages.
-        accepted: Advice for the error about an empty split.
+        accepted: Requirement, for the error about an empty split.
 
     Raises:
         ConfigError: a split has no samples.

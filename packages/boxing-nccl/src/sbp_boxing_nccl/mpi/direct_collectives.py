@@ -52,7 +52,7 @@ _WINDOW = 4
 #: Largest size of all buffers for chunks that arrive at one rank, in bytes.
 _SCRATCH_BYTES = 2**24
 
-#: Size of the cache of `_shares`.
+#: Largest number of entries in the cache of `_shares`.
 _KEPT_SHARES = 4096
 
 #: Number of collectives that may be in flight between two ranks; then tags are reused. Each takes

@@ -119,7 +119,7 @@ class Bootstrap:
 def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> None:
     """Check, on all ranks together, that each has a separate GPU and all have the same NCCL.
 
-    NCCL hangs or fails obscurely where two ranks share a GPU.
+    NCCL hangs or fails with an obscure error if two ranks share a GPU.
 
     Raises:
         BoxingError: a rank did not take part in time, two ranks have one GPU, or versions differ.

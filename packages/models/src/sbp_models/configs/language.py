@@ -71,7 +71,7 @@ class LlamaConfig:
         norm_epsilon: Number that is added to a mean square before its root is taken.
 
     Raises:
-        ConfigError: a setting is not positive, or the heads do not divide what they must.
+        ConfigError: a setting is not positive, or numbers of heads do not divide the widths.
     """
 
     option: ClassVar[str] = "llama"

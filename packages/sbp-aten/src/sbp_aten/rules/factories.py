@@ -50,16 +50,16 @@ def _made(call: OpCall, *clauses: str) -> Notation:
 
 
 def _of_size(*clauses: str) -> Rule:
-    """Return the rule of `zeros(size, ...)` and alike."""
+    """Return the rule of `zeros(size, ...)` and similar factories."""
     return Rule(lambda call: _made(call, *clauses), with_local_shape(0))
 
 
 def _new(*clauses: str) -> Rule:
-    """Return the rule of `x.new_ones(size, ...)` and alike, which take only the dtype from `x`."""
+    """Return the rule of `x.new_ones(size, ...)` etc., which take only the dtype from `x`."""
     return Rule(lambda call: _made(call, "unread 0", *clauses), with_local_shape(1))
 
 
-#: `ones_like(x, ...)` and alike.
+#: Notation of `ones_like(x, ...)` and similar factories.
 _LIKE = "d* => d*; unread 0"
 
 

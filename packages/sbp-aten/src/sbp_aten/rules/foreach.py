@@ -107,7 +107,7 @@ def _renamed(dims: Dims, entry_index: int) -> Dims:
 
 
 def _dependences(entries: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterator[Dependence]:
-    """Yield the dependences of each entry, then those of all entries jointly.
+    """Yield the dependences of each entry, then the dependences of all entries jointly.
 
     An argument that all entries share is partial for all of them, or for none.
     """

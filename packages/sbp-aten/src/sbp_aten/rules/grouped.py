@@ -93,10 +93,10 @@ def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict
 
 
 class _ExpertTokens:
-    """Rotates tokens so that those of a window of the experts come first, and back.
+    """Rotates tokens so that the tokens of a window of the experts come first, and back.
 
-    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so those of a window are
-    contiguous, and a rotation needs no extents that depend on data, as a slice would:
+    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so the tokens of a window
+    are contiguous, and a rotation needs no extents that depend on data, as a slice would:
 
         tokens, by expert         a a b b b c d d      window b, c; offsets 2 5 6 8
         rotated by offset of a    b b b c d d a a      local offsets 3 4
@@ -126,7 +126,7 @@ class _ExpertTokens:
         self._positions = builder("aten.sub.Tensor", counted, 1)
 
     def to_front(self, tensor: Ref, dim: int) -> Ref:
-        """Rotate the tokens so that those of the window come first."""
+        """Rotate the tokens so that the tokens of the window's experts come first."""
         return self._rotate(tensor, dim, "aten.add.Tensor")
 
     def to_original_order(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
@@ -160,7 +160,7 @@ def _padded(
 
 
 def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, rotate those of local experts to the front, align rows."""
+    """Make offsets count local tokens, rotate local experts' tokens to the front, align rows."""
     (left, right, offsets, *rest), named = given(call, ("self", "mat2", "offs"))
     forms = _operand_labels(call)
     windows, cut = _label_windows(call, shards)
@@ -202,7 +202,7 @@ def _gradients(call: OpCall) -> Notation:
 
 
 def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Make offsets count local tokens, and rotate those of local experts to the front."""
+    """Make offsets count local tokens, and rotate local experts' tokens to the front."""
     tokens, weights, offsets, gradient = call.args
     assert isinstance(tokens, Ref) and isinstance(offsets, Ref) and isinstance(gradient, Ref)
     window, (experts, *_) = shards.inputs[0][0], shards.inputs[1]

@@ -168,7 +168,7 @@ def _turned(call: OpCall, num_dims: int) -> list[int]:
 
 
 def _reversed(call: OpCall, num_dims: int) -> tuple[int, ...]:
-    """Return the dims that `rot90` reverses: the second, both, or the first of its plane."""
+    """Return the dims that `rot90` flips: the second, both, or the first of its plane."""
     first, second = _plane(call, num_dims)
     return ((), (second,), (first, second), (first,))[argument(call, 1, "k", 1) % 4]
 

@@ -344,7 +344,7 @@ def _binned(*, ranged: bool, counts: bool = True, coordinates: bool = False) -> 
 
     Args:
         ranged: Whether the edges are given.
-        counts: Whether output 0 holds counts; all others hold edges.
+        counts: Whether output 0 holds counts; the other outputs hold edges.
         coordinates: Whether the last dim (`x`) holds the coordinates of an element.
     """
 

@@ -86,9 +86,9 @@ def without_spare(builder: LocalProgramBuilder, tensor: Ref, windows: Mapping[in
 
 
 def given(call: OpCall, names: Sequence[str]) -> tuple[list[Argument], dict[str, Argument]]:
-    """Return the arguments that stand first in the schema, by position, and all others by name.
+    """Return the arguments `names`, first in the schema, by position; other keywords by name.
 
-    Arguments after them that are given by position stay after them.
+    Positional arguments after them stay positional.
     """
     first = [argument(call, index, name) for index, name in enumerate(names)]
     rest = call.args[len(names) :]

@@ -117,7 +117,7 @@ class PartCalls(MicroBatch):
     def _fitting(
         self, given: Sequence[PartValue], signature: Signature1d, blocks: int
     ) -> list[Ref] | None:
-        """Return the parts in the layouts of a signature; None if they have others."""
+        """Return the parts in the layouts of a signature; None if theirs differ."""
         refs = []
         for one, sbp in zip(given, signature.inputs, strict=True):
             part: str | None = one.name

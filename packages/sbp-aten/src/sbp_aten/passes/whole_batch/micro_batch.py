@@ -73,7 +73,7 @@ class MicroBatch(ABC):
     def declare(self, node: Node, kind: TensorType) -> None:
         """Add a new node that computes the same in every micro-batch.
 
-        It also becomes a producer in the whole graph, so that its value can be cut like others.
+        It also becomes a producer in the whole graph, so that its value can be sliced, too.
         """
         (value,) = node.outputs
         self.producers[value] = node

@@ -1,4 +1,4 @@
-"""Loops over the samples of a batch, whose iterations are unrolled in the step on the whole batch.
+"""Split a loop over the samples of a batch, unrolled in the captured step, into micro-batches.
 
     for row in x: rows.append(f(row))       f(x[0]), f(x[1]), f(x[2]), f(x[3])
 

@@ -1,9 +1,12 @@
-"""Calls on parts of samples that no signature covers, because ranks would have to communicate.
+"""Find the program of a micro-batch for reshapes, concatenations and indexing of samples.
 
-reshape       samples keep their order, along whatever dim
-cat, slice    blocks of all samples are joined, or separated again
-index         by the number of each sample, which in a part is counted from 0
-bags          with equally many places for each sample
+No signature covers these calls, because ranks would have to communicate for them; micro-batches
+need not. `PartCalls` tries the functions in `WAYS`:
+
+    reshape       samples keep their order, along whatever dim
+    cat, slice    blocks of all samples are joined, or separated again
+    index         by the number of each sample, which in a part is counted from 0
+    bags          with equally many places for each sample
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class _Rewriting:
             return
         if any(
             value in self.parts.types for value in node.outputs
-        ):  # an earlier attempt has written it already
+        ):  # remains of a failed attempt by terms
             made = set(node.outputs)
             self.parts.nodes = [one for one in self.parts.nodes if not made & {*one.outputs}]
         whole = {name: self._whole(name) for name in names}
