@@ -187,7 +187,7 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
 
 
 def _own_fused(call: OpCall, *, sums: bool) -> Notation:
-    """Return the notation that splits all tensors of the parameter's shape alike.
+    """Return the notation: all tensors of the parameter's shape split alike; a 0-d step is whole.
 
     Args:
         call: `sbp.fused_*(p, g, states..., [0-d step])`.
