@@ -1,4 +1,4 @@
-"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank."""
+"""The actor runtime: threads for each rank, registers with credits, and a fixed firing order."""
 
 from __future__ import annotations
 

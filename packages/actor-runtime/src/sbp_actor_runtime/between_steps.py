@@ -1,7 +1,8 @@
-"""What the local ranks do together with those of other processes between steps: agree, gather.
+"""Calls that all ranks of a run make between two steps: compare a text, gather a state.
 
-Each rank calls its communicator on a thread of its own, as in a step: the ranks of one process wait
-for each other, too. The workers of the session have nothing to do meanwhile.
+Used by `ActorSession`. Each local rank calls its communicator on a separate thread, as in a step,
+because the ranks of one process wait for each other, too. The workers of the session are idle
+meanwhile.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from sbp_torch.runtime import StateStore
 
 
 class BetweenSteps:
-    """Calls of all ranks of a run that come between two steps; all processes make the same.
+    """Calls of all ranks of a run between two steps; every process has to make the same calls.
 
     Args:
         plan: The plan of the session.
         store: The states of the local ranks.
-        backend: Open.
+        backend: The opened boxing backend.
         deadline_s: Seconds that one call may wait for other ranks.
     """
 
@@ -38,15 +39,15 @@ class BetweenSteps:
         self.deadline_s = deadline_s
 
     def agree(self, what: str, value: str, deadline_s: float | None = None) -> None:
-        """See that a text is the same in every process.
+        """Check that a text is the same in every process.
 
         Args:
-            what: What the text is; the same in all processes.
+            what: Name of the text; the same in all processes.
             value: The text.
-            deadline_s: Seconds to wait for the others; those of the session if None.
+            deadline_s: Seconds to wait for other ranks; the deadline of the session if None.
 
         Raises:
-            BoxingError: it is not, or a rank did not come.
+            BoxingError: the texts differ, or a rank did not take part.
         """
         everyone = [part.rank for part in self.plan.ranks]
         limit_s = self.deadline_s if deadline_s is None else deadline_s
@@ -63,7 +64,7 @@ class BetweenSteps:
 
         Raises:
             SbpLookupError: there is no such state or rank.
-            BoxingError: a rank did not come.
+            BoxingError: a rank did not take part.
         """
         routes = gather_routes(self.plan, name, to)
         wants = set(self.store.values) if to is None else {to} & set(self.store.values)
@@ -76,7 +77,7 @@ class BetweenSteps:
             value = self.store.values[rank].get(name)
             assert value is None or isinstance(value, Tensor), "no host number"
             if value is not None and self.store.layout.slots[name].offloaded:
-                value = self.store.device.put(value)  # which transports take it from
+                value = self.store.device.put(value)  # transports read from there
             for index, steps in enumerate(routes):
                 value = self._pass(rank, steps, value, f"gather {name!r}, route {index}")
             found[rank] = value
@@ -84,16 +85,16 @@ class BetweenSteps:
         if routes:
             self._on_each_rank(take_part)
         else:
-            for rank in wants:  # stored whole wherever it is to go
+            for rank in wants:  # these ranks store the whole state already
                 take_part(rank)
-        # What a rank got may be its own shard, or what other ranks of this process got.
+        # A result may be the rank's own shard, or shared with other ranks of this process.
         whole = next((found[rank] for rank in wants), None)
         return None if whole is None else self.store.device.fetch(whole.clone())
 
     def _pass(
         self, rank: int, steps: Sequence[BoxingStep], value: Tensor | None, tag: str
     ) -> Tensor | None:
-        """Take part in a route; return what the rank goes on with (`gather_routes`)."""
+        """Take part in a route; return the rank's result (see `gather_routes`)."""
         communicator, limit_s = self.backend.communicator(rank), self.deadline_s
         here: Any = value
         for index, step in enumerate(steps):
@@ -118,14 +119,14 @@ class BetweenSteps:
 
         def run(rank: int) -> None:
             try:
-                self.store.device.enter()  # a matter of each thread
+                self.store.device.enter()  # the current device is set for each thread
                 call(rank)
             except BaseException as error:
                 outcomes.put(error)
             else:
                 outcomes.put(None)
 
-        # On threads also so that an interrupt from the keyboard need not wait for other ranks.
+        # Also because of Ctrl-C: on threads, it need not wait for other ranks.
         for rank in self.store.values:
             threading.Thread(target=run, args=(rank,), name="sbp between", daemon=True).start()
         for _ in self.store.values:

@@ -1,4 +1,4 @@
-"""Whether a step commits or is aborted: the commit and an interrupt race, and the first wins."""
+"""A decision between committing and aborting a step: the first of commit and interrupt wins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 
 
 class Commitment:
-    """The outcome of a step, which its threads and an interrupt decide on once.
+    """The outcome of a step, decided once by its threads or by an interrupt.
 
-    An interrupt aborts the step. A rank of this process commits it when it enters the commit, or is
-    about to overwrite a state; ranks of other processes may have begun by then, so that a later
-    interrupt has to wait.
+    An interrupt aborts the step. A rank commits the step when it reaches the commit, or just before
+    it overwrites a state. Ranks of other processes may have started to update by then, so a later
+    interrupt waits for the end of the step.
     """
 
     def __init__(self) -> None:

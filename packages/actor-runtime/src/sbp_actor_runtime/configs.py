@@ -13,17 +13,16 @@ class ActorConfig:
     """Settings of the actor runtime.
 
     Args:
-        threads_per_rank: Intra-op threads: those that one operator may use, >= 1; not threads of
-            actors. None: those that PyTorch has in this process (`torch.get_num_threads`), shared
-            by its ranks.
-        first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
-        deadline_s: The same for every later step.
-        debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
-            (`sbp_torch.boxing.processes.fingerprint`): names both sides of a mismatch, and costs a
-            small exchange a step.
+        threads_per_rank: Intra-op threads of one operator, >= 1; not threads of actors. None: the
+            threads of PyTorch in this process (`torch.get_num_threads`), divided among its ranks.
+        first_deadline_s: Seconds that an actor may wait for other actors in the first step, > 0.
+        deadline_s: Seconds that an actor may wait in a later step, > 0.
+        debug_fingerprints: Whether ranks compare a fingerprint of each boxing step before it
+            (`sbp_torch.boxing.processes.fingerprint`). The error shows both sides of a mismatch.
+            Costs a small exchange per boxing step.
         compile: How segments are executed: `eager`, one operator after the other; `inductor`,
             compiled in the first step; `cudagraph`, recorded on their third firing, on a GPU.
-        compile_fallback: With `inductor`, run what cannot be compiled as `eager` does.
+        compile_fallback: With `inductor`, run segments that cannot be compiled as `eager` does.
     """
 
     threads_per_rank: int | None = None
@@ -41,6 +40,6 @@ class ActorConfig:
                 accepted="an integer >= 1, or none: as PyTorch has",
             )
         for name in ("first_deadline_s", "deadline_s"):
-            # Written so that NaN is refused.
+            # Not `<= 0`, because NaN has to be refused, too.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}", accepted="seconds > 0")

@@ -1,6 +1,6 @@
-"""What threads tell each other: requests, acknowledgements, orders of the session, reports to it.
+"""Messages between threads: filled registers, acknowledgements, orders of the session and reports.
 
-Plain values; nothing here acts.
+The classes only hold data. Workers and the session of the actor runtime exchange them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from sbp_core.runtime import Trace, Watch, unwatched
 #: A thread of the plan: rank, name of the thread.
 ThreadId = tuple[int, str]
 
-#: Tensors and host numbers by key.
+#: Tensors and host numbers by key (name of a value on a rank).
 Values = dict[str, Any]
 
 
 class PendingResult:
-    """What a boxing actor makes, from its begin on; who needs it first waits for it.
+    """The future result of a boxing actor, from its start on; the first user waits for it.
 
-    Until then it holds the shard that it is made of.
+    Until then it keeps the input shard alive.
 
     Args:
-        pending: Of the communicator.
-        shard: What it was begun with.
+        pending: The communicator's handle of the running step.
+        shard: The input of the boxing step.
     """
 
     __slots__ = ("_pending", "_shard", "_value")
@@ -45,7 +45,7 @@ class PendingResult:
         return self._pending is not None
 
     def wait(self) -> Any:
-        """Return the value, once it is there."""
+        """Wait for the result and return it."""
         if self._pending is not None:
             self._value = self._pending.wait()
             self._pending = self._shard = None
@@ -53,15 +53,15 @@ class PendingResult:
 
 
 def value_of(value: Any) -> Any:
-    """Return a value, once it is there."""
+    """Return a value; wait for it first if it is a `PendingResult`."""
     return value.wait() if isinstance(value, PendingResult) else value
 
 
 @dataclass(frozen=True, slots=True)
 class FilledRegister:
-    """A register was filled: its values, for one consumer.
+    """Message that a register was filled: its values, for one consumer.
 
-    All consumers of a filling are handed the same dict, so nobody may change it.
+    All consumers of a filling get the same dict, so nobody may change it.
     """
 
     register: str
@@ -71,7 +71,7 @@ class FilledRegister:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """A consumer is through with the oldest filling of a register or link."""
+    """Message that a consumer is finished with the oldest filling of a register or link."""
 
     register: str
     consumer: str
@@ -79,16 +79,16 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Run one step.
+    """Order to run one step.
 
     Args:
         index: Number of the step, from 0; equal on all ranks.
         states: The rank's states by name.
         fed: Batch parts and scalars by name, for each micro-batch.
         deadline_s: Seconds that one boxing step may wait for other ranks.
-        commitment: Of the step, on all threads of the process.
-        watch: Makes the context in which a rank's work is done.
-        trace: Where firings and waits are noted, if the step is traced.
+        commitment: Commit or abort of the step, shared by all threads of the process.
+        watch: Makes the context manager around a rank's work.
+        trace: Recorder of firings and waits; None if the step is not traced.
         only_finite: Whether the step ends before it overwrites a state, if its loss is not finite.
         before_overwrite: Called with a state before it is overwritten, if a snapshot is copied.
     """
@@ -105,21 +105,22 @@ class StepOrder:
 
 
 class Stop:
-    """End the thread, in the middle of a step too."""
+    """Order to end the thread, even in the middle of a step."""
 
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What a thread's step gave: results, new states, or the failure.
+    """Results, new states or failure of one thread's step.
 
     Args:
-        thread: Whose report it is.
+        thread: The thread that reports.
         results: Losses and metrics by name.
         new_states: States by name, not yet in force.
         error: The failure, if any.
         actor: The actor that failed.
-        has_refused: Whether it ended before it overwrote a state, as the loss is not finite.
-        stopped: Whether the thread was told to stop, so that it failed for no reason of its own.
+        has_refused: Whether the thread ended before it overwrote a state, because the loss is not
+            finite.
+        stopped: Whether the session stopped the thread, so that its failure is not a cause.
     """
 
     thread: ThreadId

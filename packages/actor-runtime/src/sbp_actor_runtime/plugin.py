@@ -1,4 +1,4 @@
-"""What this package registers: the runtime `actor`."""
+"""Plugin hooks of this package: they register the runtime `actor`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""An actor's post: the actor, its work, and its ends of all registers and links that it uses.
+"""Everything that a worker thread needs to fire one actor: function, registers and links.
 
-Everything that a firing needs is looked up once, when the session starts. Decides whether the actor
-may fire; does not fire it.
+Looked up once, when the session starts. A `Post` decides whether the actor may fire: all inputs
+have arrived, and each output has a credit (a free place). `worker` fires it. A link is a channel
+between ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from sbp_torch.segments import SegmentMaker
 
 
 class ActorFiring(NamedTuple):
-    """One firing of an actor in a step: its number, and the registers that it fills.
+    """One firing (execution) of an actor in a step: its number, and the registers that it fills.
 
-    The number is that of its micro-batch, if the actor fires for each.
+    The number is the micro-batch's if the actor fires once for each micro-batch.
     """
 
     number: int
@@ -32,16 +33,16 @@ class ActorFiring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a worker needs to fire one actor: its function, and the registers around it.
+    """One actor with its function, and the registers around it, ready to fire.
 
     Args:
         actor: The actor of the plan.
-        work: The function that a firing runs.
-        inputs: Registers it reads.
+        work: The function that a firing calls.
+        inputs: Registers that it reads.
         outputs: Registers that it fills.
-        sends: Links that a send fills, of those whose receiver is in this process.
+        sends: Links that a send fills and whose receiver is in this process.
         receives: Name of each link that a receive empties, and the thread that gets its credit.
-        is_boxing: Whether it has a part in boxing.
+        is_boxing: Whether it takes part in boxing.
     """
 
     actor: Actor
@@ -53,15 +54,15 @@ class Post:
     is_boxing: bool
 
     def firing(self, index: int) -> ActorFiring:
-        """Return one of its firings."""
+        """Return the firing of a number."""
         return ActorFiring(index, tuple(end for end in self.outputs if end.is_filled_by(index)))
 
     def may_fire(self, firing: ActorFiring) -> bool:
-        """Whether all data and credits for a firing are there."""
+        """Whether all inputs and credits for a firing have arrived."""
         return next(self._missing(firing), None) is None
 
     def describe_missing(self, firing: ActorFiring) -> str:
-        """Say which data and credits the actor waits for."""
+        """Return a text with the inputs and credits that the actor waits for."""
         return "; ".join(
             f"data in register {end.name} from rank {end.producer[0]}"
             if isinstance(end, InRegister)
@@ -88,19 +89,19 @@ def make_posts(
 ) -> dict[str, Post]:
     """Return the post of every actor of one thread, by name.
 
-    No acknowledgement comes from ranks of other processes: the credits of links to these are in the
-    work of the send, which waits until the message that is `quota` before has been asked for.
+    Ranks of other processes send no acknowledgements. So a send counts the credits of its links to
+    them: it waits until the message that is `quota` messages older has been asked for.
 
     Args:
-        plan: With firing orders.
+        plan: A plan with firing orders.
         thread: The thread.
-        communicator: Of its rank.
+        communicator: The communicator of its rank.
         ranks_here: Ranks of this process.
         turn: See `work_of`.
         make_segment: Makes the functions of segments; None for generated Python.
 
     Raises:
-        GraphError: torch has no operator that a segment names.
+        GraphError: torch lacks an operator that a segment calls.
     """
     rank, name = thread
     part = plan.by_rank[rank]

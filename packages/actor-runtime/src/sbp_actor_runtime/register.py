@@ -1,9 +1,9 @@
-"""Registers as an actor's thread sees them: fillings to read, and credits to fill.
+"""The two ends of a register (buffer between actors): the reader's fillings, the writer's credits.
 
-Counts are cumulative over steps. A register is filled by one actor and read by several; its credit
-comes back when every reader has given an acknowledgement. A register that carries states begins a
-step with fillings that hold the states themselves, and ends it with as many that nobody has read;
-neither are handed over.
+Counts are cumulative over steps. One actor fills a register and several read it. A credit (the
+right to fill one place) comes back when every reader has acknowledged. A register that carries
+states begins a step with fillings that stand for the states themselves, and ends it with as many
+unread ones; neither are sent.
 
     quota 2, readers a and b     filled  a  b   live  credit
     fill                              1  0  0      1  yes
@@ -21,15 +21,15 @@ from sbp_actor_runtime.message import PendingResult, ThreadId, Values, value_of
 
 
 class InRegister:
-    """The reading end, for one consumer: fillings in the order in which they came.
+    """The reading end, for one consumer: fillings in order of arrival.
 
     Args:
-        name: Of the register.
-        producer: The thread that fills it, which acknowledgements go to.
-        carries: Of a register that carries states, the key of each by name.
-        initial: How many fillings hold the states themselves.
-        uses: How many firings of the consumer read each filling.
-        is_begun: Whether a collective fills it when it begins: its value may be in flight.
+        name: Name of the register.
+        producer: The thread that fills it and gets the acknowledgements.
+        carries: Name of each carried state -> its key, for a register that carries states.
+        initial: Number of fillings that stand for the states themselves.
+        uses: Number of firings of the consumer that read each filling.
+        is_begun: Whether a collective fills it at its start, with results that are still in flight.
     """
 
     __slots__ = ("carries", "fillings", "initial", "is_begun", "name", "producer", "uses")
@@ -53,22 +53,22 @@ class InRegister:
         self.fillings: deque[Values] = deque()
 
     def has_filling(self, index: int) -> bool:
-        """Whether there is something for a firing to read: for the first ones, states are."""
+        """Whether a firing has its input; the first firings read the states."""
         return bool(self.fillings) or index // self.uses < self.initial
 
     def is_last_use(self, index: int) -> bool:
-        """Whether no later firing reads what this one does."""
+        """Whether no later firing reads the same filling."""
         return self.uses == 1 or (index + 1) % self.uses == 0
 
     def open(self, index: int) -> Iterable[PendingResult]:
-        """Return what is in flight of the values for a firing to read."""
+        """Return those inputs of a firing that are still in flight."""
         if not self.is_begun or index // self.uses < self.initial:
             return ()
         values = self.fillings[0].values()
         return [value for value in values if isinstance(value, PendingResult) and value.is_open]
 
     def take(self, index: int) -> Values:
-        """Return the values for a firing to read; of carried states, none for the first ones."""
+        """Return the inputs of a firing; without carried states for the first firings."""
         if index // self.uses < self.initial:
             return {}
         values = self.fillings.popleft() if self.is_last_use(index) else self.fillings[0]
@@ -80,16 +80,16 @@ class InRegister:
 
 
 class OutRegister:
-    """The filling end: how many fillings each consumer has acknowledged.
+    """The filling end: counts the fillings, and the acknowledgements of each consumer.
 
     Args:
-        name: Of the register or link.
+        name: Name of the register or link.
         quota: Fillings that may be alive, >= 1.
-        consumers: The thread of each actor that reads it.
+        consumers: Actor that reads it -> its thread.
         keys: The values that one filling holds; none for a link.
-        initial: How many fillings there are to begin with, of one that carries states.
-        num_taken: How many that are made in a step are read in it; None for all.
-        firings: How many firings of the producer make a filling.
+        initial: Number of fillings at the beginning, for a register that carries states.
+        num_taken: Number of a step's fillings that are read in the same step; None for all.
+        firings: Number of firings of the producer for one filling.
     """
 
     __slots__ = (
@@ -125,11 +125,11 @@ class OutRegister:
         return self.filled - self.read < self.quota
 
     def is_filled_by(self, index: int) -> bool:
-        """Whether a firing of its producer is one that fills it."""
+        """Whether this firing of its producer fills it."""
         return (index + 1) % self.firings == 0
 
     def is_taken_of(self, index: int) -> bool:
-        """Whether somebody reads, in this step, what a firing of its producer fills it with."""
+        """Whether the filling by this firing of its producer is read in the same step."""
         return self.num_taken is None or index // self.firings < self.num_taken
 
     def fill(self) -> None:
@@ -138,14 +138,14 @@ class OutRegister:
         self.filled += 1
 
     def acknowledge(self, consumer: str) -> None:
-        """Note that a consumer is through with its oldest filling.
+        """Note that a consumer is finished with its oldest filling.
 
-        Of a link this may come before the filling: a receiver does not wait for a sender that has
+        For a link, this may come before the filling: a receiver does not wait for a sender that has
         nothing for it.
         """
         self.acknowledged[consumer] += 1
         self.read = min(self.acknowledged.values())
 
     def slowest(self) -> str:
-        """Return the consumer that the credit waits for."""
+        """Return the consumer with the fewest acknowledgements, which holds up the credit."""
         return min(self.acknowledged, key=self.acknowledged.__getitem__)

@@ -1,4 +1,4 @@
-"""The actor runtime: starts plans on the ranks of this process."""
+"""The runtime plugin `actor`: starts a plan on the ranks of this process, as an `ActorSession`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ActorRuntime(Runtime):
     """Runs the local ranks of a plan on threads of this process.
 
     Raises:
-        ConfigError: this machine lacks what the setting `compile` needs.
+        ConfigError: this machine lacks something that the setting `compile` needs.
     """
 
     traces = has_forms = True
@@ -28,7 +28,7 @@ class ActorRuntime(Runtime):
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.make_segment: SegmentMaker | None = None
-        # Of what was compiled, nobody knows where one operator ends and the next begins.
+        # In a compiled segment, the boundaries between operators are unknown.
         self.traces_operators = config.compile == "eager"
         if config.compile != "eager":
             self.make_segment = segment_maker(config.compile, fallback=config.compile_fallback)
@@ -61,7 +61,7 @@ class ActorRuntime(Runtime):
         ranks: Sequence[int] | None,
         keeps: bool,
     ) -> Session:
-        """Start a plan on the states of another session and on its backend, which stays its own."""
+        """Start a plan on the states and the backend of another session, which stays the owner."""
         if not isinstance(states, ActorSession):
             raise SbpValueError(
                 "there is no backend",

@@ -1,10 +1,10 @@
-"""The session of the actor runtime: a worker thread for every thread of every local rank.
+"""The session of the actor runtime: runs steps, with a worker for each thread of each local rank.
 
 After a failure or an interrupt the workers end, and the session is over. Before the commit of the
-step (`sbp_core.compile.commit`) that leaves the states as they were, on all ranks. Behind it
-updates write over them, so that a failure leaves states of two steps, which are not handed out; new
-states that are not written over old ones are put in force when every worker has finished. An
-interrupt that comes after the commit waits until the step is done, and the session goes on.
+step (`sbp_core.compile.commit`), such an end leaves the states unchanged on all ranks. After the
+commit, updates overwrite states. A failure then leaves states of two different steps, which are not
+given out. New states that do not overwrite old ones are put in force when every worker has
+finished. An interrupt after the commit waits until the step is done, and the session continues.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from sbp_torch.segments import SegmentMaker, failed_call
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that threads get to end, after a failure and on closing, before they are left behind.
+#: Seconds to wait for threads to end, after a failure and on closing; then they are abandoned.
 GRACE_S = 10.0
 
-#: Part of a deadline, in which other ranks may wait for this one, that an update waits for room.
+#: Fraction of the deadline of other ranks for which an update waits for room.
 ROOM_PATIENCE = 0.5
 
 
@@ -83,7 +83,7 @@ class ActorSession(Session):
         self.backend, self.owns_backend = backend, owns_backend
         self.store = store_of(plan, ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, ranks)
-        #: Of the workers; and None when an interrupt is held, which `_collect` looks for.
+        #: Reports of the workers; None is put in when an interrupt is held, to wake `_collect`.
         self.reports: SimpleQueue[WorkerReport | None] = SimpleQueue()
         self.local_ranks, self.steps_done = tuple(ranks), 0
         self.together = BetweenSteps(plan, self.store, backend, config.deadline_s)
@@ -172,21 +172,21 @@ class ActorSession(Session):
                 is_undone = self._is_to_undo(reports)
                 results = {} if is_undone else self._commit(reports)
                 is_over = True
-                self.states_before = {}  # or `load_state_dict` could not let go of what it replaces
+                self.states_before = {}  # else `load_state_dict` could not free old states
                 if is_undone:
                     raise self._undo(reports)
         except BoxingError as error:
             raise self._fail(error) from error
         except BaseException as error:
-            # What came after the commit leaves the session as it is behind a step.
+            # An interrupt after the commit leaves the session as after a step.
             if not is_over and self.failure is None:
                 self._give_up(error)
             raise
         return StepResult(outputs=results)
 
     def _give_up(self, error: BaseException) -> None:
-        """Abort the session in the middle of a step, as that was interrupted."""
-        self._stop_workers()  # so that none begins an update any more
+        """Abort the session in the middle of a step that was interrupted."""
+        self._stop_workers()  # so that no worker begins an update
         is_partial = self._is_partially_updated()
         failure = step_interrupted(self.local_ranks[0], self.steps_done, error, is_partial)
         self._abort(error, failure)
@@ -198,9 +198,9 @@ class ActorSession(Session):
         return any(not_finite(report.results) for report in reports)
 
     def _undo(self, reports: Sequence[WorkerReport]) -> NotFiniteStepError:
-        """Make the session as it was before a step, and return the error of the step."""
+        """Restore the session to its state before a step, and return the error of the step."""
         if any(report.has_refused for report in reports):
-            # In the middle of the step, so that registers hold data of it: all of them begin anew.
+            # Registers hold data of the unfinished step, so all workers begin anew.
             self._stop_workers()
             self._join()
             self._start_workers()
@@ -211,8 +211,8 @@ class ActorSession(Session):
         """Commit the new states of all ranks; return the results of the step."""
         results: dict[str, Tensor] = {}
         values = {rank: dict(held) for rank, held in self.store.values.items()}
-        # If ranks have results of their own, that of the lowest counts, as in the reference
-        # runtime, and not that of the rank that came last.
+        # If ranks have different results, the lowest rank's counts, as in the reference runtime,
+        # and not the one of the rank that reported last.
         for report in sorted(reports, key=lambda one: one.thread, reverse=True):
             results |= report.results
             values[report.thread[0]] |= report.new_states
@@ -222,10 +222,10 @@ class ActorSession(Session):
         return results
 
     def _agree_on_plan(self, deadline_s: float) -> None:
-        """See, once, that every process runs the same plan; its ranks compare the plan's hash.
+        """Check, once, that every process runs the same plan, by comparing hashes of the plan.
 
         Raises:
-            BoxingError: they do not, or a rank did not come.
+            BoxingError: the plans differ, or a rank did not take part.
         """
         if self.backend.spans_processes and not self.has_agreed:
             self.together.agree("plan", self.plan.hash, deadline_s)
@@ -247,10 +247,10 @@ class ActorSession(Session):
             )
 
     def _collect(self, interrupts: HeldInterrupts, commitment: Commitment) -> list[WorkerReport]:
-        """Wait for the reports of all workers; after a first failure the others are stopped.
+        """Wait for the reports of all workers; after a first failure, stop the other workers.
 
         Raises:
-            BaseException: what interrupts the step, which is given up.
+            BaseException: the interrupt of the step, which is aborted.
         """
         reports: list[WorkerReport] = []
         end: float | None = None
@@ -285,12 +285,12 @@ class ActorSession(Session):
     def _abort(self, cause: BaseException, failure: RunError) -> None:
         """Abort the session: unblock calls that wait for a rank, stop the workers."""
         self.failure = failure
-        # Other processes have to know that states are of two steps, which only the failure says.
+        # Other processes learn from `failure` alone that states belong to two steps.
         self.backend.fail(failure if tells_of_partial_update(failure.what) else cause)
         self._stop_workers()
 
     def _fail(self, error: BoxingError) -> RunError:
-        """Abort the session as another rank cannot be reached; return the error that says so."""
+        """Abort the session, because another rank cannot be reached; return the error."""
         failure = error.replaced(RunError)
         self._abort(error, failure)
         return failure
@@ -313,7 +313,7 @@ class ActorSession(Session):
             self.failure = self._make_failure(causes[0], [])
         assert self.failure is not None, "the first failure was recorded"
         if self._is_partially_updated() and not tells_of_partial_update(self.failure.what):
-            # By a rank that went on for a while.
+            # Another rank has failed, but all reports here are consequences.
             self.failure = self._make_failure((causes or failed)[0], [])
         return self.failure
 
@@ -360,9 +360,9 @@ class ActorSession(Session):
     def _check_whole(self) -> None:
         """Refuse to hand out states that belong to two steps, as far as this process can know."""
         if self._is_partially_updated():
-            self._join()  # so that nobody writes any more when the answer comes
+            self._join()  # so that no thread writes after the check
             raise partially_updated("" if self.failure is None else self.failure.what)
-        # A rank of another process may have failed in its update when those here were through.
+        # A rank of another process may have failed in its update after the local ranks finished.
         if tells_of_partial_update(reason := self.backend.failure_reason()):
             raise partially_updated(reason)
         self.store.refresh()
@@ -383,7 +383,7 @@ class ActorSession(Session):
 
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
         """See `Session.gather`."""
-        gather_routes(self.plan, name, to)  # refuses what is not there, in all processes alike
+        gather_routes(self.plan, name, to)  # raises in all processes alike
         return self._gather([name], repr(name), to).get(name)
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
@@ -392,7 +392,7 @@ class ActorSession(Session):
         return self._gather(self.store.layout.names, "all states", to)
 
     def _gather(self, names: Sequence[str], what: str, to: int | None) -> dict[str, Tensor]:
-        """Return whole states by name, where they go; without sending if all ranks are here."""
+        """Return whole states by name, on rank `to`; without messages if all ranks are here."""
         self._check_whole()
         if not self.backend.spans_processes:
             return {name: self.store.whole(name) for name in names}

@@ -1,4 +1,4 @@
-"""What a thread of actors is at, in words, for those who wonder why a run does not go on.
+"""Status texts of the worker threads, to find out why a run hangs.
 
     rank 1, thread compute: at down.addmm@0(B), micro-batch 0; 6 of 20 firings of the step are done
       waits for: data in register gelu@0(B)#0 from rank 1
@@ -9,8 +9,8 @@
       registers: 1 of 14 is full; alive of quota, and who reads last:
         forward.0.1#0: 1 of 1, for backward.0.1
 
-It is read while the thread goes on, without a lock, and costs the thread nothing: each line holds
-of the moment at which it was made, and two lines may be of two firings.
+The worker is read without a lock while it runs, and is not slowed down. So each line is true for
+the moment at which it is made, and two lines may describe two different firings.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from sbp_core.compile import Actor, Collective, Receive, Send
 from sbp_core.graph import Rate
 from sbp_core.units import format_seconds
 
-#: Most boxing actors that are named.
+#: Largest number of boxing actors in the text.
 _MOST = 8
 
 
 def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]:
-    """Return what a thread is at, in lines.
+    """Return the status of a worker thread, as lines.
 
     Args:
         worker: The thread; it may be in the middle of a step.
-        steps: Those of the plan.
+        steps: The boxing steps of the plan.
     """
     rank, name = worker.id
     head, place = f"rank {rank}, thread {name}", worker.place
@@ -44,7 +44,7 @@ def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]
             f"{head}: at {post.actor.name}{_number(post.actor, firing.number)}; "
             f"{place} of {len(worker.order)} firings of the step are done"
         ]
-        # What it waited for may have come by now.
+        # The missing message may have arrived by now.
         if worker.is_waiting and (missing := post.describe_missing(firing)):
             lines.append(f"  waits for: {missing}")
         elif kind := _boxing(post.actor, steps):
@@ -65,7 +65,7 @@ def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]
             f"    {name} ({_boxing(actors[name], steps)}), {_when(one, now_s)}"
             for name, one in boxed[:_MOST]
         ]
-    # Those that carry states are full between steps.
+    # Registers that carry states are always full between steps, so they are not listed.
     full = [end for end in worker.outputs.values() if not (end.has_credit or end.initial)]
     alive = [end for end in worker.outputs.values() if end.filled > end.read]
     are = "is" if len(full) == 1 else "are"
@@ -75,13 +75,13 @@ def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]
 
 
 def _number(actor: Actor, number: int) -> str:
-    """Return which firing of the step it is, of an actor that fires several times."""
+    """Return the number of a firing, as text, for an actor that fires several times a step."""
     each = {Rate.MICRO: "micro-batch", Rate.UPDATE: "update", Rate.STEP: ""}[actor.rate]
     return f", {each} {number}" if each else ""
 
 
 def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:
-    """Return which part in boxing an actor has; `""` if none."""
+    """Return the kind of boxing step of an actor; `""` for other actors."""
     if isinstance(actor, Collective):
         return steps[actor.step].kind.value
     if isinstance(actor, Send):

@@ -1,6 +1,6 @@
-"""The work of one firing: call a generated segment, sum, or take part in a boxing step.
+"""The function that a firing of an actor calls: a generated segment, a sum, or a boxing step.
 
-Knows no registers and no threads: values in, values out.
+It maps input values to output values, without registers and threads.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from sbp_torch.segments import (
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
 
-#: Operators that take less on average are short, in seconds: waking another thread at each of them
-#: costs more than a second core gains.
+#: Average seconds below which operators are short: waking another thread at each of them costs more
+#: than a second core gains.
 SHORT_S = 3e-5
 
-#: The runs after which a segment is known to be short or not; the first one also warms up.
+#: Number of runs to find out whether a segment is short; the first one also warms up.
 _TRIALS = 3
 
-#: Seconds that a segment waits for its turn; then it runs next to the others.
+#: Seconds that a segment waits for its turn; then it runs concurrently with other segments.
 _LONGEST_WAIT_S = 0.1
 
 
@@ -64,19 +64,20 @@ def work_of(
     turn: threading.Lock,
     make_segment: SegmentMaker | None = None,
 ) -> Work:
-    """Return what an actor of the communicator's rank does in a firing.
+    """Return the function of an actor of the communicator's rank.
 
     Args:
         actor: The actor.
-        plan: That it is in.
-        communicator: Of its rank.
-        turn: Held by the segment of short operators that runs; all ranks of a session share it.
+        plan: The plan that contains it.
+        communicator: The communicator of its rank.
+        turn: Lock that a segment of short operators holds while it runs; one for all ranks of a
+            session.
         make_segment: Makes the functions of segments; None for generated Python.
     """
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
-        # What Inductor fuses and CUDA replays starts few operators; copies to and from the host
-        # wait for the device, next to the segments of others.
+        # Segments of Inductor and CUDA graphs start few operators. Copies to and from the host wait
+        # for the device, concurrently with other segments.
         if make_segment or actor.thread in (FETCH_THREAD, STORE_THREAD):
             return run
         return in_turn(run, _num_operators(actor), turn, (communicator.rank, actor))
@@ -115,7 +116,7 @@ def _segment(
         return values
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
-        # Handed over, so that each value can die inside, after its last use.
+        # The list gives up ownership, so that the segment can free a value after its last use.
         given = [values.pop(key) for key in taken]
         trace = order.trace
         if order.before_overwrite is None or not actor.in_place:
@@ -128,7 +129,7 @@ def _segment(
 
 
 def _telling_all(actor: Compute, function: OwningSegment) -> TellingSegment:
-    """Return a segment that tells of all states that it overwrites before it begins."""
+    """Return a segment that reports all states that it overwrites before it begins."""
 
     def run(given: list[Any], before_overwrite: Callable[[str], None]) -> tuple[Any, ...]:
         for states in first_overwrites(actor).values():
@@ -144,8 +145,8 @@ def in_turn(
 ) -> Work:
     """Return the work of a segment that waits for its turn while its operators are short.
 
-    An operator lets go of Python's interpreter while it computes, and takes it again. Where that is
-    a matter of microseconds, threads that compute at the same time pass the interpreter to and fro,
+    An operator releases Python's interpreter lock while it computes, and takes it again. If
+    operators take microseconds only, threads that compute at the same time pass the lock to and fro
     and wake each other each time, which takes longer than the operators.
 
         both at once   a1 | wake | b1 | wake | a2 | wake | b2 ...
@@ -153,8 +154,8 @@ def in_turn(
 
     Args:
         run: Runs the segment.
-        num_operators: Of the segment.
-        turn: Held while a segment runs in turn.
+        num_operators: Number of operators of the segment.
+        turn: Lock that is held while a segment runs in turn.
         whose: Rank and actor, for a trace.
     """
     fastest_s, num_trials = inf, 0
@@ -163,8 +164,8 @@ def in_turn(
         nonlocal fastest_s, num_trials
         if num_trials >= _TRIALS and fastest_s >= SHORT_S * num_operators:
             return run(index, values, order)
-        # Whoever holds it longer may hang, or wait for another rank: the others go on then, and
-        # their deadlines tell who hangs.
+        # A thread that holds the lock longer may hang, or wait for another rank. The other threads
+        # continue then, and the errors of their deadlines name the thread that hangs.
         asked_ns = Trace.now_ns()
         has_turn = turn.acquire(timeout=_LONGEST_WAIT_S)
         if order.trace is not None:
@@ -184,7 +185,7 @@ def in_turn(
 
 
 def _turn_span(whose: tuple[int, Compute], index: int, step: int, asked_ns: int) -> Span:
-    """Return the span, which ends now, in which a segment waited for its turn."""
+    """Return the span, ending now, during which a segment waited for its turn."""
     rank, actor = whose
     what = "the interpreter: another rank of the process computes"
     names = (rank, actor.thread, step, actor.name, index)
@@ -192,7 +193,7 @@ def _turn_span(whose: tuple[int, Compute], index: int, step: int, asked_ns: int)
 
 
 def _num_operators(actor: Compute) -> int:
-    """Return how many operators of PyTorch a segment starts; arithmetic of the host is none."""
+    """Return the number of PyTorch operators that a segment starts, without host arithmetic."""
     return sum(not entry.op.startswith("host.") for entry in actor.instructions)
 
 
@@ -206,7 +207,7 @@ def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:
 
 
 def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
-    """Return how a firing is called, equally on every rank that takes part."""
+    """Return a function that names a firing, with one name on all ranks that take part."""
     name = actor.name if isinstance(actor, Collective) else actor.message
     return lambda index, order: f"{name}, micro-batch {index} of step {order.index}"
 
@@ -214,16 +215,17 @@ def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
 def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
     actor_id = (communicator.rank, actor.name)
-    # Who has nothing for anybody has no link, and never waits.
+    # A send that sends nothing has no link, and never waits.
     quota = min((link.quota for link in plan.links if link.sender == actor_id), default=1)
-    #: What was sent and is not known to be received: at most `quota`.
+    #: Messages that were sent and are not known to be received: at most `quota`.
     under_way: deque[Delivery] = deque()
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
         (shard,) = values.values()
-        # Credit. In the token game a send waits until its receivers are through with the message
-        # that is `quota` before it; here, until they have asked for it, which they do then or
-        # earlier. So nobody waits longer than in the replay that proves the plan live.
+        # Credit. In the token game (the compiler's replay that proves the plan free of deadlock), a
+        # send waits until its receivers have finished with the message that is `quota` older. Here
+        # it waits until they have asked for it, which is not later. So no wait is longer than
+        # there.
         while len(under_way) >= quota:
             under_way.popleft().wait()
         name, deadline_s = tag(index, order), order.deadline_s
@@ -234,16 +236,16 @@ def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
 
 
 class Receiving:
-    """The work of a receive, which may be asked for some time before it fires."""
+    """The work of a receive, whose message may be asked for some time before it fires."""
 
     def __init__(self, actor: Receive, plan: PhysicalPlan, communicator: Communicator) -> None:
         self._step, self._makes, self._tag = plan.steps[actor.step], actor.makes, _tag(actor)
         self._communicator = communicator
-        #: What was asked for, by the index of its micro-batch.
+        #: Pending requests by index of the micro-batch.
         self._asked: dict[int, Pending] = {}
 
     def ask(self, index: int, order: StepOrder) -> None:
-        """Ask for the message of a firing that takes nothing of its own rank."""
+        """Ask for the message of a firing that needs no value of its own rank."""
         self._asked[index] = self._begin(index, None, order)
 
     def __call__(self, index: int, values: Values, order: StepOrder) -> Values:

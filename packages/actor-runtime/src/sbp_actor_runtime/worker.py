@@ -1,9 +1,9 @@
-"""One thread of one rank: fires its actors in the plan's order, as data and credits allow.
+"""One thread of one rank: fires its actors in the plan's order, when inputs and credits are there.
 
-Messages between threads are two: a request hands a filled register to a consumer, an
-acknowledgement gives the credit back. Within a thread both are plain calls. A worker never looks at
-another worker's state; what it needs arrives in its inbox. Whatever concerns a step is in the
-inboxes before the last worker reports, so that every step begins with all credits of the last.
+Threads exchange two messages. A request gives a filled register to a consumer; an acknowledgement
+gives the credit back. Within a thread both are plain calls. A worker never reads the data of
+another worker: everything that it needs arrives in its inbox. All messages of a step are in the
+inboxes before the last worker reports, so every step begins with the full credits.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
 
-#: A thread waits this many deadlines for another of its process, so that a thread that waits for a
-#: rank of another process, and can name it, fails first.
+#: Number of deadlines that a thread waits for another thread of its process. A thread that waits
+#: for another process fails first, then, and its error names the rank.
 PATIENCE = 2.0
 
 
@@ -59,7 +59,7 @@ class Stopped(Exception):  # noqa: N818 (no error: another thread's failure ends
 
 
 class LastBoxing(NamedTuple):
-    """When an actor boxed last, by `time.monotonic`; `ended_s` is None while it does so.
+    """Time of an actor's last boxing, by `time.monotonic`; `ended_s` is None while it lasts.
 
     `step` counts from 0 in the session.
     """
@@ -71,18 +71,18 @@ class LastBoxing(NamedTuple):
 
 
 class ActorThread:
-    """The posts of one thread's actors, and its loop.
+    """The loop of one thread, and the posts of its actors.
 
     Args:
-        plan: With firing orders.
-        thread: Which thread of the plan it is.
+        plan: A plan with firing orders.
+        thread: The thread of the plan.
         ranks_here: Ranks of this process.
-        communicator: Of its rank.
+        communicator: The communicator of its rank.
         post: Puts a message into the inbox of another thread.
-        report: Hands the session the report of a step.
+        report: Gives the session the report of a step.
         num_threads: Threads that one operator may use.
         turn: See `work_of`.
-        device: Of the rank.
+        device: The device of the rank.
         make_segment: Makes the functions of segments; None for generated Python.
     """
 
@@ -100,20 +100,20 @@ class ActorThread:
         make_segment: SegmentMaker | None = None,
     ) -> None:
         self.id, self.device = thread, device
-        #: A communicator is used by one thread, and those that copy to the host need none.
+        #: One thread of a rank uses the communicator; the threads that copy to the host do not.
         self.moves_messages = thread[1] not in (FETCH_THREAD, STORE_THREAD)
         self.post, self.report, self.num_threads = post, report, num_threads
         self.communicator = communicator
-        #: What boxing has begun and nobody has waited for, with its actor.
+        #: Pending results of boxing that nobody has waited for -> the actor.
         self.open: dict[PendingResult, str] = {}
         self.inbox: SimpleQueue[Message] = SimpleQueue()
-        #: The last boxing of each actor that does some.
+        #: The last boxing of each boxing actor.
         self.boxed: dict[str, LastBoxing] = {}
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
-        #: Its place in the order, or that of the last one; -1 before the first.
+        #: The place of that actor in the order; -1 before the first.
         self.place = -1
-        #: Whether it waits for what that actor needs.
+        #: Whether the thread waits for inputs or credits of that actor.
         self.is_waiting = False
         self.is_stopping = False
         #: Whether it is past the commit of a step that overwrites states, here or on other ranks;
@@ -124,9 +124,9 @@ class ActorThread:
             (posts[name], posts[name].firing(index))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
-        #: The receives that are asked for before the firing at a place in the order.
+        #: Place in the order -> receives whose messages are asked for before that firing.
         self.early = early_receives(plan.by_rank[thread[0]], thread[1])
-        #: So many firings come before any that overwrites a state.
+        #: Number of firings before the first one that overwrites a state.
         self.last_moment = last_moments(plan)[thread]
         self.overwrites = any(actor.in_place for part in plan.ranks for actor in part.actors)
         self.inputs: dict[tuple[str, str], InRegister] = {
@@ -142,14 +142,14 @@ class ActorThread:
         )
 
     def stop(self) -> None:
-        """End the thread: at once if it waits for a message, else after the firing it is in."""
+        """End the thread: at once if it waits for a message, else after the current firing."""
         self.is_stopping = True
         self.inbox.put(Stop())
 
     # The loop.
 
     def _loop(self) -> None:
-        # The count, and the current device, belong to the thread that sets them.
+        # The number of threads and the current device are settings of each thread.
         torch.set_num_threads(self.num_threads)
         self.device.enter()
         while self._next_message():
@@ -157,10 +157,10 @@ class ActorThread:
 
     def _next_message(self) -> bool:
         """Handle one message; return whether to go on."""
-        # A frame of its own lets go of the message: states and batches are not kept between steps.
+        # A separate frame drops the message, so that states and batches do not live between steps.
         message = self.inbox.get()
         if isinstance(message, StepOrder):
-            # A step that was ordered is reported even if it may no longer begin: it is awaited.
+            # Every ordered step is reported, even if it may not begin: the session waits for it.
             self.report(self._step(message))
             return not self.is_stopping
         if isinstance(message, Stop):
@@ -192,12 +192,12 @@ class ActorThread:
         return report
 
     def _run(self, start: int, stop: int, order: StepOrder, report: WorkerReport) -> None:
-        """Fire what is at the places from `start` to before `stop` in the order."""
+        """Fire the actors at places `start` to `stop` (excluded) in the order."""
         fire = self._fire if order.trace is None else self._fire_traced
         for place in range(start, stop):
             self.place = place
             for early in self.early.get(place, ()):
-                # Nothing of what comes after `stop` if the step may end there.
+                # If the step may end at `stop`, ask for no message of a later firing.
                 if early < stop or not order.only_finite:
                     self._ask(early, order)
             post, firing = self.order[place]
@@ -214,7 +214,7 @@ class ActorThread:
     def _fire_traced(
         self, post: Post, firing: ActorFiring, order: StepOrder, report: WorkerReport
     ) -> Values:
-        """Do what `_fire` does, and note when it was done and what was waited for."""
+        """Call `_fire`, and record its time and its waits in the trace."""
         trace = order.trace
         assert trace is not None, "the step is traced"
         whose = (*self.id, order.index, post.actor.name, firing.number)
@@ -281,20 +281,20 @@ class ActorThread:
         """Note that a state is overwritten from now on.
 
         Raises:
-            Stopped: the session asked the thread to stop, or the step was given up; nothing is
+            Stopped: the session asked the thread to stop, or the step was aborted; nothing is
                 overwritten.
         """
         if not order.commitment.try_commit():
             raise Stopped
-        # First the note, then the look: a session that has stopped the thread, and then finds no
-        # note, knows that the thread writes nothing any more.
+        # First set the flag, then look for a stop. So if the session has stopped the thread and
+        # then finds the flag unset, it knows that the thread will not write.
         before, self.has_overwritten = self.has_overwritten, True
         if self.is_stopping:
             self.has_overwritten = before
             raise Stopped
 
     def _box(self, post: Post, firing: ActorFiring, taken: Values, order: StepOrder) -> Values:
-        """Do what an actor does in boxing, and note when."""
+        """Run the work of a boxing actor, and note its time."""
         began_s, name = time.monotonic(), post.actor.name
         self.boxed[name] = LastBoxing(order.index, firing.number, began_s)
         made = post.work(firing.number, taken, order)
@@ -305,17 +305,17 @@ class ActorThread:
         return made
 
     def _begin(self, post: Post, made: Values) -> None:
-        """Note what boxing has begun."""
+        """Note the pending results that boxing has begun."""
         self.open |= dict.fromkeys(made.values(), post.actor.name)
         if any(t != self.id for end in post.outputs for _, t in end.consumers):
             self._await(list(made.values()))  # a communicator is used by one thread
 
     def _open_inputs(self, post: Post, firing: ActorFiring) -> list[PendingResult]:
-        """Return what an actor takes and is in flight."""
+        """Return the inputs of an actor that are still in flight."""
         return [one for end in post.inputs for one in end.open(firing.number)]
 
     def _await(self, begun: Iterable[PendingResult]) -> None:
-        """Wait until some of what boxing has begun is over."""
+        """Wait for some pending results of boxing."""
         for one in begun:
             one.wait()
             name = self.open.pop(one, None)
@@ -323,18 +323,18 @@ class ActorThread:
                 self.boxed[name] = self.boxed[name]._replace(ended_s=time.monotonic())
 
     def _end_begun(self, report: WorkerReport) -> None:
-        """Wait for all that boxing has begun, such as results, which nobody else waits for."""
+        """Wait for all pending results, such as results of the step, which no actor waits for."""
         self._await(list(self.open))
         report.results = {name: value_of(value) for name, value in report.results.items()}
         report.new_states = {name: value_of(value) for name, value in report.new_states.items()}
 
     def _take(self, post: Post, index: int, order: StepOrder) -> Values:
-        """Return what an actor reads, by key: from registers, states, the batch and scalars."""
+        """Return the inputs of an actor by key: from registers, states, the batch and scalars."""
         values: Values = {}
         for register in post.inputs:
             values |= register.take(index)
         for key in post.actor.reads:
-            if key not in values:  # else it was carried here from the micro-batch before
+            if key not in values:  # else it comes from the previous micro-batch
                 values[key] = order.states[key] if key in order.states else order.fed[index][key]
         return values
 
@@ -344,7 +344,8 @@ class ActorThread:
             return  # nobody reads it in this step; the next one begins with the newest states
         values = {key: made[key] for key in register.keys}
         if not register.keys:
-            # A token says that its producer is through: who takes one of boxing waits for its end.
+            # A token means that its producer has finished, so a reader of a boxing token waits for
+            # it.
             values = {key: made[key] for key in made if isinstance(made[key], PendingResult)}
         for consumer, thread in register.consumers:
             self._send(thread, FilledRegister(register.name, consumer, values))
@@ -355,7 +356,7 @@ class ActorThread:
         """Handle messages until the actor may fire.
 
         Raises:
-            RunError: no message came for `PATIENCE` deadlines; says what was lacking.
+            RunError: no message came for `PATIENCE` deadlines; its text names what is missing.
             Stopped: the session asked the thread to stop.
         """
         self.is_waiting = True

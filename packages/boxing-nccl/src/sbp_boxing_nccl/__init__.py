@@ -1,6 +1,7 @@
-"""Boxing over MPI (`mpi`) and over NCCL (`nccl`): two backends, with their settings in `configs`.
+"""Boxing backends over MPI (`mpi`) and NCCL (`nccl`); boxing changes how a tensor is distributed.
 
-What all backends of several processes share is in `sbp_core.processes`.
+Their settings are in `configs`. The code shared by all backends of several processes is in
+`sbp_core.processes`.
 """
 
 from __future__ import annotations

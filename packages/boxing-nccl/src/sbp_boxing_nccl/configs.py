@@ -1,4 +1,4 @@
-"""The settings of the backends, validated on construction."""
+"""Settings of the backends `mpi` and `nccl`, as dataclasses that are validated on construction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MpiBoxingConfig:
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
 
     Raises:
-        ConfigError: a setting cannot be meant.
+        ConfigError: a setting is invalid.
     """
 
     #: Each rank is a process.
@@ -37,21 +37,21 @@ class NcclBoxingConfig:
     """Settings of `sbp_boxing_nccl.nccl.nccl_backend.NcclBackend`.
 
     Args:
-        bootstrap: How the processes meet before NCCL connects them: `mpi` (started by `mpiexec`) or
-            `store` (torch's store, as `torchrun` starts it).
+        bootstrap: How the processes find each other before NCCL connects them: `mpi` (started by
+            `mpiexec`) or `store` (torch's store, as `torchrun` starts it).
         device: The GPU of this process among those that it sees: `cuda:N`, or `auto` for the number
             of the process on its machine.
-        init_method: With `bootstrap=store`, where: `env://` (MASTER_ADDR and MASTER_PORT),
+        init_method: With `bootstrap=store`, its address: `env://` (MASTER_ADDR and MASTER_PORT),
             `tcp://HOST:PORT` or `file:///PATH`.
         rank: With `bootstrap=store`, rank of this process; from RANK in the environment if None.
-        world_size: Likewise, number of processes; from WORLD_SIZE if None.
+        world_size: With `bootstrap=store`, number of processes; from WORLD_SIZE if None.
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
-        abort_timeout_s: Seconds to wait for NCCL to let go of its communicators, above 0.
-        run_ahead: Calls return once their work is on its stream, for which torch's stream then
-            waits; a rank that does not come makes a later call fail. Else the host waits.
+        abort_timeout_s: Seconds to wait for NCCL to abort its communicators, above 0.
+        run_ahead: Calls return once their work is on its stream, and torch's stream waits for it;
+            if a rank is missing, a later call fails. Without it, the host waits.
 
     Raises:
-        ConfigError: a setting cannot be meant, or two of them contradict each other.
+        ConfigError: a setting is invalid, or two settings contradict each other.
     """
 
     #: Each rank is a process.
@@ -83,7 +83,7 @@ class NcclBoxingConfig:
 
     @property
     def device_index(self) -> int | None:
-        """Number of the GPU among those that this process sees; None if it is to be found out."""
+        """Index of the GPU among the visible GPUs; None for `auto`."""
         found = _DEVICE.fullmatch(self.device)
         assert found is not None, "checked on construction"
         return None if found[1] is None else int(found[1])

@@ -1,4 +1,4 @@
-"""The hooks of sbp-boxing-nccl: two boxing backends."""
+"""Plugin hooks of sbp-boxing-nccl: two boxing backends, `mpi` and `nccl`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SBP_API_VERSION = 2
 
 @hookimpl
 def sbp_boxing_backends() -> Mapping[str, Factory]:
-    """Offer the backends over MPI and over NCCL."""
+    """Register the backends over MPI and over NCCL."""
     return {
         "mpi": Factory(
             build="sbp_boxing_nccl.mpi.mpi_backend:MpiBackend",
@@ -29,5 +29,5 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Offer the Hydra options of the above."""
+    """Contribute the Hydra options `boxing=mpi` and `boxing=nccl`."""
     return ["pkg://sbp_boxing_nccl.conf"]

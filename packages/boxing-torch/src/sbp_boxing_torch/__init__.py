@@ -1,9 +1,10 @@
-"""sbp boxing over torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""The boxing backend `torch`, over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Read the modules in this order: `configs` (settings), `rendezvous` (which rank this is, and the
-store that all reach), `group` (collectives and messages of one set of ranks), `connections` (all
-groups, messages on their way, and how it all breaks), `communicator` (one step), `backend`. What
-all backends of several processes share is in `sbp_core.processes`.
+Boxing changes how a tensor is distributed. Read the modules in this order: `configs` (settings),
+`rendezvous` (rank of the process, and the shared store), `group` (collectives and messages of one
+set of ranks), `connections` (all groups, messages in flight, and failures), `communicator` (the
+boxing steps of one rank), `backend`. The code shared by all backends of several processes is in
+`sbp_core.processes`.
 """
 
 from __future__ import annotations

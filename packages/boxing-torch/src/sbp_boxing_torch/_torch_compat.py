@@ -1,7 +1,7 @@
-"""What this package uses of torch.distributed below its documented functions, all in one place.
+"""Undocumented functions of torch.distributed that this package calls, all in one place.
 
-The documented functions need a process-wide default group and take no deadline for one call, so
-process groups and stores are used directly. Tried with torch 2.13.
+The documented functions need a process-wide default group and accept no deadline for a single call,
+so process groups and stores are used directly. Tried with torch 2.13.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def gloo_group(
 ) -> Any:
     """Connect a `ProcessGroupGloo`; raises `RuntimeError` if a rank is not reached in time.
 
-    It listens on the address `host`; if that is empty, on the interface GLOO_SOCKET_IFNAME, or the
-    one that the name of this host stands for.
+    It listens on the address `host`. If that is empty, it listens on the interface
+    GLOO_SOCKET_IFNAME, or on the one to which the name of this host resolves.
     """
     gloo = cast(Any, dist.ProcessGroupGloo)
     if not host:

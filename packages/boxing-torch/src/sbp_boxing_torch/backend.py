@@ -1,8 +1,8 @@
-"""The backend `torch`: one rank in each process, over torch.distributed.
+"""The backend `torch`: boxing with one rank in each process, over torch.distributed.
 
-The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.processes.process_backend`. PyTorch is imported when it connects: who only starts
-the ranks does not wait for it.
+It combines the `connections` and the boxing steps (`communicator`). The base class opens and closes
+both (`sbp_core.processes.process_backend`). PyTorch is imported when the backend connects, so a
+process that only starts the ranks does not load it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TorchBackend(ProcessBackend):
 
     Args:
         config: Settings.
-        world: This process among all, if the program has found the others already; found by
-            `config.init_method` if None.
+        world: Rank, size and store, if the program has set them up; found by `config.init_method`
+            if None.
     """
 
     def __init__(self, config: TorchBoxingConfig, *, world: TorchWorld | None = None) -> None:
@@ -48,7 +48,7 @@ class TorchBackend(ProcessBackend):
         """See `ProcessBackend._connect`.
 
         Raises:
-            ConfigError: neither config nor environment say which rank this is.
+            ConfigError: neither config nor environment define the rank.
         """
         import torch
 

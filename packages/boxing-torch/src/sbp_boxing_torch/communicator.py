@@ -1,7 +1,8 @@
-"""One rank's part in every step over torch.distributed: which collective, and how long to wait.
+"""Runs the boxing steps (resharding collectives) of one rank over torch.distributed.
 
-`sbp_torch.boxing.processes.exchange` knows what goes where; `group` moves it; `connections` says
-how it breaks.
+`ExchangeCommunicator` computes which slice goes to which rank. This module chooses the collective
+and waits for it with a deadline, `group` moves the data, and `connections` handles errors and
+timeouts.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from sbp_torch.boxing import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes import Await, ExchangeCommunicator, Finish, PackedBuffers, after
 
 #: Bytes of a shard up to which an all-reduce of two ranks on CPUs is faster as an exchange. Source:
-#: a virtual machine of 2 cores, gloo of torch 2.13; of four ranks it is slower for every size.
+#: a virtual machine of 2 cores, gloo of torch 2.13; with four ranks it is slower for every size.
 _EXCHANGED_BYTES = 2**22
 
-#: Bytes of a shard up to which an even all-to-all on CPUs is gloo's own, as each operation on a
-#: tensor takes longer than to copy what this rank keeps. Source: as above.
+#: Bytes of a shard up to which an even all-to-all on CPUs uses gloo's, because a tensor operation
+#: takes longer than to copy this rank's own part. Source: as above.
 _EVEN_BYTES = 2**21
 
 
 class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
-    """One rank's part in every boxing step, over the connections of its process.
+    """`ExchangeCommunicator` of one rank over torch.distributed.
 
-    NCCL has fast collectives for parts of one size, and for sums. gloo's copy what they move once
-    or twice more than an exchange does, and its reduce-scatter moves as much as an all-reduce; only
-    its all-reduce is used, where it is large. What ranks do together is decided by the step alone.
+    NCCL has fast collectives for parts of one size, and for sums. The collectives of gloo copy data
+    once or twice more than an exchange, and its reduce-scatter sends as much as an all-reduce; only
+    its all-reduce is used, for large data. All ranks choose alike, by the step alone.
     """
 
     def __init__(self, connections: TorchConnections, rank: int, device: torch.device) -> None:
@@ -80,7 +81,8 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
                 try:
                     came = group.wait_message(work, call.left_s)
                 except RuntimeError:
-                    # The first that is missing may break the group; those that came are here.
+                    # Waiting for a missing message may break the group; the ones that arrived are
+                    # safe.
                     if not missing:
                         raise
                     came = False
@@ -112,9 +114,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
     def _swap_and_reduce(
         self, call: CollectiveCall, ranks: tuple[int, ...], values: torch.Tensor, spare: bool
     ) -> Finish:
-        """Begin the all-reduce of two ranks: each sends the other all it has, shape (elements,).
+        """Start the all-reduce of two ranks: each sends all its values, shape (elements,).
 
-        `spare` says whether `values` may become the result.
+        `spare`: Whether the result may overwrite `values`.
         """
         size, received = values.numel(), torch.empty_like(values)
         sizes = [0 if rank == self.rank else size for rank in ranks]
@@ -132,16 +134,16 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         values: torch.Tensor,
         total: torch.Tensor | None,
     ) -> Finish:
-        """Begin an all-reduce in two exchanges: each rank reduces a part, and sends it to all.
+        """Start an all-reduce in two exchanges: each rank reduces a part, and sends it to all.
 
-        Only the second may be under way with others of the group: if each began its second one when
-        it is waited for, ranks that wait in different orders would begin them in different orders.
+        Only the second is in flight on return. It is not started in the wait, because ranks that
+        wait in different orders would start their second exchanges in different orders.
 
         Args:
-            call: Of the all-reduce.
+            call: The call of the all-reduce.
             ranks: The group.
-            values: What this rank has, shape (elements,).
-            total: Where the result is made; it may be `values`.
+            values: The addends of this rank, shape (elements,).
+            total: Tensor for the result; it may be `values`.
         """
         bounds = split_bounds(values.numel(), len(ranks))
         sizes = [stop - start for start, stop in bounds]
@@ -193,7 +195,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
     ) -> Await:
-        """See `ExchangeCommunicator._exchange_buffers`; copies the own chunk meanwhile."""
+        """See `ExchangeCommunicator._exchange_buffers`; copies the rank's own chunk meanwhile."""
         received, sent = buffers.received, buffers.sent
         sizes = buffers.received_sizes, buffers.sent_sizes
         return self._launch(
@@ -207,12 +209,12 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         start: Callable[[TorchGroup], Sequence[dist.Work]],
         meanwhile: Callable[[], None] | None = None,
     ) -> Await:
-        """Begin a collective in the group of `ranks`; return what waits for it.
+        """Start a collective in the group of `ranks`; return a function that waits for it.
 
         Args:
-            call: The call that does so.
+            call: The call that starts it.
             ranks: The group.
-            start: Returns what to wait for.
+            start: Starts it and returns its works.
             meanwhile: Called before the wait.
         """
         connections = self._connections

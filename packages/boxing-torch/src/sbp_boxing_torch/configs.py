@@ -1,4 +1,4 @@
-"""The settings of the backend `torch`, validated on construction."""
+"""Settings of the backend `torch`, as a dataclass that is validated on construction."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class TorchBoxingConfig:
     """Settings of `sbp_boxing_torch.backend.TorchBackend`.
 
     Args:
-        transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` for the one
-            that fits `device`.
-        device: Where the shards of this process live: `cpu`, `cuda:N`, or `cuda` for the GPU whose
-            number is LOCAL_RANK in the environment (0 if there is none).
-        init_method: Where the processes meet: `env://` (MASTER_ADDR and MASTER_PORT, as torchrun
+        transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` to choose by
+            `device`.
+        device: Device of the shards of this process: `cpu`, `cuda:N`, or `cuda` for the GPU with
+            the index LOCAL_RANK of the environment (0 if that is not set).
+        init_method: Address of the rendezvous: `env://` (MASTER_ADDR and MASTER_PORT, as torchrun
             sets them), `tcp://HOST:PORT` or `file:///PATH`.
         rank: Rank of this process; from RANK in the environment if None.
         world_size: Number of processes; from WORLD_SIZE in the environment if None.
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
 
     Raises:
-        ConfigError: a setting cannot be meant, or two of them contradict each other.
+        ConfigError: a setting is invalid, or two settings contradict each other.
     """
 
     #: Each rank is a process.
@@ -58,5 +58,5 @@ class TorchBoxingConfig:
 
     @property
     def chosen_transport(self) -> str:
-        """The transport that is used, by the device: `gloo` or `nccl`."""
+        """The transport: `gloo` or `nccl`, chosen by the device if it is `auto`."""
         return "nccl" if self.device.startswith("cuda") else "gloo"

@@ -1,8 +1,8 @@
-"""The connections of one process: groups of ranks, messages on their way, and how it all breaks.
+"""The torch.distributed connections of one process: groups, messages in flight, and failures.
 
-Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.processes.connections`); by closed connections and an entry in the control
-store it also breaks whatever waits for it on other ranks.
+Groups of ranks are connected when a step first needs them. A failed call breaks all connections of
+this process (`sbp_core.processes.connections`). By closed connections and an entry in the control
+store, it also breaks the calls of other ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from sbp_core.processes import (
     run_abandonable,
 )
 
-#: Seconds between two looks whether the ranks that are being connected still run.
+#: Seconds between two checks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
 
-#: Seconds that the thread of the outbox gets to end.
+#: Seconds to wait for the end of the outbox thread.
 _END_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TorchMessage:
-    """One message that was sent but perhaps not received.
+    """One message that was sent but may not have been received yet.
 
     Args:
-        call: That has sent it.
-        receiver: Rank that it goes to.
-        group: That it goes through.
-        work: What to wait for; None once it is received.
-        values: Its bytes, which must not be freed before; None after it.
+        call: The call that has sent it.
+        receiver: The receiving rank.
+        group: The group that carries it.
+        work: The torch work to wait for; None once it is received.
+        values: Its bytes, kept alive until it is received; None afterwards.
     """
 
     call: CollectiveCall
@@ -58,13 +58,13 @@ class TorchMessage:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until it is received; False if it is not within `limit_s` seconds.
+        """Wait until it is received; return False if it is not within `limit_s` seconds.
 
         Raises:
             RuntimeError: the connection broke.
         """
         end = time.monotonic() + limit_s
-        # gloo tells only one thread that a message is received; the others would wait for ever.
+        # gloo wakes only one thread when a message is received; a second would wait for ever.
         if not self._turn.acquire(timeout=limit_s):
             return False
         try:
@@ -82,7 +82,7 @@ class TorchOutbox(Outbox[TorchMessage]):
     """The messages that this process has sent.
 
     Args:
-        connections: Broken by a message that is not received within its deadline.
+        connections: The connections, which break if a message is not received by its deadline.
     """
 
     def __init__(self, connections: TorchConnections) -> None:
@@ -101,11 +101,11 @@ class TorchOutbox(Outbox[TorchMessage]):
 
 
 class TorchConnections(Connections):
-    """The connections of one rank to all others.
+    """The connections of one rank to all other ranks.
 
     Args:
-        config: Transport, and time to connect.
-        world: This process among all.
+        config: Transport, and time limit to connect.
+        world: Rank, size and store of this process.
 
     Raises:
         BoxingError: the ranks could not be connected.
@@ -113,8 +113,8 @@ class TorchConnections(Connections):
 
     def __init__(self, config: TorchBoxingConfig, world: TorchWorld) -> None:
         opened = count_opening(world.store, COUNTER, world.rank)
-        # A part of the store where no earlier backend of these processes has written. Forgotten at
-        # the end, which closes a store that nobody else holds.
+        # A prefix of the store that no earlier backend of these processes has used. Dropped at the
+        # end, which closes the store if nothing else holds it.
         store = prefixed(f"{COUNTER}/{opened}", world.store)
         super().__init__(KeyValueControlStore(store, world.rank, world.size))
         limit_s = config.connect_timeout_s
@@ -122,14 +122,14 @@ class TorchConnections(Connections):
         self._rank, self._host = world.rank, world.host
         self._store: CountingStore | None = store
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
-        #: What has begun and was not waited for, with its group, by an identity of its own.
+        #: Unfinished work that nobody has waited for, with its group, by `id`.
         self.begun: dict[int, tuple[TorchGroup, list[dist.Work]]] = {}
         self._outbox = TorchOutbox(self)
         self._messages: tuple[TorchGroup, ...] = ()
         self.rendezvous(limit_s)
         if world.size > 1:
-            # NCCL runs the messages of a group one after the other, so that two ranks that first
-            # send and then receive would wait for each other: each direction has a group.
+            # NCCL runs the messages of a group one after the other. So two ranks that first send
+            # and then receive would deadlock: each direction has a separate group.
             names = ("up", "down") if config.chosen_transport == "nccl" else ("all",)
             try:
                 self._messages = tuple(
@@ -142,10 +142,10 @@ class TorchConnections(Connections):
                 raise
 
     def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> TorchGroup:
-        """Return the group of some ranks; the first call connects it, together with the others.
+        """Return the group of some ranks; the first call connects it, with the other ranks.
 
         Raises:
-            BoxingError: a rank did not come in time, or has failed.
+            BoxingError: a rank did not take part in time, or has failed.
         """
         if ranks in self._groups:
             return self._groups[ranks]
@@ -158,7 +158,7 @@ class TorchConnections(Connections):
         with self._lock:
             self._groups[ranks] = group
             too_late = self._failure is not None
-        if too_late:  # what broke all groups did not know of this one
+        if too_late:  # all groups were broken before this one existed
             group.abort()
             self.check_usable(call)
         return group
@@ -174,9 +174,9 @@ class TorchConnections(Connections):
 
         Args:
             call: The call that sends it.
-            receiver: Rank that it goes to.
-            tag: Its number.
-            values: uint8, shape (bytes,), contiguous; not used by anybody else.
+            receiver: The receiving rank.
+            tag: Tag of the message.
+            values: uint8, shape (bytes,), contiguous; not used by anything else.
         """
         group = self.messages(call.rank, receiver)
         with self.guard(call):
@@ -206,16 +206,16 @@ class TorchConnections(Connections):
             group.abort()
 
     def _release(self) -> None:
-        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
+        """See `Connections._release`; waits a while for messages, and for late ranks."""
         if self._failure is None:
             self._outbox.flush(CLOSE_TIMEOUT_S)
         self.control_store.deregister()
         if self._failure is None:
             self._await_others()
-        # A thread that comes back from the transport while the interpreter is taken down would end
-        # the process by SIGABRT, so the messages at hand get a moment to be received or lost.
+        # A thread that returns from the transport during interpreter shutdown would kill the
+        # process by SIGABRT. So wait a moment until the last messages are received or lost.
         self._outbox.close(_END_S)
-        # A group that is let go of waits for what is under way in it, however long.
+        # A group that is destroyed waits for its unfinished work, however long.
         for group, under_way in self.begun.values():
             if not all(work.is_completed() for work in under_way):
                 group.abort()
@@ -235,9 +235,9 @@ class TorchConnections(Connections):
                 raise BoxingError(reason)
 
         try:
-            if transport == "nccl":  # connects at its first use
+            if transport == "nccl":  # connects on first use
                 return connect(transport, ranks, rank, store, limit_s)
-            # gloo itself waits until its time is over, whatever becomes of the others.
+            # gloo itself waits until its timeout, even if other ranks have died.
             return run_abandonable(
                 lambda: connect(transport, ranks, rank, store, limit_s, self._host),
                 thread_name="sbp-connect",

@@ -1,7 +1,7 @@
-"""One process group of torch.distributed: collectives and messages on flat tensors.
+"""Collectives and messages on flat tensors in one process group of torch.distributed.
 
-Knows transports (gloo, NCCL) and their ways of waiting and breaking, not steps: `communicator` says
-what is moved.
+It handles the transports (gloo, NCCL), their ways of waiting and of failing; `communicator` decides
+which data is moved.
 """
 
 from __future__ import annotations
@@ -26,52 +26,51 @@ from sbp_boxing_torch._torch_compat import (
 from sbp_core.boxing import TrafficCounter
 from sbp_core.processes import CountingStore
 
-#: The time that a transport has: our own deadline speaks long before, because it knows who is
-#: missing, and counts from the end of what this rank computes meanwhile. (NCCL's watchdog would end
-#: the process.)
+#: Timeout of a transport. Our own deadline fires long before: its error names the missing ranks,
+#: and its time starts after this rank's own computation. (NCCL's watchdog would end the process.)
 _ENDLESS = timedelta(days=7)
 
 #: Tags of messages are 0 .. NUM_TAGS - 1.
 NUM_TAGS = 2**31 - 1
 
-#: Tag that no message has, of the receive by which a gloo group is broken.
+#: Tag of no message, for the receive that breaks a gloo group.
 _NO_TAG = NUM_TAGS
 
-#: Bytes of a whole up to which an all-gather over gloo sends copies of a part, in one call.
+#: Bytes of a result up to which an all-gather over gloo sends copies of a part, in one call.
 _REPEATED_BYTES = 2**18
 
-#: Seconds in which work on a GPU is looked at all the time, and pause between two looks after them.
+#: Seconds of constant polling of GPU work, and the pause between two polls afterwards.
 _EAGER_S, _POLL_S = 1e-3, 1e-4
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-#: Dtypes that gloo or NCCL cannot reduce, or as torch does not: it adds truth values as `or`.
+#: Dtypes that gloo or NCCL cannot reduce, or reduce differently: torch adds bools as `or`.
 _IRREDUCIBLE = frozenset({torch.bool, torch.int16})
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return contiguous values of shape (elements,) as uint8 of shape (bytes,), without a copy."""
-    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+    # A single element counts as contiguous for any stride; its bytes need stride 1.
     return values.as_strided(values.shape, (1,)).view(torch.uint8)
 
 
 def reducible(dtype: torch.dtype) -> bool:
-    """Say whether the transports reduce a dtype; any other is moved, and reduced here."""
+    """Return whether the transports can reduce a dtype; other dtypes are reduced locally."""
     return dtype not in _IRREDUCIBLE and not dtype.is_complex
 
 
 def _delta(seconds: float) -> timedelta:
-    """Return a time of whole milliseconds, at least one: torch takes 0 for no limit."""
+    """Return a time of whole milliseconds, at least one: for torch, 0 means no limit."""
     return timedelta(milliseconds=max(1, math.ceil(seconds * 1000)))
 
 
 class TorchGroup(ABC):
-    """A set of ranks that are connected; `peer` and list positions count within `ranks`.
+    """A set of connected ranks; `peer` and list positions are indices into `ranks`.
 
-    Each method that starts something returns at once, with the torch `Work` to wait for; its
-    tensors are shape (elements,), contiguous, on the group's device, and must live until it is
-    over. Work that cannot complete raises `RuntimeError` when it is waited for. `traffic` counts
-    the bytes that collectives are given for other ranks.
+    Each method that starts work returns at once, with the torch `Work` to wait for. Tensors are
+    shape (elements,), contiguous, on the group's device, and must live until the work is complete.
+    Waiting for work that cannot complete raises `RuntimeError`. `traffic` counts the bytes that
+    collectives send to other ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:
@@ -99,12 +98,12 @@ class TorchGroup(ABC):
     ) -> Sequence[dist.Work]:
         """Copy `part` of rank i into consecutive chunk i of `received` of all other ranks.
 
-        The chunk of the rank itself may be written too, with its part.
+        The rank's own chunk may be written, too, with its own part.
 
         Args:
-            received: To be filled.
-            part: Of this rank.
-            sizes: Elements of the parts, in order.
+            received: Buffer for the parts of all ranks.
+            part: The part of this rank.
+            sizes: Number of elements of each part, in order.
         """
         num_ranks = len(self.ranks)
         sent = part.repeat(num_ranks)
@@ -117,9 +116,9 @@ class TorchGroup(ABC):
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
     ) -> dist.Work:
-        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
+        """Send consecutive chunks of `sent` to the ranks in order, and receive their chunks.
 
-        No sizes mean chunks of one size.
+        Empty lists of sizes mean chunks of one size.
         """
         item_bytes = sent.element_size()
         if sent_sizes:
@@ -144,15 +143,15 @@ class TorchGroup(ABC):
 
     @abstractmethod
     def wait(self, work: dist.Work, limit_s: float) -> bool:
-        """Wait for a collective; False if it still runs after `limit_s` seconds."""
+        """Wait for a collective; return False if it still runs after `limit_s` seconds."""
 
     @abstractmethod
     def wait_message(self, work: dist.Work, limit_s: float) -> bool:
-        """Wait for a message; False if the time is over, which may break the group."""
+        """Wait for a message; return False after a timeout, which may break the group."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Make everything that runs in this group fail, here and on the other ranks."""
+        """Make all work in this group fail, here and on the other ranks."""
 
 
 class TorchGlooGroup(TorchGroup):
@@ -175,8 +174,8 @@ class TorchGlooGroup(TorchGroup):
         num_ranks = len(self.ranks)
         if num_ranks > 2 and sum(sizes) * received.element_size() <= _REPEATED_BYTES:
             return super().all_gather(received, part, sizes)
-        # gloo's own copies everything once more. In turn k, everybody sends its part to the k-th
-        # rank after it, straight from and to where it has to be.
+        # gloo's own all-gather copies everything once more. Here, in turn k, each rank sends its
+        # part to the k-th rank after it, without a copy.
         chunks, turns = torch.split(received, list(sizes)), []
         for turn in range(1, num_ranks):
             target, source = (self._index + turn) % num_ranks, (self._index - turn) % num_ranks
@@ -192,7 +191,7 @@ class TorchGlooGroup(TorchGroup):
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # it is over: raises its own error, or returns if it just came in time
+            work.wait()  # it has ended: raises its error, or returns if it was just in time
         return True
 
     def wait_message(self, work: dist.Work, limit_s: float) -> bool:
@@ -208,8 +207,8 @@ class TorchGlooGroup(TorchGroup):
 
     def abort(self) -> None:
         """See `TorchGroup.abort`."""
-        # gloo cannot abort a call, but a receive that runs out of time closes all connections of
-        # its group, and every call that waits on them fails, here and at the other ends.
+        # gloo cannot abort a call. But a receive that times out closes all connections of its
+        # group, and every call that waits on them fails, here and on the other ranks.
         peer = (self._index + 1) % len(self.ranks)
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1)], peer, _NO_TAG).wait(_delta(0.001))
@@ -218,7 +217,7 @@ class TorchGlooGroup(TorchGroup):
 class TorchNcclGroup(TorchGroup):
     """A group over NCCL, for tensors on GPUs. The host waits until the GPU is done.
 
-    Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
+    Messages between two ranks arrive in the order of sending: NCCL has no tags.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, store: CountingStore) -> None:
@@ -265,11 +264,11 @@ def connect(
 
     Args:
         transport: `gloo` or `nccl`.
-        ranks: Of the group, in order.
-        rank: This one.
-        store: Of this group alone.
-        limit_s: Seconds to wait for the others.
-        host: Address that gloo listens on; empty for the one that it finds.
+        ranks: The ranks of the group, in order.
+        rank: This rank.
+        store: A store for this group alone.
+        limit_s: Seconds to wait for the other ranks.
+        host: Address that gloo listens on; empty to let gloo choose.
 
     Raises:
         RuntimeError: a rank could not be reached.

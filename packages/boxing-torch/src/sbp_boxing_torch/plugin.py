@@ -1,4 +1,4 @@
-"""The hooks of sbp-boxing-torch: one boxing backend."""
+"""Plugin hooks of sbp-boxing-torch: the boxing backend `torch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SBP_API_VERSION = 2
 
 @hookimpl
 def sbp_boxing_backends() -> Mapping[str, Factory]:
-    """Offer the backend over torch.distributed."""
+    """Register the backend over torch.distributed."""
     return {
         "torch": Factory(
             build="sbp_boxing_torch.backend:TorchBackend",
@@ -24,5 +24,5 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Offer the Hydra option of the above."""
+    """Contribute the Hydra option `boxing=torch`."""
     return ["pkg://sbp_boxing_torch.conf"]

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: rank, world size and the store that all reach."""
+"""Rendezvous of the processes of a run: find rank and world size, and connect to a shared store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_core.processes import CountingStore, connect_current_store, local_rank, rank_and_size
 from sbp_torch.boxing.processes import is_on_loopback, naming_rendezvous, store_at
 
-#: Name by which the backends of a rank are counted in a store.
+#: Key of the store for counting the backends that a rank has opened.
 COUNTER = "sbp-boxing"
 
 _LOOPBACK = "127.0.0.1"
@@ -18,13 +18,13 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchWorld:
-    """Where this process is in the run: its rank, the number of ranks, their store.
+    """Rank of this process, number of ranks, and their shared store.
 
     Args:
         rank: Rank of this process.
         size: Number of processes; one rank each.
         store: Key-value store of torch.distributed that every process is connected to.
-        host: Address that gloo listens on; empty for the one that it finds.
+        host: Address that gloo listens on; empty to let gloo choose.
     """
 
     rank: int
@@ -34,10 +34,10 @@ class TorchWorld:
 
 
 def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
-    """Find this process' rank and connect it to the store of all.
+    """Find the rank of this process and connect it to the shared store.
 
     Raises:
-        ConfigError: neither the config nor the environment says which rank this is.
+        ConfigError: neither the config nor the environment defines the rank.
         BoxingError: the rendezvous could not be reached in time.
     """
     rank, size = rank_and_size(
@@ -53,12 +53,12 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
             rank,
             limit_s,
         )
-    # Who meets on the loopback interface is on one machine, and talks there.
+    # If the rendezvous is on the loopback interface, all ranks are on one machine and use it.
     is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     host = _LOOPBACK if is_on_loopback(config.init_method) and not is_chosen else ""
     return TorchWorld(rank=rank, size=size, store=store, host=host)
 
 
 def device_name(config: TorchBoxingConfig) -> str:
-    """Return where the shards of this process live: `cuda` is the GPU of its place on the host."""
+    """Return the device of the shards of this process: `cuda` becomes the GPU of its local rank."""
     return f"cuda:{local_rank(0)}" if config.device == "cuda" else config.device

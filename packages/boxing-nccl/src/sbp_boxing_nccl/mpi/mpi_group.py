@@ -1,7 +1,7 @@
-"""One MPI communicator: collectives and messages on flat tensors.
+"""Collectives and messages on flat tensors over one MPI communicator (a set of ranks).
 
-Knows MPI's calls and how to wait for them with a deadline, not steps: `mpi_communicator` says what
-is moved. Large collectives are made of messages (`direct_collectives`).
+It calls MPI and waits for MPI with a deadline; `mpi_communicator` decides which data is moved.
+Large collectives are made of point-to-point messages (`direct_collectives`).
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from sbp_boxing_nccl.mpi.direct_collectives import DirectCollectives, Schedule
 from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 from sbp_core.boxing import TrafficCounter
 
-#: Looks at a request between two looks at the clock.
+#: Polls of a request between two looks at the clock.
 _LOOKS = 64
 
-#: Seconds without any progress after which a waiting rank lets others have its core between looks,
-#: and after which it pauses.
+#: Seconds without progress after which a waiting rank yields its core between polls, and after
+#: which it sleeps between them.
 _ALONE_S, SPIN_S = 1e-4, 1e-3
 
-#: Length of a pause, as a part of the time without progress, and at most in seconds.
+#: Length of a sleep as a fraction of the time without progress, and its maximum in seconds.
 _PAUSE_SHARE, _LONGEST_PAUSE_S = 0.03, 1e-3
 
-#: Seconds between two calls of `check` while work is under way.
+#: Seconds between two calls of `check` while waiting.
 _CHECK_S = 0.02
 
-#: Bytes below which an all-reduce gathers the values of all ranks, and an all-gather of parts of
-#: several sizes is MPI's own.
+#: Bytes below which an all-reduce gathers the values of all ranks, and an all-gather of unequal
+#: parts uses MPI's collective.
 _SMALL_BYTES = 2**16
 
-#: Bytes of a result up to which an all-gather or all-to-all of parts of one size is MPI's own.
-#: Source: a virtual machine of 2 cores, Open MPI 5.0; larger are as fast as messages, and seen to
-#: move.
+#: Bytes of a result up to which an all-gather or all-to-all of equal parts uses MPI's collective.
+#: Source: a virtual machine of 2 cores, Open MPI 5.0. Larger results are as fast by messages, whose
+#: progress is visible.
 _NATIVE_BYTES = 2**25
 
-#: Bytes up to which the two ranks of an all-reduce send each other all they have. Source: a virtual
-#: machine of 2 cores, Open MPI 5.0; for more, each reducing a half is faster.
+#: Bytes up to which the two ranks of an all-reduce send each other all values. Source: a virtual
+#: machine of 2 cores, Open MPI 5.0; above, it is faster if each reduces a half.
 _SWAPPED_BYTES = 2**19
 
-#: Bytes of the parts of a message, and how many there are at most.
+#: Size of the parts of a message in bytes, and their largest number.
 _PART_BYTES, _MOST_PARTS = 2**19, 64
 
-#: Lets another thread or process run on this core, if one wants to.
+#: Lets another ready thread or process run on this core.
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class MpiWork:
-    """Something that MPI was asked to do, and the tensors that it does it with.
+    """An unfinished operation of MPI, and its tensors.
 
     Used by one thread at a time.
 
     Args:
-        request: The request to wait for; or, of a schedule, all of them in turn.
-        tensors: What must live until the work is over.
+        request: The request to wait for, or a schedule, which yields several in turn.
+        tensors: Tensors to keep alive until the work is complete.
     """
 
     def __init__(self, *, request: Any | Schedule, tensors: tuple[torch.Tensor, ...]) -> None:
-        # Not by isinstance(), which takes longer than to look at the request.
+        # Not by isinstance(), which takes longer than to poll the request.
         self._schedule: Schedule = request if hasattr(request, "__next__") else iter((request,))
         self._request: Any = None
         self.tensors = tensors
@@ -72,13 +72,13 @@ class MpiWork:
         self._error: Exception | None = None
 
     def look(self, times: int = 1, *, yields: bool = True) -> bool:
-        """Let MPI move what it can, some times; say whether all is over.
+        """Poll MPI a few times, which moves data; return whether the work is complete.
 
-        Raises what the schedule raises, and mpi4py's `Exception`.
+        Raises the errors of the schedule, and mpi4py's `Exception`.
 
         Args:
-            times: How often, at most.
-            yields: Whether to let others have the core in between.
+            times: Largest number of polls.
+            yields: Whether to yield the core in between.
         """
         if self._error is not None:
             raise self._error
@@ -95,7 +95,7 @@ class MpiWork:
         return False
 
     def progress(self) -> None:
-        """Look once, for somebody who does not wait for it: whoever looks next gets the error."""
+        """Poll once without waiting; an error is kept for the next `look`."""
         if self.is_over or self._error is not None:
             return
         try:
@@ -109,16 +109,16 @@ class MpiWork:
         check: Callable[[], None],
         meanwhile: Callable[[], None] | None = None,
     ) -> bool:
-        """Wait; False if it is still under way after `limit_s` seconds.
+        """Wait; return False if the work is not complete after `limit_s` seconds.
 
-        Looks again and again instead of letting MPI wait, which knows no deadline. MPI moves data
-        only while it is called: as long as there is progress, this rank keeps looking. If there is
-        none, somebody is late: it lets others have the core, and soon pauses.
+        Polls, because MPI's own wait has no deadline. MPI moves data only while it is called, so
+        this rank polls without pause as long as there is progress. Without progress, another rank
+        is late: then it yields the core, and soon sleeps between polls.
 
         Args:
-            limit_s: Seconds to wait for others.
-            check: Called now and then; raises if there is no hope.
-            meanwhile: Called often: moves on what else is under way. Other ranks may wait for that
+            limit_s: Seconds to wait for other ranks.
+            check: Called now and then; raises if waiting is hopeless.
+            meanwhile: Called often: makes progress on other work, which other ranks may wait for
                 first.
         """
         moved = checked = time.monotonic()
@@ -143,20 +143,20 @@ class MpiWork:
 
 
 def pause_after(idle_s: float) -> float:
-    """Return how many seconds to pause after some without progress."""
+    """Return the seconds to sleep after `idle_s` seconds without progress."""
     return min(_PAUSE_SHARE * idle_s, _LONGEST_PAUSE_S) if idle_s > SPIN_S else 0.0
 
 
 class MpiGroup:
-    """A set of ranks that are connected; `peer` and list positions count within `ranks`.
+    """A set of connected ranks; `peer` and list positions are indices into `ranks`.
 
-    Each method returns at once; messages have been started then, a collective starts when its work
-    is first looked at. Tensors are contiguous, on the CPU, of any shape. Raises mpi4py's
-    `Exception` (a `RuntimeError`), there or when the work is waited for.
+    Each method returns at once. A message has been started then; a collective starts at the first
+    `look` at its work. Tensors are contiguous, on the CPU, of any shape. Raises mpi4py's
+    `Exception` (a `RuntimeError`), at the call or when waiting for the work.
 
     Args:
-        ranks: In the order of the communicator.
-        comm: The communicator, used by nobody else.
+        ranks: The ranks, in the order of the communicator.
+        comm: The communicator, not used by anything else.
         mpi: The module `mpi4py.MPI`.
     """
 
@@ -183,7 +183,7 @@ class MpiGroup:
     def reduce_scatter(
         self, result: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int], reduction: str
     ) -> MpiWork:
-        """Reduce consecutive chunk i, of `sizes[i]`, over all ranks into `result` of rank i."""
+        """Reduce consecutive chunk i (`sizes[i]` elements) over all ranks to `result` of rank i."""
         parts = chunks(sent, sizes, self._mpi)
         self.traffic.exchange(list(map(len, parts)))
         start = sent.storage_offset() + sum(sizes[: self._index])
@@ -194,9 +194,9 @@ class MpiGroup:
     def all_gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> MpiWork:
-        """Copy `part` of rank i into consecutive chunk i, of `sizes[i]`, of `received` of others.
+        """Copy `part` of rank i into chunk i (`sizes[i]` elements) of `received` of other ranks.
 
-        Whether a rank's own chunk is filled is left open: the caller has it.
+        A rank's own chunk may or may not be filled.
         """
         self.traffic.all_gather(part.nbytes)
         if received.nbytes < _SMALL_BYTES:
@@ -212,9 +212,9 @@ class MpiGroup:
         """Run an all-gather or all-to-all of parts of one size.
 
         Args:
-            received: For what comes, consecutive chunk i from rank i.
-            sent: What each rank gets, or consecutive chunks for them.
-            gathers: Whether each rank gets all of `sent`.
+            received: Buffer for the parts, consecutive chunk i from rank i.
+            sent: The part for every rank, or consecutive chunks, one for each rank.
+            gathers: Whether each rank gets all of `sent` (all-gather).
         """
         mpi, num_ranks = self._mpi, len(self.ranks)
         (self.traffic.all_gather if gathers else self.traffic.even_exchange)(sent.nbytes)
@@ -235,9 +235,9 @@ class MpiGroup:
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
     ) -> MpiWork:
-        """Send consecutive chunk i of `sent` to rank i, and receive theirs; some may be empty.
+        """Send consecutive chunk i of `sent` to rank i, and receive theirs; chunks may be empty.
 
-        What this rank sends to itself is copied.
+        The chunk of a rank for itself is copied.
         """
         parts = chunks(sent, sent_sizes, self._mpi)
         self.traffic.exchange(list(map(len, parts)))
@@ -245,7 +245,7 @@ class MpiGroup:
         return MpiWork(request=schedule, tensors=(received, sent))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
-        """Send a message; it is over when the peer receives it, so that MPI keeps no copy."""
+        """Send a message; complete when the peer receives it, so that MPI keeps no copy."""
         send, byte = self._comm.Issend, self._mpi.BYTE
         requests = [send([part, byte], peer, tag) for part in self._parts(values)]
         return MpiWork(request=iter(requests), tensors=(values,))
@@ -257,13 +257,13 @@ class MpiGroup:
         return MpiWork(request=iter(requests), tensors=(values,))
 
     def abandon(self, work: MpiWork) -> None:
-        """Keep the tensors of work that was given up for as long as MPI may write to them."""
-        # An attribute lives with its communicator, and one with abandoned work is never freed.
+        """Keep the tensors of abandoned work alive for as long as MPI may write to them."""
+        # An attribute lives as long as its communicator, which is never freed after abandoned work.
         keyval = self._mpi.Comm.Create_keyval()
         self._comm.Set_attr(keyval, work)
 
     def free(self) -> None:
-        """Release the communicator; nothing may be under way."""
+        """Free the communicator; no work may be unfinished."""
         self._comm.Free()
 
     def _gather(
@@ -277,15 +277,15 @@ class MpiGroup:
     def _gather_and_reduce(
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
     ) -> Iterator[Any]:
-        """Run an all-reduce that is over after one round, and adds in the order of the ranks."""
+        """Run an all-reduce in one round of messages that adds in the order of the ranks."""
         everything = values.new_empty((len(self.ranks), *values.shape))
         yield from self._gather(everything, values, [values.numel()] * len(self.ranks))
         reduce_into(result, everything.unbind(), reduction)
 
     def _parts(self, values: torch.Tensor) -> list[Any]:
-        """Cut a message into parts that follow each other, as memory; both ends cut alike.
+        """Cut a message into consecutive parts, as memory; sender and receiver cut alike.
 
-        So both see while it moves that it moves; and shared memory takes several at a time.
+        So both see progress while it moves, and shared memory moves several parts at a time.
         """
         whole = memory(values, self._mpi)
         size = max(_PART_BYTES, -(-len(whole) // _MOST_PARTS))

@@ -1,6 +1,6 @@
-"""What MPI is given of a tensor: its memory, as bytes; and sums, maxima and minima of tensors.
+"""The memory of tensors, as bytes for mpi4py; and sums, maxima and minima of tensors.
 
-MPI moves bytes and never reduces, so that it needs to know no dtype.
+MPI only moves bytes and never reduces, so it needs no dtypes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
 }
 
-#: dtypes whose sums are made in float32, and rounded once.
+#: dtypes that are summed in float32, and rounded once.
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def memory(values: torch.Tensor, mpi: Any) -> Any:
     """Return the memory of a tensor, for mpi4py; slices of it count in bytes.
 
-    mpi4py could find it by itself, through DLPack, which takes longer than a short message.
+    mpi4py could get it through DLPack, but that takes longer than a short message.
 
     Args:
         values: Contiguous, on the CPU, any dtype. It must live for as long as its memory is used.
@@ -33,11 +33,11 @@ def memory(values: torch.Tensor, mpi: Any) -> Any:
 
 
 def chunks(values: torch.Tensor, sizes: Sequence[int], mpi: Any) -> list[Any]:
-    """Return the memory of consecutive chunks of a tensor; slices of the tensor would take longer.
+    """Return the memory of consecutive chunks of a tensor; faster than slices of the tensor.
 
     Args:
         values: See `memory`.
-        sizes: Elements of each chunk.
+        sizes: Number of elements of each chunk.
         mpi: The module `mpi4py.MPI`.
     """
     at, address, size = mpi.buffer.fromaddress, values.data_ptr(), values.element_size()
@@ -52,9 +52,9 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
     """Reduce tensors elementwise, from the first to the last.
 
     Args:
-        out: For the result; may be the memory of one of the parts. If that is not the first, the
-            first is overwritten.
-        parts: Two or more of one shape and dtype; others than these stay as they are.
+        out: Tensor for the result; may share the memory of one part. If that is not the first part,
+            the first part is overwritten.
+        parts: Two or more tensors of one shape and dtype; the other parts are unchanged.
         reduction: `sum`, `max` or `min`.
     """
     if len(parts) == 2:
@@ -68,7 +68,7 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
         out.copy_(total)
         return
     function = _REDUCE[reduction]
-    # A part that is still to come must not be overwritten.
+    # A part that is needed later must not be overwritten.
     holds_part = out.data_ptr() in [part.data_ptr() for part in others]
     total = first if holds_part else out
     for part in others[:-1]:

@@ -1,8 +1,8 @@
-"""How ranks connect over NCCL: every wait has a limit, which NCCL's own have not.
+"""Connect ranks over NCCL in bounded time; NCCL itself has no timeouts for that.
 
-`ncclCommInitRank` waits for all ranks for ever. So the ranks first tell each other that they are
-there. The first of them makes the unique id and sends it, or the error why it could not. When all
-have it, each connects in a thread that may be left behind.
+`ncclCommInitRank` waits for all ranks for ever. So the ranks first announce in the control store
+that they are ready. The first rank creates the unique id and sends it, or the error why it could
+not. When all ranks have the id, each connects in a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import ControlStore, run_abandonable
 
-#: Seconds between two looks at what has become of the others.
+#: Seconds between two checks of the other ranks.
 _LOOK_S = 0.01
 
 
@@ -27,9 +27,9 @@ class Bootstrap:
     """Connects the ranks of a group over NCCL, in bounded time.
 
     Args:
-        store: Of this rank.
-        device: Of this one.
-        check: Raises `BoxingError` when waiting for others has become hopeless.
+        store: Control store of this rank.
+        device: GPU of this rank.
+        check: Raises `BoxingError` when waiting for other ranks has become hopeless.
     """
 
     store: ControlStore
@@ -40,7 +40,7 @@ class Bootstrap:
         """Wait until the ranks of some groups are ready to connect them.
 
         Raises:
-            BoxingError: some did not come in time; names them.
+            BoxingError: some ranks were not ready in time; the message names them.
         """
         store = self.store
         for name, ranks in groups.items():
@@ -60,13 +60,13 @@ class Bootstrap:
         """Connect the ranks of a group, all of which call this.
 
         Raises:
-            BoxingError: a rank did not come, could not make an id, or did not connect in time.
+            BoxingError: a rank was not ready, could not create an id, or did not connect in time.
         """
         self.gather(call, {name: ranks})
         unique_id = self._share_id(call, name, ranks)
-        # All have the id before one enters NCCL, from where it can send nothing.
+        # All ranks need the id before one enters NCCL, from where it cannot send.
         self.gather(call, {f"{name}/id": ranks})
-        # In a thread, which may be left behind inside NCCL.
+        # In a thread, which may be abandoned inside NCCL.
         index, limit_s = ranks.index(self.store.rank), call.left_s
         try:
             return run_abandonable(
@@ -91,12 +91,12 @@ class Bootstrap:
             raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {error}") from error
 
     def _share_id(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> bytes:
-        """Return the id that the first rank of the group makes."""
+        """Return the id that the first rank of the group creates."""
         key, first = f"id/{name}", ranks[0]
         if self.store.rank == first:
             try:
                 unique_id, error = self.device.unique_id(), ""
-            except Exception as caught:  # whatever it is, the others must read of it
+            except Exception as caught:  # the other ranks need to know of any error
                 unique_id, error = b"", f"{type(caught).__name__}: {caught}"
             entry = {"ok": not error, "id": unique_id.hex(), "error": error}
             self.store.publish(key, json.dumps(entry), ranks)
@@ -117,12 +117,12 @@ class Bootstrap:
 
 
 def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> None:
-    """Check, on all ranks at once, that each has a GPU of its own and the same NCCL.
+    """Check, on all ranks together, that each has a separate GPU and all have the same NCCL.
 
-    NCCL hangs or fails obscurely where two ranks share a GPU.
+    NCCL hangs or fails with an obscure error if two ranks share a GPU.
 
     Raises:
-        BoxingError: a rank did not come in time, two ranks have one GPU, or versions differ.
+        BoxingError: a rank did not take part in time, two ranks have one GPU, or versions differ.
     """
     everyone = range(store.size)
     card = [device.host, device.bus_id, ".".join(map(str, device.nccl_version))]
@@ -130,7 +130,7 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
     cards: dict[int, list[str]] = {}
 
     def over() -> bool:
-        # Asked first, so that what a rank has named before it failed is seen.
+        # Read first, so that an entry of a rank from before its failure is seen.
         has_failed = store.failure() is not None
         for rank in everyone:
             if rank not in cards and (text := store.lookup(f"device/{rank}")):
@@ -168,13 +168,13 @@ def release(
 ) -> bool:
     """Abort or destroy channels, all together, in a thread; return whether that ended in time.
 
-    Aborted one by one, each could wait for the work of the next, which is not aborted yet.
+    If they were aborted one by one, the first could wait for work of one that is not aborted yet.
 
     Args:
-        channels: By name.
-        device: That they use.
-        limit_s: Seconds to wait; a thread that needs longer is left behind.
-        abort: Whether to give up what is under way, instead of expecting that nothing is.
+        channels: The channels by name.
+        device: Their GPU.
+        limit_s: Seconds to wait; a thread that needs longer is abandoned.
+        abort: Whether to abort unfinished work; otherwise there must be none.
     """
 
     def work() -> None:

@@ -1,13 +1,13 @@
-"""Deadlines of what no caller waits for: calls that are inside NCCL, and work that runs alone.
+"""Watch the deadlines of NCCL calls and of GPU work that no caller waits for.
 
-NCCL may keep the thread that calls it until the other ranks call it too, and a caller that runs
-ahead does not wait for its work. So one more thread looks at all of it now and then, and makes
-everything fail if something takes too long, which ends it:
+NCCL may block its caller until the other ranks call it too, and a caller that runs ahead does not
+wait for its work. So a thread checks all of it now and then. If something takes too long, it makes
+all connections fail, which unblocks the callers:
 
     caller       inside NCCL, waits for rank 1 ...................... freed, raises the error
     deadlines    looks .. looks .. the time is over: `fail`, which aborts all communicators
 
-What other processes do is watched by `sbp_core.processes.failure_detector`.
+Other processes are watched by `sbp_core.processes.failure_detector`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import PATIENCE_S
 
-#: Seconds between two looks: while there is something to look at, and while there is nothing.
+#: Seconds between two checks: while something is watched, and while nothing is.
 _BUSY_S, _IDLE_S = 0.002, 0.02
 
 
@@ -32,13 +32,13 @@ class WatchedWork:
     """One call of NCCL, and the work that it started, while its deadline is watched.
 
     Args:
-        call: That it belongs to.
-        missing: Says which ranks have not come, once its time is over.
-        report: Tells the others that this rank waits here.
-        work: None while it is being launched.
-        caller_waits: The caller waits for the work itself.
-        over: Whether it is done with.
-        error: What was raised on its account.
+        call: The boxing call that it belongs to.
+        missing: Returns the ranks that are missing, once its time is over.
+        report: Announces to the other ranks that this rank waits here.
+        work: The work on the GPU; None while it is being launched.
+        caller_waits: Whether the caller itself waits for the work.
+        over: Whether it is finished, so that watching ends.
+        error: The error that was raised because of it.
     """
 
     call: CollectiveCall
@@ -53,12 +53,12 @@ class WatchedWork:
 
 
 class Deadlines:
-    """The deadlines that are watched in one process.
+    """A thread that watches all deadlines of one process.
 
     Args:
         use: Makes a thread use the GPU.
         check: Raises `BoxingError` if the connections have failed.
-        fail: Breaks everything.
+        fail: Breaks all connections.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Deadlines:
         missing: Callable[[], Iterable[int]],
         report: Callable[[], object] = lambda: None,
     ) -> Iterator[WatchedWork]:
-        """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
+        """Watch a call of NCCL, and afterwards the `work` that the caller has put into the entry.
 
-        The caller of NCCL may be kept by it; it is freed by an abort, and then raises the entry's
+        NCCL may block its caller. An abort unblocks the caller, which then raises the entry's
         error.
         """
         entry = WatchedWork(call=call, missing=missing, report=report)

@@ -1,12 +1,12 @@
-"""What the backend asks of a GPU and of NCCL: all of it, through CuPy and torch.cuda.
+"""All calls of the backend to a GPU and to NCCL, through CuPy and torch.cuda.
 
-The only module that imports CuPy. Everything else reaches the GPU by the three classes here, whose
-methods tests replace by those of a device that needs no GPU. torch is imported first: a process has
-one `libnccl.so.2`, the one that is loaded first, and torch needs its own. Written for CuPy 14,
-whose unique ids are `bytes`.
+The only module that imports CuPy. The other modules reach the GPU through the three classes here;
+tests replace them by a device that needs no GPU. torch is imported first: a process has one
+`libnccl.so.2`, the first that is loaded, and torch needs its own. Written for CuPy 14, whose unique
+ids are `bytes`.
 
-Tensors are given as addresses, element counts and dtype names (`group.NATIVE`). Every method may
-raise `RuntimeError` with what CUDA or NCCL says.
+Tensors are passed as addresses, element counts and dtype names (`nccl_group.NATIVE`). Every method
+may raise `RuntimeError` with the message of CUDA or NCCL.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ import torch
 
 from sbp_core.errors import BoxingError
 
-#: How to get what this backend needs.
+#: Advice how to install the libraries of this backend.
 _INSTALL = (
     'pip install "sbp-boxing-nccl[nccl]"'
     " for a torch of CUDA 13; cupy-cuda12x and mpi4py for one of CUDA 12"
 )
 
-#: torch.cuda, of which torch declares no types in part.
+#: torch.cuda, whose types torch declares only in part.
 _CUDA: Any = torch.cuda
 
-#: What `ncclCommGetAsyncError` says while a communicator is being made. CuPy has no name for it.
+#: Result of `ncclCommGetAsyncError` while a communicator is created. CuPy has no name for it.
 _IN_PROGRESS = 7
 
 
 @dataclass(slots=True, eq=False)
 class StreamEvent:
-    """A moment on a stream, an event of torch: when all that the stream was given before is done.
+    """An event on a stream: it occurs when all earlier work of the stream is done.
 
     Args:
-        event: Of torch.
-        device: Where torch's current stream is.
+        event: The event of torch.
+        device: Device of torch's current stream.
     """
 
     event: Any
     device: torch.device
 
     def is_done(self) -> bool:
-        """Say whether the moment has come; does not wait."""
+        """Return whether the event has occurred; does not wait."""
         return bool(self.event.query())
 
     def hold_back(self) -> None:
-        """Let what torch's current stream is given from now on wait; the host goes on."""
+        """Make later work of torch's current stream wait for the event; the host continues."""
         _CUDA.current_stream(self.device).wait_event(self.event)
 
 
 class NcclChannel:
     """One NCCL communicator and the stream that its work runs on, in the order of the calls.
 
-    Used by one thread at a time, but for `abort`. A call returns once its work is on the stream;
-    until all ranks have made the same first call it may keep the host, which `abort` ends. `index`
-    and `peer` count the ranks of the communicator from 0.
+    Used by one thread at a time, except `abort`. A call returns once its work is on the stream. The
+    first call may block the host until all ranks have made it; `abort` unblocks it. `index` and
+    `peer` count the ranks of the communicator from 0.
 
     Args:
         nccl: The module `cupy.cuda.nccl`.
-        communicator: Of CuPy.
-        device: Where the stream of torch is made.
+        communicator: The communicator of CuPy.
+        device: Device on which the stream is created.
     """
 
     def __init__(self, nccl: Any, communicator: Any, device: torch.device) -> None:
@@ -77,11 +77,11 @@ class NcclChannel:
         self._device = device
         self._lock = threading.Lock()
         self._ended = False
-        # Communication first: others wait for it, and it needs few of the multiprocessors.
+        # High priority: other ranks wait for communication, and it needs few multiprocessors.
         self._stream = _CUDA.Stream(device, priority=-1)
 
     def wait_for(self, event: StreamEvent) -> None:
-        """Let the work that follows wait for an event; the host goes on."""
+        """Make later work of this channel wait for an event; the host continues."""
         self._stream.wait_event(event.event)
 
     def all_reduce(self, sent: int, received: int, count: int, dtype: str, reduction: str) -> None:
@@ -96,11 +96,11 @@ class NcclChannel:
         self._call("reduceScatter", sent, received, count, *codes)
 
     def all_gather(self, sent: int, received: int, count: int, dtype: str) -> None:
-        """Copy `count` elements at `sent` of rank i into chunk i at `received` of all."""
+        """Copy `count` elements at `sent` of rank i into chunk i at `received` of all ranks."""
         self._call("allGather", sent, received, count, self._code(dtype))
 
     def send(self, values: int, count: int, dtype: str, peer: int) -> None:
-        """Send elements; the work is over when the peer has received them."""
+        """Send elements; the work is complete when the peer has received them."""
         self._call("send", values, count, self._code(dtype), peer)
 
     def receive(self, values: int, count: int, dtype: str, peer: int) -> None:
@@ -108,21 +108,21 @@ class NcclChannel:
         self._call("recv", values, count, self._code(dtype), peer)
 
     def record(self) -> StreamEvent:
-        """Return the moment when all that was called so far is done."""
+        """Return an event that occurs when all work so far is done."""
         return StreamEvent(self._stream.record_event(), self._device)
 
     def check(self) -> None:
-        """Raise `RuntimeError` if NCCL has found a failure since."""
-        # The lock, because an abort in another thread frees what is asked here.
+        """Raise `RuntimeError` if NCCL has detected a failure since."""
+        # The lock, because an abort in another thread frees the communicator.
         with self._lock, _nccl_errors():
             if self._ended:
                 raise RuntimeError("the communicator was aborted")
             self._communicator.check_async_error()
 
     def abort(self) -> None:
-        """End all work, done or not, and calls that keep the host; the channel is of no more use.
+        """Abort all work, and calls that block the host; the channel is unusable afterwards.
 
-        May be called while another thread is inside another method.
+        May be called while another thread is inside a method.
         """
         with self._lock:
             self._ended = True
@@ -130,21 +130,21 @@ class NcclChannel:
             self._communicator.abort()
 
     def destroy(self) -> None:
-        """Release the communicator; all ranks do, and nothing is under way."""
+        """Release the communicator; all ranks have to, without unfinished work."""
         with self._lock:
             self._ended = True
         with _nccl_errors():
             self._communicator.destroy()
 
     def _call(self, name: str, *arguments: int) -> None:
-        """Give work to the stream, by a function of CuPy."""
+        """Put work on the stream, by a function of CuPy."""
         if self._ended:
             raise RuntimeError("the communicator was aborted")
         with _nccl_errors():
             getattr(self._communicator, name)(*arguments, int(self._stream.cuda_stream))
 
     def _code(self, name: str) -> int:
-        """Return what NCCL calls a dtype or a reduction."""
+        """Return NCCL's code of a dtype or a reduction."""
         number: int = getattr(self._nccl, f"NCCL_{name.upper()}")
         return number
 
@@ -154,13 +154,13 @@ class NcclDevice:
 
     Args:
         nccl: The module `cupy.cuda.nccl`.
-        index: Number of the GPU among those that this process sees.
-        version: Of the NCCL that is used: (major, minor, patch).
+        index: Index of the GPU among the visible GPUs.
+        version: Version of NCCL: (major, minor, patch).
 
     Attributes:
-        torch_device: Where its tensors live.
+        torch_device: Device of its tensors.
         host: Name of the machine.
-        bus_id: PCI bus id of the GPU, which no other GPU of the machine has.
+        bus_id: PCI bus id of the GPU, unique on the machine.
         nccl_version: See `version`.
     """
 
@@ -173,39 +173,39 @@ class NcclDevice:
         self.use()
 
     def use(self) -> None:
-        """Make the calling thread use this GPU; each thread does so before anything else."""
+        """Make the calling thread use this GPU; each thread has to call it first."""
         _CUDA.set_device(self.torch_device)
 
     def unique_id(self) -> bytes:
-        """Return the name by which the ranks of one new communicator find each other."""
+        """Return a new unique id, by which the ranks of a communicator find each other."""
         with _nccl_errors():
             return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclChannel:
-        """Make a communicator with `size` ranks; waits for all of them, without a limit."""
+        """Create a communicator of `size` ranks; waits for all of them, without a limit."""
         self.use()
         with _nccl_errors():
             communicator = self._nccl.NcclCommunicator(size, unique_id, index)
         return NcclChannel(self._nccl, communicator, self.torch_device)
 
     def record(self) -> StreamEvent:
-        """Return the moment when all that torch's current stream was given so far is done."""
+        """Return an event that occurs when all work so far on torch's current stream is done."""
         event = _CUDA.current_stream(self.torch_device).record_event()
         return StreamEvent(event, self.torch_device)
 
     def group_start(self) -> None:
-        """Let the calls of this thread that follow, on any channels, start as one."""
+        """Begin a group: later calls of this thread, on any channels, start together."""
         with _nccl_errors():
             self._nccl.groupStart()
 
     def group_end(self) -> None:
-        """Start what was called since `group_start`."""
+        """End the group: start all calls since `group_start`."""
         with _nccl_errors():
             self._nccl.groupEnd()
 
     @contextlib.contextmanager
     def grouped(self) -> Iterator[None]:
-        """Start the calls inside as one, so that none of them waits for another."""
+        """Start the calls inside as one group, so that none of them waits for another."""
         self.group_start()
         try:
             yield
@@ -215,7 +215,7 @@ class NcclDevice:
 
 @contextlib.contextmanager
 def _nccl_errors() -> Iterator[None]:
-    """Let codes of NCCL that CuPy has no name for, and raises as `KeyError`, be errors too."""
+    """Convert `KeyError`, which CuPy raises for unknown error codes of NCCL, to `RuntimeError`."""
     try:
         yield
     except KeyError as error:
@@ -227,12 +227,12 @@ def load_device(index: int | None, local_rank: int) -> NcclDevice:
     """Return a GPU of this machine, ready for NCCL.
 
     Args:
-        index: Number of the GPU among those that this process sees; None for `local_rank`, counted
-            round if there are fewer GPUs.
-        local_rank: Number of this process among those of its machine.
+        index: Index of the GPU among the visible GPUs; None for `local_rank`, modulo the number of
+            GPUs.
+        local_rank: Index of this process among the processes of its machine.
 
     Raises:
-        BoxingError: there is no such GPU, no CuPy, no NCCL, or not one NCCL for torch and CuPy.
+        BoxingError: there is no such GPU, no CuPy, no NCCL, or torch and CuPy have different NCCLs.
     """
     count = count_gpus(index)
     nccl = load_nccl()
@@ -241,13 +241,13 @@ def load_device(index: int | None, local_rank: int) -> NcclDevice:
 
 
 def count_gpus(index: int | None) -> int:
-    """Return how many GPUs this process sees.
+    """Return the number of visible GPUs.
 
     Args:
-        index: Number of one that must be among them, or None.
+        index: Index of a GPU that must exist, or None.
 
     Raises:
-        BoxingError: there is none, or not that one.
+        BoxingError: there is no GPU, or not this one.
     """
     count = int(_CUDA.device_count()) if _CUDA.is_available() else 0
     if not count:
@@ -292,14 +292,14 @@ def load_nccl() -> Any:
 
 
 def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> tuple[int, int, int]:
-    """Return the version of NCCL that torch and CuPy agree on.
+    """Return the version of NCCL, which has to be the same for torch and CuPy.
 
     Args:
-        of_torch: What `torch.cuda.nccl.version` says; may be shorter or longer than three numbers.
-        of_cupy: What `cupy.cuda.nccl.get_version` says.
+        of_torch: Result of `torch.cuda.nccl.version`; may have fewer or more than three numbers.
+        of_cupy: Result of `cupy.cuda.nccl.get_version`.
 
     Raises:
-        BoxingError: they are not the same: the process would have two NCCLs.
+        BoxingError: the versions differ: the process would have two NCCLs.
     """
     version = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
     if tuple(of_torch[:3]) != version:

@@ -1,8 +1,8 @@
-"""Messages between two ranks, found by their tags, over NCCL, which has none.
+"""Messages between two ranks over NCCL, matched by tags, which NCCL itself does not have.
 
-Each direction of each pair of ranks has a channel of its own, connected when it is first needed.
-Entries of the control store say what there is, and what is wanted, so that both ends start the same
-message at the same time:
+Each direction of each pair of ranks has a separate channel, connected when it is first needed. By
+entries of the control store, sender and receiver agree on the next message, so both start it at the
+same time:
 
     sender                                   receiver
     post: queue -> a thread                  collect:
@@ -12,10 +12,10 @@ message at the same time:
       send n, on the channel's stream          receive n, on the channel's stream
 
 The receiver chooses the order in which the messages of a channel are moved, whatever the order of
-sending. Nothing is started on a GPU that would have to wait there for a rank which is elsewhere:
-such a kernel occupies the GPU, and hinders NCCL where it connects ranks. And as each channel has
-only one sender and one receiver, two ranks that send to each other first, or a ring of ranks, do
-not wait for each other, as they could on one channel for all, which moves one message at a time.
+sending. No kernel is started that would wait on the GPU for a rank that is not ready: such a kernel
+occupies the GPU, and hinders NCCL when it connects ranks. Each channel has one sender and one
+receiver, and moves one message at a time. So two ranks that both send first, or a ring of ranks, do
+not deadlock, as they could with one channel for all messages.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import ControlStore, wait_until
 
-#: Pauses between two looks for entries, in seconds: the first, and the longest.
+#: Pauses between two polls for entries, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 
-#: Place of each end in the communicator of a pair.
+#: Index of sender and receiver in the communicator of a pair.
 _SENDER, _RECEIVER = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MailRoom:
-    """What messages of one rank need of its connections.
+    """The parts of a rank's connections that messages need.
 
     Args:
-        store, device: Of this rank.
-        deadlines: Watches the calls of NCCL, and what was sent until it is received.
-        check_here: Raises `BoxingError` once everything is broken.
-        check: Raises it when waiting for others has become hopeless, too.
+        store, device: Control store and GPU of this rank.
+        deadlines: Watches the calls of NCCL, and sent messages until they are received.
+        check_here: Raises `BoxingError` once the connections of this rank are broken.
+        check: Raises it also when waiting for other ranks has become hopeless.
         connect: Connects (sender, receiver), both of which call this at some time.
-        gather: Waits until senders are ready to connect, and names those that are not.
-        fail: Breaks everything.
+        gather: Waits until senders are ready to connect; its error names the missing ones.
+        fail: Breaks all connections.
     """
 
     store: ControlStore
@@ -68,13 +68,13 @@ class MailRoom:
 
 
 def _look(done: Callable[[], bool], call: CollectiveCall) -> bool:
-    """Look for entries until `done()` says yes or the time of a call is over; return the answer."""
+    """Poll until `done()` is true or the time of a call is over; return the last result."""
     first_s, longest_s = _FIRST_PAUSE_S, _LONGEST_PAUSE_S
     return wait_until(done, call.left_s, first_pause_s=first_s, longest_pause_s=longest_s)
 
 
 def pair_name(sender: int, receiver: int) -> str:
-    """Return how both ends call the channel of one direction."""
+    """Return the name of the channel from a sender to a receiver."""
     return f"mail-{sender}-{receiver}"
 
 
@@ -83,12 +83,12 @@ class NcclMessage:
     """One message that this rank has posted, for a receiver that may not have asked for it yet.
 
     Args:
-        call: That posted it.
-        values: Shape (elements,), contiguous, on the device; nobody else writes to them. None once
-            it is on the stream.
-        ready: When the values are there.
-        event: When the receiver has it; None until it is on the stream, which the receiver has
-            asked for by then.
+        call: The call that posted it.
+        values: Shape (elements,), contiguous, on the device; nothing else writes to them. None once
+            the message is on the stream.
+        ready: Event when the values have been computed.
+        event: Event when the receiver has the message; None until it is on the stream, after the
+            receiver has asked for it.
     """
 
     call: CollectiveCall
@@ -98,16 +98,16 @@ class NcclMessage:
 
     @property
     def is_over(self) -> bool:
-        """Whether the receiver has it."""
+        """Whether the receiver has the message."""
         return self.event is not None and self.event.is_done()
 
 
 class SendQueue:
-    """The messages of this rank to one other, sent by one thread as the receiver asks for them.
+    """The messages of this rank to another rank; a thread sends them when the receiver asks.
 
     Args:
         receiver: The other rank.
-        room: Of this rank.
+        room: The `MailRoom` of this rank.
     """
 
     def __init__(self, receiver: int, room: MailRoom) -> None:
@@ -116,7 +116,7 @@ class SendQueue:
         self._posted: queue.SimpleQueue[NcclMessage | None] = queue.SimpleQueue()
         self._offered: dict[int, NcclMessage] = {}
         self._num_posted = self._num_offered = self._num_sent = 0
-        #: When the time of all messages is over, on the clock of `time.monotonic`.
+        #: Latest deadline of all messages, on the clock of `time.monotonic`.
         self.end_s = 0.0
         # A daemon: it may be inside NCCL when the process ends.
         self._thread = threading.Thread(target=self._run, name=f"sbp-{self._name}", daemon=True)
@@ -138,13 +138,12 @@ class SendQueue:
         self._posted.put(None)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the thread has ended, or leave it behind inside NCCL; closed before."""
+        """Wait until the thread has ended, or abandon it inside NCCL; call `close` before."""
         self._thread.join(limit_s)
 
     def _run(self) -> None:
-        # Connected with the first message, whose call says how long that may take. The receiver
-        # does so when it first collects from this rank, maybe much later: hence a thread, and not
-        # the poster.
+        # Connected with the first message, whose call limits the time. The receiver connects when
+        # it first collects from this rank, maybe much later: hence in a thread, and not in `post`.
         message = first = self._posted.get()
         if first is None:
             return
@@ -170,17 +169,16 @@ class SendQueue:
         self._num_offered += 1
 
     def _await_go(self, channel: NcclChannel) -> None:
-        """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
+        """Wait for the receiver's next go, or until a message is posted; send what it asks for."""
         go: str | None = None
-        # The receiver may ask for any of them, so the wait is as long as the most urgent one
-        # allows.
+        # The receiver may ask for any of them, so the earliest deadline limits the wait.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
             nonlocal go
             go = self._room.store.take(f"{self._name}/go/{self._num_sent}")
             self._room.check_here(most_urgent)
-            # What is posted meanwhile must be offered: it may be what the receiver waits for.
+            # A newly posted message must be offered: the receiver may wait for it.
             return go is not None or not self._posted.empty()
 
         in_time = _look(over, most_urgent)
@@ -202,12 +200,12 @@ class SendQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Sender:
-    """What one sender has offered to this rank, and what of it was asked for.
+    """The offers of one sender to this rank, and the go entries that answered them.
 
     Args:
-        channel: From it to this one.
-        num_offers: That were seen.
-        num_goes: That were given.
+        channel: The channel from the sender to this rank.
+        num_offers: Number of offers seen.
+        num_goes: Number of go entries written.
         offers: Number and bytes of the messages that were not asked for yet, by tag.
     """
 
@@ -218,10 +216,10 @@ class _Sender:
 
 
 class Inbox:
-    """The messages of other ranks to this one.
+    """The messages of other ranks to this rank.
 
     Args:
-        room: Of this rank.
+        room: The `MailRoom` of this rank.
     """
 
     def __init__(self, room: MailRoom) -> None:
@@ -233,13 +231,13 @@ class Inbox:
     ) -> dict[int, NcclWork]:
         """Start to fill each tensor with the message of its sender for the call's tag.
 
-        Waits until all senders have offered it; not until it is here.
+        Waits until all senders have offered it; not until it has arrived.
 
         Raises:
-            BoxingError: a sender did not send in time; names it.
+            BoxingError: a sender did not send in time; the message names it.
         """
-        # All senders are waited for together, then connected one after the other: to connect keeps
-        # the thread inside NCCL until the other end is there, too.
+        # Wait for all senders together, then connect them one after the other: connecting blocks
+        # the thread inside NCCL until the other rank connects, too.
         new = [sender for sender in arriving if sender not in self._senders]
         self._room.gather(call, {pair_name(s, self._rank): (s, self._rank) for s in new})
         for sender in new:
@@ -249,8 +247,7 @@ class Inbox:
 
         def over() -> bool:
             self._room.check(call)
-            # Those that are there are started at once; the others are looked for again, until the
-            # deadline.
+            # Start the offered messages at once; poll for the other messages until the deadline.
             offered = [sender for sender in wanted if self._has(sender, call.tag)]
             works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
             return not wanted
@@ -260,9 +257,9 @@ class Inbox:
         return works
 
     def _has(self, sender: int, tag: str) -> bool:
-        """Say whether a sender offers a message for a tag, as far as its offers have come."""
+        """Return whether a sender has offered a message for a tag."""
         source, name = self._senders[sender], pair_name(sender, self._rank)
-        # Offers are numbered, and read once, in order; those for other tags are kept for later
+        # Offers are numbered, and read once, in order; offers for other tags are kept for later
         # calls.
         while tag not in source.offers:
             offer = self._room.store.take(f"{name}/offer/{source.num_offers}")
@@ -276,7 +273,7 @@ class Inbox:
     def _start(
         self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]
     ) -> dict[int, NcclWork]:
-        """Receive, as one, a message that each of some senders offers for the call's tag."""
+        """Receive the offered messages of some senders for the call's tag, as one NCCL group."""
         if not arriving:
             return {}
         for sender, values in arriving.items():
@@ -288,15 +285,15 @@ class Inbox:
                 raise call.failed(
                     f"rank {sender} sends {num_bytes} bytes, and {values.nbytes} are awaited"
                 )
-            # Before we call NCCL, which may keep us until the sender does so too.
+            # Before calling NCCL, which may block until the sender calls it, too.
             key = f"{pair_name(sender, self._rank)}/go/{source.num_goes}"
             self._room.store.publish(key, str(number), [sender])
             source.num_goes += 1
         channels = {sender: self._senders[sender].channel for sender in arriving}
         with self._room.deadlines.launching(call, lambda: list(arriving)):
-            # The tensors may still be in use on torch's stream; and grouped, so that NCCL starts
-            # all receives as one: one after the other, the first could wait for a sender that waits
-            # for the second.
+            # The tensors may still be in use on torch's stream. Grouped, so that NCCL starts all
+            # receives together: otherwise the first could wait for a sender that waits for the
+            # second.
             ready = self._room.device.record()
             with self._room.device.grouped():
                 for sender, values in arriving.items():

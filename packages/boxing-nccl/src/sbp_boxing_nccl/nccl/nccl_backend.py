@@ -1,7 +1,8 @@
-"""The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
+"""The backend `nccl`: boxing with one rank and one GPU in each process, over NCCL through CuPy.
 
-The connections are `nccl_connections`, the steps `nccl_communicator`; the life of both is
-`sbp_core.processes.process_backend`, its end `job`.
+It combines the connections (`nccl_connections`) and the boxing steps (`nccl_communicator`). The
+base classes open and close both (`sbp_core.processes.process_backend`) and end an MPI job
+(`mpi.job`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class NcclBackend(JobBackend):
 
     Args:
         config: Settings.
-        world: This process among all, if the program has found the others already; found by
+        world: Rank, size and control store, if the program has set them up; found by
             `config.bootstrap` if None.
-        device: What does the work; the GPU that `config.device` names if None.
+        device: The GPU; the one that `config.device` names if None.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class NcclBackend(JobBackend):
         """See `BoxingBackend.launch_specs`: a launcher, or one process a rank.
 
         Raises:
-            BoxingError: this machine has no GPU for them.
+            BoxingError: this machine has too few GPUs.
         """
         if self._device is None:
             from sbp_boxing_nccl.nccl.device import count_gpus
@@ -65,7 +66,7 @@ class NcclBackend(JobBackend):
         """See `ProcessBackend._connect`.
 
         Raises:
-            ConfigError: neither config nor environment say which rank this is.
+            ConfigError: neither config nor environment define the rank.
         """
         world = self._world or rendezvous(self._config)
         self._exit = world.exit
@@ -73,7 +74,7 @@ class NcclBackend(JobBackend):
             check_ranks(ranks, world.rank, world.size)
             device = self._device or self._load(world.local_rank)
         except BoxingError as error:
-            # The others wait for this rank; they are told what it lacks.
+            # The other ranks wait for this rank: announce its error.
             world.control_store.announce_failure(f"rank {world.rank} reported: {error.what}")
             world.control_store.close()
             raise

@@ -1,7 +1,9 @@
-"""One rank's part in every boxing step over NCCL, in the form that costs the fewest copies.
+"""Runs the boxing steps (resharding collectives) of one rank over NCCL, with few copies.
 
-`sbp_torch.boxing.processes.exchange` knows what goes where; `nccl_group` and `messages` move it;
-`nccl_connections` says how it breaks.
+All-reduce, and reduce-scatter and all-gather of equal shards, use NCCL's collectives. Other steps
+send slices of exact size point to point and reduce them locally, in mesh order.
+`ExchangeCommunicator` computes which slice goes to which rank, `nccl_group` and `messages` send
+them, and `nccl_connections` handles errors and timeouts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from sbp_torch.boxing.processes import (
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
-    """One rank's part in every boxing step, over the connections of its process."""
+    """`ExchangeCommunicator` of one rank over NCCL."""
 
     def __init__(self, connections: NcclConnections) -> None:
         super().__init__(connections, connections.rank, connections.device.torch_device)
@@ -37,8 +39,8 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
             return self._all_reduce(call, ranks, shard, donate)
-        # NCCL's own collectives want parts of one size. Others go at their exact sizes, and are
-        # reduced here, in mesh order.
+        # NCCL's collectives need parts of one size. Unequal parts are sent at their exact sizes,
+        # and reduced here, in mesh order.
         known = self._role(call).manifest
         if known.is_even and call.step.kind is StepKind.REDUCE_SCATTER:
             return self._reduce_scatter(call, ranks, shard, known)
@@ -52,7 +54,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         return partial(self._connections.await_message, call, receiver, message)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
-        """See `ExchangeCommunicator._collect`; messages are asked for when they are waited for."""
+        """See `ExchangeCommunicator._collect`; messages are requested when the caller waits."""
         if not arriving:
             return lambda: None
         return partial(self._connections.collect, call, arriving)
@@ -89,7 +91,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> Finish:
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
-        if not known.unpacked:  # else NCCL puts it there like the parts of the others
+        if not known.unpacked:  # else NCCL copies it there, like the other parts
             buffers.keep_own()
         wait = self._launch(
             call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent)
@@ -109,7 +111,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
     def _launch(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[NcclGroup], NcclWork]
     ) -> Await:
-        """Begin a collective in the group of `ranks`; return what waits for it."""
+        """Start a collective in the group of `ranks`; return a function that waits for it."""
         connections, arrivals = self._connections, self._connections.arrivals
         number = arrivals.begin(ranks)
         group = connections.group(call, ranks)

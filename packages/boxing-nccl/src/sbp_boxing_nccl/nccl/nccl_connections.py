@@ -1,8 +1,8 @@
-"""The connections of one process: groups of ranks, channels of messages, and how it all breaks.
+"""The NCCL connections of one process: groups of ranks, channels of messages, and failures.
 
-Everything is connected when it is first needed. A call that fails breaks everything here
-(`sbp_core.processes.connections`): all channels are aborted together, which ends what waits
-inside them, and an entry in the control store tells the other ranks, which then do the same.
+Everything is connected when it is first needed. A failed call breaks all connections of this
+process (`sbp_core.processes.connections`): all channels are aborted together, which unblocks their
+waiting calls, and an entry in the control store makes the other ranks do the same.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, wait_un
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a thread which sends messages gets to end.
+#: Seconds to wait for the end of a thread that sends messages.
 _QUEUE_END_S = 1.0
 
-#: Pauses between two looks at work on the GPU, in seconds: the first, and the longest.
+#: Pauses between two polls of work on the GPU, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 5e-4
 
-#: Seconds between two looks whether another rank has failed.
+#: Seconds between two checks whether another rank has failed.
 _CHECK_S = 0.02
 
 
 class NcclConnections(Connections):
-    """The connections of one rank to all others.
+    """The connections of one rank to all other ranks.
 
     Args:
-        config: Times, and whether to run ahead.
-        world: This process among all.
+        config: Timeouts, and whether to run ahead.
+        world: Rank, size and control store of this process.
         device: The GPU of this rank.
 
     Raises:
-        BoxingError: not all ranks came, two share a GPU, or their NCCLs differ.
+        BoxingError: a rank is missing, two ranks share a GPU, or their NCCLs differ.
     """
 
     transport_says: ClassVar[str] = "NCCL reported: "
@@ -55,13 +55,13 @@ class NcclConnections(Connections):
         super().__init__(world.control_store)
         self.rank = world.rank
         self.device = device
-        #: Whether calls return while their work is under way.
+        #: Whether calls return before their work is complete.
         self.runs_ahead = config.run_ahead
         self._config = config
         self._world = world
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
         self._channels: dict[str, NcclChannel] = {}
-        #: What has begun and was not waited for: its tensors must live. By an identity of its own.
+        #: Unfinished work by `id`; its tensors have to be kept alive.
         self.begun: dict[int, WatchedWork] = {}
         self._send_queues: dict[int, SendQueue] = {}
         self._gave_up = False
@@ -88,10 +88,10 @@ class NcclConnections(Connections):
             raise
 
     def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> NcclGroup:
-        """Return the group of some ranks; the first call connects it, together with the others.
+        """Return the group of some ranks; the first call connects it, with the other ranks.
 
         Raises:
-            BoxingError: a rank did not come in time, or has failed.
+            BoxingError: a rank did not take part in time, or has failed.
         """
         if ranks not in self._groups:
             with self.guard(call):
@@ -104,10 +104,10 @@ class NcclConnections(Connections):
 
         Args:
             call: The call that sends it.
-            receiver: Rank that it goes to.
-            values: Shape (elements,), contiguous, on the device; nobody else uses them.
+            receiver: The receiving rank.
+            values: Shape (elements,), contiguous, on the device; not used by anything else.
         """
-        # A queue for each receiver, so that a slow receiver does not delay messages to others.
+        # A queue for each receiver, so that a slow receiver does not delay messages to other ranks.
         queue = self._send_queues.get(receiver)
         if queue is None:
             queue = self._send_queues[receiver] = SendQueue(receiver, self._mail_room)
@@ -138,12 +138,12 @@ class NcclConnections(Connections):
         """Fill each tensor with the message of its sender for the call's tag.
 
         Raises:
-            BoxingError: a message did not come in time, or a rank has failed.
+            BoxingError: a message did not arrive in time, or a rank has failed.
         """
         with self.guard(call):
             for sender, work in self._inbox.collect(call, arriving).items():
-                # Running ahead the host goes on, and the GPU waits in its stream; then nobody but
-                # the thread of deadlines notices if a message does not come.
+                # When running ahead, the host continues, and the GPU waits in its stream. Then only
+                # the thread of deadlines notices a missing message.
                 if self.runs_ahead:
                     with self.deadlines.launching(call, [sender].copy) as entry:
                         entry.work = work
@@ -152,10 +152,10 @@ class NcclConnections(Connections):
                     raise call.missing([sender])
 
     def is_over(self, call: CollectiveCall, entry: WatchedWork, limit_s: float) -> bool:
-        """Wait for launched work; if we run ahead, let torch's current stream do so instead.
+        """Wait for launched work; when running ahead, only torch's current stream waits.
 
         Returns:
-            False if it is still under way after `limit_s` seconds.
+            False if it is not complete after `limit_s` seconds.
 
         Raises:
             BoxingError: a rank has failed.
@@ -167,14 +167,14 @@ class NcclConnections(Connections):
         return True
 
     def _wait(self, call: CollectiveCall, work: NcclWork, limit_s: float) -> bool:
-        """Wait for work; False if it is still under way after `limit_s` seconds."""
+        """Wait for work; return False if it is not complete after `limit_s` seconds."""
         checked_s = time.monotonic()
 
         def over() -> bool:
             nonlocal checked_s
             if work.is_done():
                 return True
-            # To ask the GPU is cheap, to ask the store whether another rank has failed is not.
+            # Polling the GPU is cheap; asking the store for failed ranks is not.
             if time.monotonic() - checked_s > _CHECK_S:
                 checked_s = time.monotonic()
                 self._check(call)
@@ -183,13 +183,13 @@ class NcclConnections(Connections):
         done = wait_until(
             over, limit_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
         )
-        # Work that was aborted is done too.
+        # Aborted work counts as done, too.
         self.check_usable(call)
         return done
 
     def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
-        # Connected without the lock, because that may take long. If everything broke meanwhile,
-        # `_let_go` has not seen this channel: it is aborted here.
+        # Connected without the lock, because that may take long. If the connections broke
+        # meanwhile, `_let_go` has not seen this channel, so it is aborted here.
         channel = self._bootstrap.connect(call, name, ranks)
         with self._lock:
             self._channels[name] = channel
@@ -202,27 +202,27 @@ class NcclConnections(Connections):
     def _check_here(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if this rank has failed.
 
-        That it is being closed is no reason: messages may still be on their way.
+        Closing does not count as a failure: messages may still be in flight.
         """
         if self._failure is not None:
             self.check_usable(call)
 
     def _check(self, call: CollectiveCall) -> None:
-        """Raise `BoxingError` if waiting for others has become hopeless."""
+        """Raise `BoxingError` if waiting for other ranks has become hopeless."""
         self._check_here(call)
         reason = self.control_store.failure()
         if reason is not None:
             raise self.connection_lost(call, reason)
 
     def _give_up(self, error: BaseException) -> None:
-        """Break everything because of something that no caller waits for."""
+        """Break all connections because of an error that no caller would get."""
         if self._closed and not self._gave_up:
             _log.warning("rank %d leaves while something is under way: %s", self.rank, error)
         self._gave_up = True
         self.fail(error)
 
     def _announce(self, text: str) -> None:
-        """See `Connections._announce`; the others are told before NCCL may keep us."""
+        """See `Connections._announce`; announced before a call of NCCL may block."""
         self.control_store.announce_failure(text)
         self._let_go(abort=True)
 
@@ -240,15 +240,15 @@ class NcclConnections(Connections):
             )
 
     def _release(self) -> None:
-        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
-        # The order of leaving: own messages first; then say so, and wait until all others have done
-        # the same, as a communicator must not be destroyed while a peer still uses it; only then
-        # let go. If anything is amiss, abort: to destroy would wait for peers that may not come.
+        """See `Connections._release`; waits a while for messages, and for late ranks."""
+        # The order of leaving: finish own messages; announce it, and wait until all other ranks
+        # have done the same, because a communicator must not be destroyed while a peer uses it;
+        # then destroy. After any failure, abort: destroying would wait for missing peers.
         flushed = self._failure is None and self._flush()
         try:
             works = [entry.work for entry in self.begun.values()]
             flushed = flushed and all(work is None or work.is_done() for work in works)
-        except RuntimeError:  # NCCL has found a failure
+        except RuntimeError:  # NCCL has detected a failure
             flushed = False
         self.control_store.deregister()
         well = flushed and self._await_others()
@@ -257,7 +257,7 @@ class NcclConnections(Connections):
         self.deadlines.close()
         self._let_go(abort=not well)
         self.begun.clear()
-        # Some may have been inside NCCL, which has let go of them by now.
+        # Some threads may have been blocked inside NCCL, and are unblocked by now.
         for queue in self._send_queues.values():
             queue.wait(_QUEUE_END_S)
         if well:
@@ -265,7 +265,7 @@ class NcclConnections(Connections):
             self._world.free()
 
     def _flush(self) -> bool:
-        """Wait until all messages and all work are done; say whether they are."""
+        """Wait until all messages and all work are done; return whether they are."""
         queues = self._send_queues.values()
 
         def idle() -> bool:
@@ -274,7 +274,7 @@ class NcclConnections(Connections):
         def over() -> bool:
             return idle() or self._gave_up or self.failure_reason() is not None
 
-        # A receiver may be far behind; a message has the time that its sender gave it.
+        # A receiver may be much later; the deadline of a message is its sender's.
         end_s = max((queue.end_s for queue in queues), default=0.0)
         self.control_store.wait_for(over, max(CLOSE_TIMEOUT_S, end_s - time.monotonic()))
         if not idle():

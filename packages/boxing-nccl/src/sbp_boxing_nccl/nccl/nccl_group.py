@@ -1,8 +1,8 @@
-"""One set of ranks that NCCL connects: collectives on flat tensors.
+"""Collectives on flat tensors in one set of ranks that NCCL connects.
 
-Knows tensors, addresses and streams, not steps: `nccl_communicator` says what is moved. Moves go as
-bytes; reductions go in a dtype that NCCL reduces, with the same result. Nothing here waits for the
-GPU.
+It converts tensors to addresses, dtypes and streams; `nccl_communicator` decides which data is
+moved. Data is moved as bytes; it is reduced in a dtype that NCCL can reduce, with the same result.
+Nothing here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_core.boxing import TrafficCounter
 
-#: The dtypes of torch that NCCL knows, by the names that `NcclChannel` is given.
+#: dtype of torch that NCCL supports -> its name for `NcclChannel`.
 NATIVE: dict[torch.dtype, str] = {
     torch.int8: "int8",
     torch.uint8: "uint8",
@@ -28,22 +28,22 @@ NATIVE: dict[torch.dtype, str] = {
     torch.float64: "float64",
 }
 
-#: dtype -> (dtype that is reduced instead, reductions that change their name).
+#: dtype -> (dtype that is reduced instead, reductions to replace).
 _STAND_INS: dict[torch.dtype, tuple[torch.dtype, dict[str, str]]] = {
-    torch.bool: (torch.uint8, {"sum": "max"}),  # torch adds truth values as `or`
+    torch.bool: (torch.uint8, {"sum": "max"}),  # torch adds bools as `or`
     torch.int16: (torch.int32, {}),
 }
 
 
 def reducible(values: torch.Tensor, reduction: str) -> tuple[torch.Tensor, str]:
-    """Return values that NCCL can reduce, and the reduction, with the result that is asked for.
+    """Return equivalent values and an equivalent reduction that NCCL supports.
 
     Args:
-        values: Shape (elements,), contiguous, any dtype; complex ones for `sum` only.
+        values: Shape (elements,), contiguous, any dtype; complex only for `sum`.
         reduction: `sum`, `max` or `min`.
 
     Returns:
-        The values themselves or a view of them where that is enough; else a copy.
+        The values themselves or a view of them, if possible; else a copy.
     """
     if values.is_complex():
         return torch.view_as_real(values).reshape(-1), reduction
@@ -52,7 +52,7 @@ def reducible(values: torch.Tensor, reduction: str) -> tuple[torch.Tensor, str]:
 
 
 def restored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what `reducible` made, reduced, in the dtype it was made of; shape (elements,)."""
+    """Convert the reduced result of `reducible` back to the original dtype; shape (elements,)."""
     if dtype.is_complex:
         return torch.view_as_complex(values.reshape(-1, 2))
     return values.to(dtype)
@@ -60,12 +60,12 @@ def restored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclWork:
-    """Something that is under way on the stream of a channel.
+    """Unfinished work on the stream of a channel.
 
     Args:
-        event: When it is over.
-        channel: That does it.
-        tensors: What it reads and writes; not to be freed before.
+        event: Event at its end.
+        channel: The channel.
+        tensors: The tensors that it reads and writes, kept alive until its end.
     """
 
     event: StreamEvent
@@ -73,10 +73,10 @@ class NcclWork:
     tensors: tuple[torch.Tensor, ...]
 
     def is_done(self) -> bool:
-        """Say whether it is over.
+        """Return whether it is complete.
 
         Raises:
-            RuntimeError: NCCL has found a failure.
+            RuntimeError: NCCL has detected a failure.
         """
         self.channel.check()
         return self.event.is_done()
@@ -85,13 +85,13 @@ class NcclWork:
 def launch(
     device: NcclDevice, channel: NcclChannel, start: Callable[[], None], *tensors: torch.Tensor
 ) -> NcclWork:
-    """Start work once torch's current stream has made its input; return it.
+    """Start work that waits for torch's current stream to compute its input; return it.
 
     Args:
-        device: Of the tensors.
-        channel: That works.
+        device: Device of the tensors.
+        channel: The channel to use.
         start: Calls the channel.
-        tensors: That it reads and writes.
+        tensors: The tensors that it reads and writes.
     """
     channel.wait_for(device.record())
     start()
@@ -99,11 +99,11 @@ def launch(
 
 
 class NcclGroup:
-    """A set of ranks that are connected; list positions count within `ranks`.
+    """A set of connected ranks; list positions are indices into `ranks`.
 
-    Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
-    device, of a dtype in `NATIVE` where they are reduced. Raises `RuntimeError`. `traffic`
-    counts what is given for others.
+    Each method starts work and returns it. Tensors are shape (elements,), contiguous, on the
+    device, of a dtype in `NATIVE` if they are reduced. Raises `RuntimeError`. `traffic` counts the
+    bytes that are sent to other ranks.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class NcclGroup:
         return launch(self._device, self._channel, start, received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> NcclWork:
-        """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
+        """Copy `sent` of rank i into chunk i of `received` of all ranks; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
         self.traffic.all_gather(sent.nbytes)
         places = sent.data_ptr(), received.data_ptr()
@@ -148,13 +148,13 @@ class NcclGroup:
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
     ) -> NcclWork:
-        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
+        """Send consecutive chunks of `sent` to the ranks in order, and receive their chunks.
 
         Args:
-            received: To be filled.
-            sent: Of the same dtype.
-            received_sizes: Elements from each rank, any number.
-            sent_sizes: Elements to each rank; to this one itself as many as from it.
+            received: Buffer for the received chunks.
+            sent: Chunks to send, of the same dtype.
+            received_sizes: Number of elements from each rank, >= 0.
+            sent_sizes: Number of elements to each rank, >= 0; equal for this rank itself.
         """
         size, here = sent.element_size(), self._index
         self.traffic.exchange(sent_sizes, size)

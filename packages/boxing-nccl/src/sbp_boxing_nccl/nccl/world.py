@@ -1,4 +1,4 @@
-"""How the processes of a run find each other before NCCL connects them: by MPI or torch's store."""
+"""Rendezvous of the processes of a run before NCCL connects them: by MPI or by torch's store."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from sbp_core.processes import (
     wait_until,
 )
 
-#: Name by which the backends of a rank are counted in a store.
+#: Key of the store for counting the backends that a rank has opened.
 _COUNTER = "sbp-boxing-nccl"
 
-#: Bytes that stand for the name of a host.
+#: Size of the hash of a host's name, in bytes.
 _HOST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclWorld:
-    """Which rank this process is, of how many, and the control store by which it reaches them.
+    """Rank of this process, number of ranks, and the control store that connects them.
 
     Args:
         rank: Rank of this process.
         size: Number of processes; one rank each.
-        local_rank: Number of this process among those of its machine.
-        control_store: By which it reaches the others.
-        free: Called in the end, if all ranks are well and do so too.
-        exit: Sees to it that an MPI job does not outlive this process; None if it is in none.
+        local_rank: Index of this process among the processes of its machine.
+        control_store: Store for short entries that all ranks share.
+        free: Called at the end, if no rank has failed; all ranks call it.
+        exit: Aborts the MPI job if this process ends early; None without an MPI job.
     """
 
     rank: int
@@ -52,11 +52,11 @@ class NcclWorld:
 
 
 def rendezvous(config: NcclBoxingConfig) -> NcclWorld:
-    """Find this process' rank and the others, by what `config.bootstrap` says.
+    """Find the rank of this process and the other ranks, by the method `config.bootstrap`.
 
     Raises:
-        ConfigError: neither the config nor the environment says which rank this is.
-        BoxingError: the others could not be reached in time.
+        ConfigError: neither the config nor the environment defines the rank.
+        BoxingError: the other ranks could not be reached in time.
     """
     if config.bootstrap == "mpi":
         mpi = load_mpi(config.connect_timeout_s)
@@ -68,12 +68,12 @@ def rendezvous_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
     """Find the other ranks, which are the processes of a communicator.
 
     Args:
-        comm: mpi4py communicator whose processes are the ranks, in order; it stays its owner's.
+        comm: mpi4py communicator whose processes are the ranks, in order; the caller frees it.
         mpi: The module `mpi4py.MPI`.
-        limit_s: Seconds to wait for the others.
+        limit_s: Seconds to wait for the other ranks.
 
     Raises:
-        BoxingError: not all of them came.
+        BoxingError: a rank is missing.
     """
     end = JobExit(comm, mpi)
     try:
@@ -93,10 +93,10 @@ def rendezvous_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
 
 
 def _gather_hosts(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]]:
-    """Return a communicator of our own, and what stands for the host of each rank.
+    """Return a duplicate of the communicator, and a hash of the host of each rank.
 
     Raises:
-        BoxingError: a rank did not come.
+        BoxingError: a rank is missing.
     """
     own, request = comm.Idup()
     came, every = _wait(request.Test, limit_s), bytearray(comm.Get_size() * _HOST_BYTES)
@@ -132,7 +132,7 @@ def _rendezvous_by_store(config: NcclBoxingConfig) -> NcclWorld:
 
     try:
         store = connect_current_store(connect, _COUNTER, rank, limit_s)
-        # A part of the store where no earlier backend of these processes has written.
+        # A prefix of the store that no earlier backend of these processes has used.
         opened = count_opening(store, _COUNTER, rank)
         store = cast(Any, dist).PrefixStore(f"{_COUNTER}/{opened}", store)
     except (RuntimeError, ValueError, OSError) as error:
