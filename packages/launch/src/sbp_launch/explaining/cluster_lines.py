@@ -1,4 +1,4 @@
-"""The machine that a plan was priced for, in words."""
+"""Lines that describe the machine that a plan was priced for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sbp_core.units import format_bytes, format_count, format_seconds
 
 
 def machine_lines(cluster: Cluster) -> list[str]:
-    """Return what a plan counted on: devices, memory, links, and whether boxing was measured.
+    """Return lines on the assumptions of a plan: devices, memory, links, measured boxing or not.
 
     Args:
-        cluster: With the devices that the plan was made for.
+        cluster: The cluster, with the devices that the plan was made for.
     """
     device = cluster.device
     devices = format_count(cluster.num_devices, f"{device.kind} device")

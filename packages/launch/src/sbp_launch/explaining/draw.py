@@ -7,7 +7,7 @@ from sbp_launch.explaining.plan_timeline import coarse, plan_timeline, timeline_
 from sbp_launch.explaining.timelines import show, write_drawings
 from sbp_launch.planning.flow import Planned
 
-#: Lanes in the terminal, and bars in each of them.
+#: The largest number of lanes in the terminal, and of bars in each lane.
 _LANES, _BARS_A_LANE = 16, 120
 
 
@@ -16,7 +16,7 @@ def draw_plan(planned: Planned, out: str) -> None:
 
     Args:
         planned: The plan.
-        out: Where the drawings go, without ending.
+        out: The path of the drawings, without suffix.
     """
     plan = planned.plan
     timeline = plan_timeline(plan, planned.simulation, f"a step of {plan.planner}, simulated")

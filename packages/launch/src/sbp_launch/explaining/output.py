@@ -26,11 +26,11 @@ def print_plan(
     """Print a plan: its table and its summary.
 
     Args:
-        console: Where.
+        console: The console to print on.
         planned: The plan.
-        mesh: Ranks along each axis of the whole mesh, by its name.
-        max_rows: Most rows of the table; 0 for no table.
-        todo: How to see the rows that are left out.
+        mesh: Number of ranks along each axis of the whole mesh, by the name of the axis.
+        max_rows: The largest number of rows of the table; 0 for no table.
+        todo: How to see the omitted rows.
     """
     if max_rows:
         rows, stages = planned.module_rows, planned.strategy.stages

@@ -1,12 +1,11 @@
-"""What is said of a pipeline: its stages, its schedule, and how long its ranks wait.
+"""Report lines on a pipeline: its stages, its schedule, and how long its ranks wait.
 
     time ->                                one rank a row, F and B of micro-batches 0 to 3
     stage 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3        .. waits: the bubble
     stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-With p stages that take equally long and m micro-batches, a rank waits (p - 1) of the m + p - 1
-slots of a forward and backward. What is predicted of a plan knows the times of its stages and of
-its boxing, too.
+With p stages of equal duration and m micro-batches, a rank waits in (p - 1) of the m + p - 1 slots
+of forward and backward. The printed prediction also uses the times of stages and of boxing.
 
 Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3 (the share); Narayanan et al., "PipeDream",
 SOSP 2019 (1F1B).
@@ -27,7 +26,7 @@ from sbp_launch.planning.rows import ModuleRow
 
 _NAMES = {"pipedream": "PipeDream", "2bw": "2BW"}
 
-#: Most modules that are named of a stage.
+#: The largest number of modules that are named for a stage.
 _MOST_NAMES = 4
 
 
@@ -38,8 +37,8 @@ def pipeline_lines(
 
     Args:
         plan: The plan.
-        strategy: What it was compiled from.
-        rows: Those of its table.
+        strategy: The strategy from which it was compiled.
+        rows: The rows of its table.
         step_s: The predicted time of a step, in seconds.
     """
     count, micro_batches = len(plan.stages), plan.num_micro_batches
@@ -66,7 +65,7 @@ def pipeline_lines(
 
 
 def _schedule(plan: PhysicalPlan, strategy: Strategy) -> str:
-    """Return the name of what the quotas of the stages make, with the quotas if it has none."""
+    """Return the name of the schedule that the quotas give; if it has none, list the quotas."""
     stages, micro_batches = len(strategy.stages), strategy.num_micro_batches
     if strategy.orders:
         return str(strategy.report.get("pipeline", "of its own order"))
@@ -91,7 +90,7 @@ def _stale(strategy: Strategy, stage: int) -> str:
 
 
 def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
-    """Return the seconds of a step that a rank of a stage computes, in the mean of its ranks."""
+    """Return the mean over a stage's ranks of the seconds of a step in which a rank computes."""
     alike: Counter[int] = Counter()  # ranks share their actors
     first: dict[int, RankPlan] = {}
     for rank in stage.rank_list:
@@ -108,7 +107,7 @@ def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
 
 
 def _modules(groups: Sequence[Group], stage: int) -> str:
-    """Return the modules of a stage, those in the middle left out where there are many."""
+    """Return the modules of a stage; if there are many, the middle ones are omitted."""
     names = [
         group.name.partition(" ")[0] or group.rows[0].module
         for group in groups

@@ -1,10 +1,10 @@
-"""The simulated step of a plan as a timeline: lanes of ranks, with what they compute and box.
+"""The simulated step of a plan as a timeline: lanes of ranks, with bars of compute and boxing.
 
     rank 0        │F0 F1 F2 ·B0 F3 B1 ...
     ranks 1 and 2 │   F0 B0 F1 B1 ...
 
-Ranks with the same times share a lane. What a rank does for one micro-batch without a pause is one
-bar, and in large plans so is what is too short to be seen.
+Ranks with the same times share a lane. The work of a rank on one micro-batch without a pause is one
+bar. In large plans, bars that are too short to be visible are merged.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_core.units import format_ranges, format_seconds
 from sbp_launch.planning.flow import Planned
 
-#: Bars and lanes of a page that a browser opens at once.
+#: Numbers of bars and lanes of a page that a browser opens quickly.
 _MOST_BARS, _MOST_LANES = 20_000, 128
 
-#: Waits of a critical cycle that are told.
+#: The largest number of waits of a critical cycle that are listed.
 _MOST_WAITS = 8
 
-#: Parts of a step that are told apart first, where there would be more bars.
+#: If there are too many bars, those shorter than this part of a step are merged first.
 _PARTS = 4_000
 
-#: Times that differ by less are the same, in seconds: what is left of rounding.
+#: Times that differ by less are equal, in seconds: a rounding error.
 _SAME_S = 1e-12
 
-#: Between the first and the last firing of a bar.
+#: The text between the first and the last firing of a bar.
 _TO = " … "
 
 _COMPUTE = {
@@ -51,10 +51,10 @@ _COMPUTE = {
 
 
 def plan_timeline(plan: PhysicalPlan, simulation: Simulation, title: str) -> Timeline:
-    """Return the simulated step of a plan, a lane for each set of ranks that do the same.
+    """Return the simulated step of a plan, with a lane for each set of ranks with the same times.
 
-    Boxing that goes on while its thread is free is in a lane of links. Every set has its lane, and
-    every bar is there: `coarse` makes a large one small.
+    Boxing that continues while its thread is free has a lane of its own, for links. All lanes and
+    bars are included: `coarse` reduces a large timeline.
     """
     kinds = _Kinds(plan)
     lanes: dict[tuple[int, str], list[Bar]] = defaultdict(list)
@@ -65,7 +65,7 @@ def plan_timeline(plan: PhysicalPlan, simulation: Simulation, title: str) -> Tim
             lanes[firing.rank, thread].append(bar)
         if firing.end_s > firing.free_s:
             ahead = lanes[firing.rank, f"{thread} links"]
-            # What goes over a link waits there for what went before.
+            # A message on a link waits for the earlier messages there.
             begin_s = max(firing.free_s, ahead[-1].end_s if ahead else 0.0)
             begin_s = min(begin_s, firing.end_s)
             ahead.append(kinds.bar(firing.rank, firing.actor, firing.index, begin_s, firing.end_s))
@@ -93,12 +93,12 @@ def plan_timeline(plan: PhysicalPlan, simulation: Simulation, title: str) -> Tim
 def coarse(
     timeline: Timeline, num_bars: int = _MOST_BARS, num_lanes: int = _MOST_LANES
 ) -> tuple[Timeline, list[str]]:
-    """Return a timeline with few enough bars and lanes, and what was done to it, in words.
+    """Return a timeline with few enough bars and lanes, and lines that describe the reduction.
 
     Args:
-        timeline: Any.
-        num_bars: The most bars of the result, unless less than one a lane.
-        num_lanes: The most lanes of the result.
+        timeline: A timeline of any size.
+        num_bars: The largest number of bars of the result, but at least one for each lane.
+        num_lanes: The largest number of lanes of the result.
     """
     said = []
     lanes = timeline.lanes[:num_lanes]
@@ -119,7 +119,7 @@ def coarse(
 
 
 def timeline_facts(planned: Planned) -> dict[str, str]:
-    """Return what is above a timeline: times, what ranks do in them, and the critical cycle."""
+    """Return facts to show above a timeline: times, shares of ranks, and the critical cycle."""
     checked, simulation = planned.checked, planned.simulation
     facts = {
         "predicted time of a step": format_seconds(simulation.step_s),
@@ -134,7 +134,7 @@ def timeline_facts(planned: Planned) -> dict[str, str]:
 
 
 def _shares(plan: PhysicalPlan, simulation: Simulation) -> dict[str, str]:
-    """Return which shares of the step ranks compute, box and idle, on average and at most."""
+    """Return the shares of the step in which ranks compute, box and idle: mean and maximum."""
     if not simulation.step_s:
         return {}
     computing = dict.fromkeys((part.rank for part in plan.ranks), 0.0)
@@ -144,7 +144,7 @@ def _shares(plan: PhysicalPlan, simulation: Simulation) -> dict[str, str]:
         if one.actor.thread in (FETCH_THREAD, STORE_THREAD):
             to = copying
         to[one.rank] += one.free_s - one.start_s
-    # A rank with several threads may compute and box at once.
+    # A rank with several threads may compute and box at the same time.
     idle = {
         rank: max(0.0, simulation.step_s - computing[rank] - boxing[rank]) for rank in computing
     }
@@ -162,12 +162,12 @@ def _shares(plan: PhysicalPlan, simulation: Simulation) -> dict[str, str]:
 
 
 class _Kinds:
-    """What bars of a plan's firings are."""
+    """Makes the bars of a plan's firings."""
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self.plan = plan
         stages: dict[int, set[int]] = defaultdict(set)
-        #: Stages of a rank whose weight gradients fire apart.
+        #: Pairs of rank and stage whose weight gradients are separate actors.
         self.parted: set[tuple[int, int]] = set()
         for part in plan.ranks:
             for actor in part.actors:
@@ -202,10 +202,10 @@ class _Kinds:
 
 
 def _joined(bars: Iterable[Bar], least_s: float) -> Sequence[Bar]:
-    """Return bars in which those without a gap between them are one, if they look alike.
+    """Return bars, with adjacent ones without a gap merged if they look alike.
 
-    So are those that are shorter than `least_s`, until they are that long together; they look as
-    the longest of them.
+    Bars shorter than `least_s` are merged, too, until they are that long together; the result looks
+    like the longest of them.
     """
     made: list[Bar] = []
     for bar in bars:
@@ -232,5 +232,5 @@ def _length_s(bar: Bar) -> float:
 
 
 def _near(bar: Bar) -> tuple[float, float]:
-    """Return times that are equal where they differ by rounding alone."""
+    """Return the times of a bar, rounded so that rounding errors vanish."""
     return round(bar.start_s / _SAME_S), round(bar.end_s / _SAME_S)

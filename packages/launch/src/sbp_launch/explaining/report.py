@@ -1,4 +1,4 @@
-"""What is said of a plan besides its table: what it is and moves, what each rank's memory holds."""
+"""Report lines on a plan in addition to its table: arithmetic, bytes sent, period, memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from sbp_launch.explaining.pipeline_lines import pipeline_lines
 from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.utilization import samples_of_step
 
-#: From this share of a step's arithmetic on, a rank does nearly all of it.
+#: If a rank's share of a step's arithmetic is at least this, it does nearly all of it.
 _ALIKE = 0.9
 
-#: Parts of a rank's memory below this share of its peak are summed up.
+#: Parts of a rank's memory below this share of its peak are added together.
 _LEAST_SHARE = 0.01
 
-#: Waits of a critical cycle that are printed.
+#: The number of waits of a critical cycle that are printed.
 _MOST_WAITS = 3
 
 
-#: A share of the arithmetic that is so many times an even one is worth a word.
+#: A share of the arithmetic above this multiple of an even share is explained.
 _UNEVEN = 1.2
 
 
 def crowding(num_ranks: int, cores: int) -> list[str]:
-    """Return a warning if ranks have to share cores."""
+    """Return a warning if ranks must share CPU cores."""
     if num_ranks <= cores:
         return []
     return [
@@ -45,13 +45,13 @@ def crowding(num_ranks: int, cores: int) -> list[str]:
 
 
 def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
-    """Return what the rank holds at its peak that needs most, of each set of ranks.
+    """Return, for each set of ranks, the memory contents of its fullest rank at the peak.
 
-    A set are the ranks of one stage, or of several that are on the same ranks.
+    A set has the ranks of one stage, or of several stages on the same ranks.
 
     Args:
-        plan: Whose memory it is.
-        memory: Of each rank, or why it is not known.
+        plan: The plan.
+        memory: The memory of each rank, or why it is not known.
     """
     if isinstance(memory, str):
         return [f"memory is not known, so no limit was checked: {memory}"]
@@ -79,9 +79,9 @@ def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
 
 
 def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
-    """Return which share of a step's arithmetic a rank does, and whether that gains anything.
+    """Return the share of a step's arithmetic that a rank does, and whether ranks gain by it.
 
-    What is split on no mesh axis of its stage, every rank of the stage computes alike.
+    An operator that is split along no mesh axis of its stage is computed by all its ranks.
     """
     done: dict[int, float] = {}
     total = 0.0
@@ -119,7 +119,7 @@ def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
 
 
 def repeated_lines(graph: LogicalGraph) -> list[str]:
-    """Return how much of the arithmetic is done again, as terms of the loss have other divisors."""
+    """Return the share of repeated arithmetic, because terms of the loss differ in divisors."""
     done = {True: 0.0, False: 0.0}
     for node in graph.nodes:
         if not node.is_host:
@@ -135,7 +135,7 @@ def repeated_lines(graph: LogicalGraph) -> list[str]:
 
 
 def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
-    """Return that the first axis of a stage, mostly that of samples, cannot share a micro-batch."""
+    """Return a line if a micro-batch does not divide by the first axis, usually of samples."""
     samples, ranks = samples_of_step(graph) // graph.num_micro_batches, stage.mesh_shape[0]
     if samples % ranks == 0:
         return []
@@ -153,9 +153,9 @@ def _percent(share: float) -> str:
 
 
 def period_lines(checked: CheckReport) -> list[str]:
-    """Return how fast steps can follow each other, and the first waits of what keeps them so."""
+    """Return the shortest period of steps, and the first waits of the cycle that limits it."""
     cycle = checked.critical_cycle
-    # One line says who is never idle, several who waits for whom, round and round.
+    # A cycle of one wait is an actor that is never idle; a longer one lists who waits for whom.
     waits = f", by a critical cycle of {len(cycle)} waits" if len(cycle) > 1 else ""
     lines = [
         f"period: a step every {format_seconds(checked.period_s)} if they follow without a pause"
@@ -177,19 +177,19 @@ def summary(
     step_s: float,
     speed: str = "",
 ) -> list[str]:
-    """Return the lines under the table: what the plan is and moves, and the planner's why.
+    """Return the lines under the table: pipeline, arithmetic, bytes sent, time, explanation.
 
-    The latter is `explanation` of the strategy's report: a list of lines.
+    The explanation is `explanation` of the strategy's report: a list of lines.
 
     Args:
-        plan: Checked.
+        plan: The checked plan.
         graph: The step.
-        strategy: What it was compiled from.
-        rows: Those of the table.
+        strategy: The strategy from which it was compiled.
+        rows: The rows of the table.
         num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
-        checked: What the check of the plan showed.
+        checked: The result of the check of the plan.
         step_s: The predicted time of a step, in seconds.
-        speed: What that comes to, see `speed_line`; empty if nothing can be said.
+        speed: The corresponding speed, see `speed_line`; may be empty.
     """
     return [
         f"planner {strategy.planner}: {format_count(len(plan.ranks), 'rank')}, "
@@ -207,7 +207,7 @@ def summary(
 
 
 def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
-    """Return the bytes that a step sends, in how many collectives and transfers, without commit."""
+    """Return the bytes that a step sends, and its collectives and transfers, without commit."""
     firings = {
         actor.step: actor.num_firings(plan.repetitions)
         for part in plan.distinct

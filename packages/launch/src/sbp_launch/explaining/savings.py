@@ -1,6 +1,6 @@
-"""What slices and recomputation come to in a plan, as lines for people.
+"""Report lines on slices and recomputation in a plan.
 
-What all this leaves on each rank is in the table of its memory; here is what was given for it.
+The memory lines show the resulting use on each rank; these lines show the cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sbp_core.units import format_bytes
 
 
 def saving_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
-    """Return what is sliced and what is made again; nothing if neither is."""
+    """Return lines on what is sliced and recomputed; no line if nothing is."""
     return [*_slice_lines(graph, strategy), *_recompute_lines(graph)]
 
 
@@ -26,7 +26,7 @@ def _recompute_lines(graph: LogicalGraph) -> Iterator[str]:
 
 
 def _slice_lines(graph: LogicalGraph, strategy: Strategy) -> Iterator[str]:
-    """Yield how large the parts are that travel, then the parameters that travel whole."""
+    """Yield the sizes of slices that are sent, then the parameters that are sent whole."""
     whole: list[int] = []
     parts: list[int] = []
     for entry in graph.inputs:
@@ -57,6 +57,6 @@ def _slice_lines(graph: LogicalGraph, strategy: Strategy) -> Iterator[str]:
 
 
 def _pieces(graph: LogicalGraph, entry: GraphInput) -> list[Node]:
-    """Return the slices of an input; of a token nothing is taken."""
+    """Return the nodes that slice an input; none for a token."""
     users = graph.users[entry.name]
     return [n for n in users if n.op == "sbp.piece" and n.inputs()[0] == entry.name]

@@ -1,12 +1,12 @@
-"""The printed plan: a line for each module, below it a line for whatever travels around it.
+"""The printed plan: a line for each module, and below it a line for each boxing around it.
 
     module                parameters  output          a rank sends
     blocks.* x4
       attention.proj      (B, S(1))   (S(0), B)             4.7 MB
         after forward: all-reduce output over tensor: P -> B       4.2 MB
 
-Layers that are planned alike are one group. What does not fit is left out and counted: modules that
-send most stay.
+Layers with equal plans form one group. If there are too many rows, the modules that send most are
+shown, and the others are counted.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from sbp_core.units import format_bytes, format_ranges
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 
-#: A path up to the number of its first layer, that number, and what follows.
+#: A path: the part before the number of its first layer, the number, and the rest.
 _LAYER = re.compile(r"(?P<before>(?:.*?\.)??)(?P<number>\d+)(?P<after>(?:\..*)?)")
 
-#: What the model itself is called, as in strategy files.
+#: The name of the model itself, as in strategy files.
 _ROOT = "(root)"
 _OWN_OPS = "(own ops)"
 _GAP = "  "
 _HEADS = ("module", "parameters", "output", "a rank sends")
 
-#: How phases are called for one module.
+#: The names of phases, for one module.
 _PHASES = {
     Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
@@ -44,13 +44,13 @@ _PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Layers that are planned alike, or one module that is no layer.
+    """Layers with equal plans, or one module that is not a layer.
 
     Args:
-        stage: Where they run.
-        name: `blocks.* x4`; empty for a module that is no layer.
-        count: How many there are.
-        rows: `module` is the path inside of a layer, and bytes are those of all layers together.
+        stage: The stage on which they run.
+        name: `blocks.* x4`; empty for a module that is not a layer.
+        count: The number of layers.
+        rows: Rows in which `module` is the path inside a layer, and bytes cover all layers.
     """
 
     stage: int
@@ -60,7 +60,7 @@ class Group:
 
 
 def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
-    """Return the rows in groups, layers with equal rows in one, in the order of the rows.
+    """Return the rows in groups, in their order; layers with equal rows share a group.
 
     before: blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down, head
     after:  blocks.* x2 (up, down), head
@@ -100,9 +100,9 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
 
 
 def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRow, ...]:
-    """Return the rows of layers, by name, as those of one: bytes are added.
+    """Return the rows of several named layers as rows of one layer, with the sums of bytes.
 
-    A move that only some of them have, such as one to the next stage, says which.
+    A move of only some layers, such as the transfer to the next stage, names them.
     """
     found = []
     for rows in zip(*(own for _, own in layers), strict=True):
@@ -125,7 +125,7 @@ def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRo
 
 
 def layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
-    """Return what layers are called: `blocks.* x4`, or `blocks.{0-2} x3` if there are others."""
+    """Return the name of layers: `blocks.* x4`, or `blocks.{0-2} x3` if these are not all."""
     if len(numbers) == 1:
         return f"{before}{numbers[0]}"
     middle = "*" if whole else f"{{{format_ranges(numbers)}}}"
@@ -134,7 +134,7 @@ def layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """One printed line: of a stage, of a group, of a module, or of what travels around it."""
+    """One printed line: of a stage, of a group, of a module, or of boxing around it."""
 
     text: str = ""
     cells: tuple[str, str] = ("", "")
@@ -152,12 +152,12 @@ def plan_table(
     """Return the printed plan.
 
     Args:
-        rows: As `module_rows` gives them.
+        rows: The rows that `module_rows` returned.
         stages: Placement of each stage.
-        max_rows: Modules beyond it are left out and counted, layers of one group as one: those
-            that send most stay, then those with parameters.
+        max_rows: The largest number of modules, with layers of a group as one; others are counted.
+            Modules that send most have priority, then modules with parameters.
         width: Characters of a line.
-        todo: How to see what is left out.
+        todo: How to see the omitted rows.
     """
     groups = groups_of(rows)
     order = [(index, row) for index, group in enumerate(groups) for row in group.rows]
@@ -213,19 +213,19 @@ def _group_lines(group: Group, rows: Sequence[ModuleRow]) -> Iterable[_Line]:
 
 
 def move_text(move: ModuleMove) -> str:
-    """Return what travels, and when: `after forward: all-reduce of output over tensor: P -> B`."""
+    """Return a move as text: `after forward: all-reduce of output over tensor: P -> B`."""
     change = move.how.replace(" -> ", "\N{NO-BREAK SPACE}->\N{NO-BREAK SPACE}")
     layers = f" (only {move.layers})" if move.layers else ""
     return f"{when_text(move)}: {move.kind} of {move.what} {change}{layers}"
 
 
 def when_text(move: ModuleMove) -> str:
-    """Return when something travels: `after forward`."""
+    """Return the time of a move: `after forward`."""
     return f"{move.when} {_PHASES[move.phase]}"
 
 
 def _parameter_cells(row: ModuleRow) -> tuple[str, ...]:
-    """Return the SBP of a module's parameters; those that differ from the first with their name."""
+    """Return the SBPs of a module's parameters; if one differs from the first, with its name."""
     found: dict[str, list[str]] = {}
     for name, sbp in row.parameters:
         found.setdefault(sbp, []).append(name)
@@ -236,14 +236,14 @@ def _parameter_cells(row: ModuleRow) -> tuple[str, ...]:
 
 
 def _bytes(size: float) -> str:
-    """Return a size, empty for nothing."""
+    """Return a size as text; empty for 0."""
     return format_bytes(size) if size else ""
 
 
 def _drawn(lines: Sequence[_Line], width: int, note: str) -> Text:
     """Return the lines as a table of at most `width` characters.
 
-    A name or a move that is too long for its columns goes on on further lines.
+    A name or a move that is too long for its columns continues on further lines.
     """
     size = max(len(line.size) for line in lines)
     first, second = (
@@ -253,7 +253,7 @@ def _drawn(lines: Sequence[_Line], width: int, note: str) -> Text:
     names = [len(line.text) for line in lines if any(line.cells)]
     rest = width - first - second - 2 * len(_GAP)
     columns = (max(12, min(rest, max([len(_HEADS[0]), *names]))), first)
-    # What travels may reach over the columns of SBPs, and beyond them if there is room.
+    # The text of a move may extend over the columns of SBPs, and beyond them if there is room.
     texts = [len(line.text) for line in lines if not any(line.cells)]
     named = sum(columns) + second + 2 * len(_GAP)
     whole = min(max([named, *texts]), width - size - len(_GAP))
@@ -271,13 +271,13 @@ def _drawn(lines: Sequence[_Line], width: int, note: str) -> Text:
 
 
 def _row(cells: Sequence[str], columns: Sequence[int]) -> str:
-    """Return the cells of one line; the last one is as long as it is."""
+    """Return the padded cells of one line; the last cell is not padded."""
     padded = [cell.ljust(column) for cell, column in zip(cells[:-1], columns, strict=True)]
     return _GAP.join([*padded, cells[-1]]).rstrip()
 
 
 def _line_text(line: _Line, columns: Sequence[int], whole: int, total: int) -> str:
-    """Return a line, or the lines that it needs."""
+    """Return a line, wrapped to several if needed."""
     if any(line.cells):
         over = len(line.text) > columns[0]
         head = f"{line.text}\n" if over else ""
@@ -297,11 +297,11 @@ def _line_text(line: _Line, columns: Sequence[int], whole: int, total: int) -> s
 def legend(
     rows: Sequence[ModuleRow], mesh: Mapping[str, int], stages: Sequence[Placement]
 ) -> list[str]:
-    """Return what the words of the table mean.
+    """Return lines that explain the words of the table.
 
     Args:
-        rows: Those of the table.
-        mesh: The axes as they are set, with their sizes.
+        rows: The rows of the table.
+        mesh: The axes in the given order, with their sizes.
         stages: Placement of each stage.
     """
     shape = dict(zip(stages[0].axes, stages[0].mesh_shape, strict=True))

@@ -1,11 +1,11 @@
-"""`parallelize`: the training step of one device, on many, in a loop of one's own.
+"""`parallelize`: run a one-device training step on many ranks, in your own training loop.
 
     with parallelize(model, loss, batch, optimizer, planner="osdp") as step:
         for batch in loader:
             print(float(step(batch)))
 
-Alone, the ranks are threads of the process; under `torchrun`, `mpiexec` or `srun`, each process is
-a rank. `docs/how-to/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
+In a single process, ranks are threads; under `torchrun`, `mpiexec` or `srun`, each process is a
+rank. `docs/how-to/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
 """
 
 from __future__ import annotations
@@ -91,56 +91,57 @@ def parallelize(
     seed: int = 0,
     compare_steps: int = 0,
 ) -> ParallelStep:
-    """Plan a training step for many ranks; `with` starts them, and calling it takes a step.
+    """Plan a training step for many ranks; `with` starts them, and each call takes one step.
 
-    What is chosen by name is an option of `sbp-train`: `"osdp"`, or with settings
-    `{"name": "osdp", "memory_bytes": 4e9}`; or it is the object itself.
+    Planner, cluster, runtime and boxing are chosen by the name of an option of `sbp-train`
+    (`"osdp"`), by name and settings (`{"name": "osdp", "memory_bytes": 4e9}`), or as an object.
 
     Args:
-        model: As one device would run it. While the step runs, and after it, its tensors read as
-            what was trained; what is written to them between steps is taken over. They may be on
-            the device `meta`; a `DeferredModel` makes each rank its own part only.
-        loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
-        batch: An example of what one step takes: only shapes and dtypes matter.
-        optimizer: Over `model.parameters()`. Its groups say the learning rates of each step; its
-            `state` reads as that of the ranks.
+        model: The model as one device would run it. Reading its tensors, during training and
+            after it, gives the trained values; values written between steps are copied to the
+            ranks. Its tensors may be on the device `meta`. With a `DeferredModel`, each rank makes
+            only its own part.
+        loss: A function `loss(model, batch)`, which returns a 0-d tensor, or a pair of that and a
+            mapping of metrics.
+        batch: An example of the batch of one step: only shapes and dtypes matter.
+        optimizer: An optimizer over `model.parameters()`. Steps read learning rates from its
+            groups; reading its `state` gives the states of the ranks.
         mesh: Ranks along each axis: `{"data": 2, "tensor": 2}`, where -1 stands for as many as
             there are processes. `4` and `(2, 2)` take the usual names: `data`; `data, tensor`; or
             `pipe, data, tensor`. By default one rank for each process, on the axis `data`.
         planner: Decides how tensors are split: `propagate`, `osdp`, `manual/tensor_parallel`,
             ...; or a strategy.
-        pins: How you decide on tensors by name, over what the planner says.
-        cluster: The machine that is planned for: `local`, `measured`.
+        pins: Your decisions on tensors by name, which the planner keeps.
+        cluster: The machine to plan for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated: a number, `auto`, or
-            `MicroBatches`, which says what the loss of several of them is.
-        batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
-            the part of its own rank, as loaders with a `DistributedSampler` make it.
-        batch_dim: Along which dim of the batch's tensors its samples lie: 1 where dim 0 is time, of
-            all tensors that have so many dims; or by names: `{"x": 1}`. Ranks and micro-batches
-            divide it.
-        pad_to: Sizes to which batches of many lengths are padded, all planned before the first
-            step; in which padding is proved to change neither loss nor gradients of the example.
-        update: What else happens once a step, besides the optimizer: `{"clip_norm": 1.0}`, or
+            `MicroBatches`, which also defines the loss of several micro-batches.
+        batch_is: The batch that each process passes, here and to a step: `global`, the whole batch;
+            `local`, the part of its own rank, as loaders with a `DistributedSampler` make it.
+        batch_dim: The sample dim of the batch's tensors, which ranks and micro-batches divide: 1
+            if dim 0 is time (for tensors with that many dims); or by names: `{"x": 1}`.
+        pad_to: Sizes to which batches of many lengths are padded; all are planned before the first
+            step. Padding the example is proved to change neither its loss nor its gradients.
+        update: Operations once a step in addition to the optimizer: `{"clip_norm": 1.0}`, or
             `UpdateOptions`.
         compile: Settings of `sbp-train`'s group `compile`, such as `{"autocast": "bfloat16"}`. By
             default the planned step is compared with the captured one on small random data, and
-            refused if it computes something else; `report` says what was proved. With `pad_to`,
-            the example is run padded as well. `{"prove": False}` leaves that out.
+            refused if their results differ; `report` prints the result. With `pad_to`, the padded
+            example is run as well. `{"prove": False}` skips these checks.
         runtime: Runs the plan.
         boxing: Moves tensors between ranks. By default threads of this process; `torch` under
             torchrun and srun, `mpi` under mpiexec.
-        states: Values to begin with, whole tensors by name: as `step.state_dict()` or
-            `model.state_dict()` return them. By default those of the model and the optimizer.
-        seed: Of random numbers in the step, such as those of dropout.
-        compare_steps: First steps that also run on one device, with copies of model and optimizer;
-            `report` says how far their losses are off.
+        states: Initial values, whole tensors by name, as returned by `step.state_dict()` or
+            `model.state_dict()`. By default the values of the model and the optimizer.
+        seed: The seed of random numbers in the step, such as those of dropout.
+        compare_steps: Number of first steps that also run on one device, with copies of model and
+            optimizer; `report` prints the differences of their losses.
 
     Raises:
-        ConfigError: something cannot be meant, or does not fit the world of processes.
-        CaptureError: the step cannot be captured; says at which line of your code.
-        GraphError: the loss of the whole batch does not follow from those of its micro-batches;
-            says at which line samples meet each other. Or the planned step computes something
-            else than the captured one; says what, and at which line.
+        ConfigError: an argument is invalid, or does not fit the world of processes.
+        CaptureError: the step cannot be captured; names the line of your code.
+        GraphError: the loss of the whole batch does not follow from the losses of its
+            micro-batches, and the error names the line that mixes samples; or the planned step
+            computes something else than the captured one, and the error names value and line.
     """
     world, choices = World.of_environment(), Choices()
     shape, cut = mesh_of(world, mesh), MicroBatches.of(micro_batches)
@@ -176,7 +177,7 @@ def parallelize(
     def make_backend() -> BoxingBackend:
         return backend_of(world, boxing, choices, settings.mesh)
 
-    make_backend()  # before anything takes long, because it may be refused
+    make_backend()  # first, because it may be refused, and the rest takes long
     engine = Engine(
         settings=settings,
         runtime=chosen_runtime,

@@ -1,4 +1,4 @@
-"""The plain arguments of `parallelize`, as the settings that planning takes."""
+"""Convert plain arguments of `parallelize` to the settings that planning takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sbp_torch.graph_capture import SampleDims, UpdateOptions, flatten_batch
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: Settings of `sbp-train`, and the arguments of `parallelize` that they are.
+#: Settings of `sbp-train`, and the corresponding arguments of `parallelize`.
 _ARGUMENTS = {
     "cluster.mesh": "mesh",
     "trainer.micro_batches_per_update": "micro_batches=MicroBatches(..., per_update={})",
@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "trainer.update": "update",
 }
 
-#: Former arguments of `parallelize`, and what takes their place.
+#: Former arguments of `parallelize`, and their replacements.
 _FORMER = {
     "axes": "mesh={'data': 2, 'tensor': 2}",
     "loss_is": "micro_batches=MicroBatches(4, loss=...)",
@@ -51,13 +51,13 @@ _SETTING = re.compile(
 
 _BATCH_DIM = "the argument batch_dim"
 
-#: The axes of a mesh in a text, after the mesh if that is given.
+#: The axes of a mesh in a text, preceded by the mesh if that is given.
 _AXES = re.compile(r"(?:cluster\.mesh=\[([^\]]*)\],? )?cluster\.axes=\[([^\]]*)\]")
 
 
 @contextmanager
 def in_arguments() -> Iterator[None]:
-    """Let errors of the `with` block speak of the arguments of `parallelize`.
+    """Make errors in the `with` block name arguments of `parallelize` instead of settings.
 
     before: set cluster.mesh=[4] cluster.axes=[data]; planner.memory_bytes >= 5000
     after:  set mesh={'data': 4}; planner={'memory_bytes': ...} >= 5000
@@ -106,9 +106,9 @@ def _as_argument(setting: re.Match[str]) -> str:
 
 
 def takes_former(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function take the former arguments of `parallelize`, and name what replaces them.
+    """Let a function take former arguments of `parallelize`, with a warning that names new ones.
 
-    They are served for one release.
+    Former arguments are accepted for one release.
     """
 
     @wraps(function)
@@ -169,7 +169,7 @@ def _now(given: Mapping[str, Any], former: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compile_config(given: CompileConfig | Mapping[str, Any] | None) -> CompileConfig:
-    """Return how a step is compiled.
+    """Return the argument `compile` as a config.
 
     Raises:
         ConfigError: a setting is unknown or refused.
@@ -184,7 +184,7 @@ def compile_config(given: CompileConfig | Mapping[str, Any] | None) -> CompileCo
 
 
 def update_options(given: UpdateOptions | Mapping[str, Any] | None) -> UpdateOptions:
-    """Return what happens once a step, besides the optimizer.
+    """Return the argument `update` as options.
 
     Raises:
         ConfigError: a setting is unknown or refused.
@@ -196,14 +196,14 @@ def update_options(given: UpdateOptions | Mapping[str, Any] | None) -> UpdateOpt
 
 
 def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:
-    """Return where the samples of a batch lie.
+    """Return the sample dims of a batch.
 
     Args:
         batch_dim: See `parallelize`.
         example: A batch of this process.
 
     Raises:
-        ConfigError: something is no dim, or no tensor of the example has it or that name.
+        ConfigError: a dim is invalid, or no tensor of the example has the dim or the name.
     """
     named = batch_dim if isinstance(batch_dim, Mapping) else {"": batch_dim}
     for dim in named.values():
@@ -237,10 +237,10 @@ def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:
 
 
 def checked_batch_is(batch_is: str) -> BatchIs:
-    """Return what a process gives in a step.
+    """Return the argument `batch_is`, checked.
 
     Raises:
-        ConfigError: the text says neither.
+        ConfigError: it is neither `global` nor `local`.
     """
     if batch_is not in ("global", "local"):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What is chosen by name: `"osdp"`, `{"name": "osdp", "memory_bytes": 4e9}`, or the object itself.
+"""Choices of plugins: `"osdp"`, `{"name": "osdp", "memory_bytes": 4e9}`, or an object itself.
 
-Names are those of `sbp-train`'s options, with the settings of their files.
+The names are options of `sbp-train`, with the settings of their files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Plans(Protocol):
     def plan(self, request: PlanRequest) -> Strategy: ...
 
 
-#: What may be passed in the place of a name, by kind.
+#: The types of objects that may be passed in place of a name, by kind.
 _OBJECTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "cluster": ((Cluster,), "a Cluster"),
     "planner": ((_Plans, Strategy), "a planner, or a Strategy"),
@@ -40,13 +40,13 @@ _OBJECTS: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A plugin and its settings, as chosen by name.
+    """A plugin that was chosen by name, and its settings.
 
     Args:
-        kind: A kind of plugins, which is also the argument of `parallelize`.
+        kind: A kind of plugins, which is also the name of the argument of `parallelize`.
         chosen: The name that was given: `manual/zero`.
-        name: Of the plugin: `manual`.
-        settings: For its config: those of the option's file, and those given with the name.
+        name: The name of the plugin: `manual`.
+        settings: Settings for its config, from the option's file and from the user.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Option:
 
 
 class Choices:
-    """Makes what is chosen by name.
+    """Makes the objects that are chosen by name.
 
     Args:
         registry: The plugins; those that are installed if None.
@@ -71,12 +71,12 @@ class Choices:
         self._options: dict[str, Option] = {}
 
     def option(self, kind: str, choice: Choice, **own: Any) -> Option:
-        """Return the option that was chosen.
+        """Return the chosen option.
 
         Args:
-            kind: Of the plugin.
+            kind: The kind of the plugin.
             choice: Its name, or a mapping with `name` and settings.
-            own: Settings that others than the user make.
+            own: Settings that the caller makes, not the user.
 
         Raises:
             ConfigError: there is no such option, or the mapping has no name.
@@ -110,7 +110,7 @@ class Choices:
         )
 
     def make(self, option: Option) -> Any:
-        """Return what the plugin of an option makes.
+        """Return the object that the plugin of an option makes.
 
         Raises:
             ConfigError: a setting is unknown or refused.
@@ -119,7 +119,7 @@ class Choices:
         return self.registry.make(option.kind, option.name, option.settings, where=where)
 
     def chosen(self, kind: str, choice: Any, **own: Any) -> Any:
-        """Return what was chosen: made, if by name; else as it is.
+        """Return the chosen object; if it was chosen by name, make it.
 
         Raises:
             ConfigError: see `option` and `make`.
@@ -142,10 +142,10 @@ class Choices:
         return made
 
     def check_combination(self) -> None:
-        """Let the config of each choice by name say whether the others fit it.
+        """Let the config of each choice by name check whether the other choices fit it.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: one of them does not fit.
         """
         configs = {
             kind: self.registry.configure(kind, option.name, option.settings)

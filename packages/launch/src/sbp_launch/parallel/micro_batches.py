@@ -1,4 +1,4 @@
-"""How a step of `parallelize` is cut into micro-batches."""
+"""How `parallelize` cuts a step into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from sbp_core.errors import ConfigError
 
-#: What the loss of several micro-batches is.
+#: The meaning of the loss of several micro-batches.
 LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
 
 _WHERE = "the argument micro_batches"
@@ -18,17 +18,17 @@ class MicroBatches:
     """The micro-batches of one step, and the loss that they train on together.
 
     Args:
-        count: How many there are, >= 1. `auto` takes as few as fit the memory of the ranks, or as
-            many as the planner chooses.
-        loss: `whole_batch`, the loss of the batch as if it were one; `mean_of_micro_batches`, the
-            mean of their losses; or `each_micro_batch`, the loss of each, with an update after
-            each or after every few.
+        count: Number of micro-batches, >= 1. `auto` uses the fewest that fit the memory of the
+            ranks, or the number that the planner chooses.
+        loss: `whole_batch`, the loss of the undivided batch; `mean_of_micro_batches`, the mean of
+            their losses; or `each_micro_batch`, the loss of each, with an update after each
+            micro-batch or after every few.
         per_update: With `each_micro_batch`: micro-batches of one update, which trains on the mean
             of their losses. Divides `count`.
 
     Raises:
-        ConfigError: there are no micro-batches, they do not divide into updates, or the loss has
-            no such meaning or one with a single update.
+        ConfigError: `count` is below 1, is not divisible by `per_update`, `loss` is unknown, or
+            `per_update` is given with another `loss` than `each_micro_batch`.
     """
 
     count: int | Literal["auto"] = 1
@@ -67,7 +67,7 @@ class MicroBatches:
 
     @classmethod
     def of(cls, given: MicroBatches | int | Literal["auto"]) -> MicroBatches:
-        """Return what the argument `micro_batches` means."""
+        """Return the argument `micro_batches` as `MicroBatches`."""
         return given if isinstance(given, MicroBatches) else cls(given)
 
     @property
@@ -77,5 +77,5 @@ class MicroBatches:
 
     @property
     def known_count(self) -> int:
-        """How many there are; 1 where their number is chosen with the plan."""
+        """Number of micro-batches; 1 if it is chosen with the plan."""
         return 1 if self.count == "auto" else self.count

@@ -1,4 +1,4 @@
-"""The parallel step: what `parallelize` returns."""
+"""The parallel step, which `parallelize` returns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ParallelStep(TrainingStep):
         world: This process among all: `step.world.rank == 0` is where one prints.
     """
 
-    if not TYPE_CHECKING:  # so that type checkers know which attributes there are
+    if not TYPE_CHECKING:  # type checkers see only the real attributes
 
         def __getattr__(self, name: str) -> Any:
             return missing_attribute(self, name, OF_STEPS)
@@ -65,31 +65,30 @@ class ParallelStep(TrainingStep):
     ) -> ProgramStep:
         """Plan another training step of the model, on the same states: a second loss or optimizer.
 
-        Such as a critic with an actor, or a generator with a discriminator. Every state stays where
-        it is; those that only the other optimizer has are added. The two are called in any order,
-        in all processes the same. Checkpoints, `steps_done` and `state_dict` are of both
-        together, and belong to this step. What is not said here is as in `parallelize`.
+        For example, a critic next to an actor, or a discriminator next to a generator. Every state
+        stays where it is; states that only the other optimizer has are added. Both steps may be
+        called in any order, but in the same order in all processes. Checkpoints, `steps_done` and
+        `state_dict` cover both, and belong to this step. All else is as in `parallelize`.
 
         Args:
-            loss: `loss(model, batch)`, as `parallelize` takes it.
-            batch: An example of what one step takes; its form may be another one.
-            optimizer: Over some of the model's parameters, others than those of the first one; by
-                default the first one. What no optimizer of a step has does not change in it.
-            planner: Decides how new states are split; by default that of the first program. States
-                that are there stay as they are.
-            pins: How you decide on tensors by name, over what the planner says.
-            micro_batches: Parts of one step; by default as many as of the first program.
-            batch_dim: Along which dim of the batch's tensors its samples lie; by default as in the
-                first program.
+            loss: A function `loss(model, batch)`, as `parallelize` takes it.
+            batch: An example of the batch of one step; its structure may differ from the first.
+            optimizer: An optimizer over parameters that the first one does not have; by default
+                the first one. Parameters without an optimizer in a step do not change in it.
+            planner: Decides how new states are split; by default the planner of the first program.
+                Existing states stay as they are.
+            pins: Your decisions on tensors by name, which the planner keeps.
+            micro_batches: Parts of one step; by default as many as in the first program.
+            batch_dim: The sample dim of the batch's tensors; by default as in the first program.
             pad_to: Sizes to which batches of many lengths are padded.
-            update: What else happens once a step, besides the optimizer.
+            update: Operations once a step in addition to the optimizer.
 
         Raises:
-            ConfigError: something cannot be meant, or does not fit what is there; another optimizer
-                has states of the same parameters.
-            CaptureError: the step cannot be captured; says at which line of your code.
+            ConfigError: an argument is invalid, or conflicts with the programs that are there; or
+                another optimizer has states of the same parameters.
+            CaptureError: the step cannot be captured; names the line of your code.
             GraphError: see `parallelize`.
-            RunError: this step is over; or the runtime takes steps of one form only.
+            RunError: this step is over; or the runtime supports steps of one form only.
         """
         own, engine, first = self._program, self._engine, self._planned
         if self._comparison is not None:
@@ -127,6 +126,6 @@ class ParallelStep(TrainingStep):
         )
 
     def beside(self, *args: Any, **settings: Any) -> ProgramStep:
-        """Call `add_step`, by its former name."""
+        """Call `add_step`; this is its former name."""
         warn_renamed("step.beside", "step.add_step")
         return self.add_step(*args, **settings)

@@ -1,4 +1,4 @@
-"""The ranks of a program: its mesh, and the boxing backend that fits how it was started."""
+"""The ranks of a program: its mesh, and the boxing backend that fits its launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbp_launch.world import MPIEXEC, THREADS, TORCHRUN, World
 #: The boxing that fits a launcher.
 _BOXING: Mapping[str, str] = {MPIEXEC: "mpi"}
 
-#: How one starts processes, for messages.
+#: How to start processes, for messages.
 _START = "torchrun --nproc-per-node={size} PROGRAM, or mpiexec -n {size} python PROGRAM"
 
 
@@ -25,11 +25,11 @@ def mesh_of(world: World, mesh: int | Sequence[int] | Mapping[str, int] | None) 
     """Return the mesh of all ranks.
 
     Args:
-        world: How many processes there are, if there are several.
+        world: The world of processes.
         mesh: See `parallelize`.
 
     Raises:
-        ConfigError: the mesh cannot be meant, or has other ranks than the world.
+        ConfigError: the mesh is invalid, or its size is not the size of the world.
     """
     given = world.size if mesh is None else mesh
     _check_mesh_type(given)
@@ -74,7 +74,7 @@ def mesh_of(world: World, mesh: int | Sequence[int] | Mapping[str, int] | None) 
 
 
 def _check_mesh_type(mesh: object) -> None:
-    """See that a mesh is an integer, a sequence or a mapping.
+    """Check that a mesh is an integer, a sequence or a mapping.
 
     Raises:
         ConfigError: it is something else, such as text.
@@ -96,13 +96,13 @@ def backend_of(
     """Return the boxing backend, not yet open.
 
     Args:
-        world: Says which one fits, and where the processes meet.
-        boxing: What was chosen; None for what fits.
-        choices: Makes it.
-        mesh: All ranks, and on which kind of device they are.
+        world: The world of processes, with its launcher and rendezvous address.
+        boxing: The user's choice; None for the backend that fits the launcher.
+        choices: Makes the backend.
+        mesh: All ranks, and their kind of device.
 
     Raises:
-        ConfigError: it connects processes where there are none, or the other way round.
+        ConfigError: the backend connects processes and there is one only, or the other way round.
     """
     fits = _BOXING.get(world.launcher, "torch") if world.size > 1 else "local"
     chosen = fits if boxing is None else boxing
@@ -134,13 +134,13 @@ def backend_of(
 
 
 def _with_settings(choice: Choice, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice with settings that it does not make itself."""
+    """Return a choice with known settings added, unless it has them."""
     given = {"name": choice} if isinstance(choice, str) else dict(choice)
     return {**known, **given}
 
 
 def _known(world: World, mesh: Placement) -> dict[str, Any]:
-    """Return the settings of `boxing=torch` that follow: its device, and where processes meet."""
+    """Return the settings of `boxing=torch` that are known: device and rendezvous."""
     known: dict[str, Any] = {} if mesh.device == "cpu" else {"device": mesh.device}
     if world.launcher in (THREADS, TORCHRUN):
         return known

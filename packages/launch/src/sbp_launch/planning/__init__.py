@@ -1,10 +1,10 @@
-"""From a one-device step to a checked plan, and reports of plans for people.
+"""From a one-device step to a checked plan, and readable reports of plans.
 
-`flow` is the way: capture, passes, planner, compiler, check, memory. Of a plan, `rows` has a row
-for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`,
-`utilization` and `report` say the rest; `output` writes all of it on a console and into a folder;
-`source_lines` finds the model's line of an operator that failed. Knows no config of a run:
-`sbp_launch.trainer` and `sbp_launch.parallel` both plan through this room.
+`flow` has the steps: capture, passes, planner, compiler, check, memory. `rows` makes a row of each
+module and op of a plan, `moves` finds the boxing around them, and `table` prints both; `pipeline`,
+`savings`, `utilization` and `report` make the other lines; `output` writes everything to a console
+and into a folder; `source_lines` finds the model's line of a failed operator. This room does not
+read the config of a run: `sbp_launch.trainer` and `sbp_launch.parallel` both plan through it.
 """
 
 from __future__ import annotations

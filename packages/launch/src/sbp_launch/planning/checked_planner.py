@@ -1,4 +1,4 @@
-"""A planner behind checks: what it raises and returns is said of its plugin."""
+"""A planner whose errors and results are checked; messages name its plugin."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sbp_core.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPlanner:
-    """Plans as a planner does.
+    """Calls a planner and checks its result.
 
     Args:
         planner: The planner.
-        entry: The plugin that it is of; None for an object of the user's own program.
+        entry: The plugin that it comes from; None for an object of the user's program.
     """
 
     planner: Planner
@@ -25,20 +25,20 @@ class CheckedPlanner:
 
     @property
     def chooses_variants(self) -> bool:
-        """Whether it chooses among the variants of a step, micro-batches among them."""
+        """Whether the planner chooses among the variants of a step, including micro-batches."""
         return bool(getattr(self.planner, "chooses_variants", False))
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return its strategy; that of a planner without a search is fitted into memory.
+        """Return the planner's strategy; if the planner does not search, fit it into memory.
 
         Raises:
-            PluginError: a plugin raises an error that is none of sbp's, or returns anything else.
-            SbpTypeError: an object of the user's returns anything else.
+            PluginError: a plugin raises an error other than `SbpError`, or returns no strategy.
+            SbpTypeError: an object of the user returns no strategy.
         """
         with self.entry.called("plan") if self.entry else nullcontext():
             found: object = self.planner.plan(request)
         if isinstance(found, Strategy):
-            # The search around other planners does so itself.
+            # The search around other planners fits the strategy itself.
             is_searched = isinstance(self.planner, SearchedPlanner)
             return found if is_searched or not may_offload(request) else fitted(request, found)
         if self.entry is not None:

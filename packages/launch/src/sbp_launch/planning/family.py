@@ -1,12 +1,12 @@
-"""The variants of a captured step, as planners that choose among them ask for: `GraphFamily`.
+"""The variants of a captured step, for planners that choose among them: `GraphFamily`.
 
-    variant                    settings of `compile.passes` and of the trainer that it stands for
+    field of a variant         corresponding setting of `compile.passes`, or of the trainer
     num_micro_batches          trainer.micro_batches, if that is left to the planner
-    recompute_bytes            recompute.memory_bytes, unless recompute says what is made again
+    recompute_bytes            recompute.memory_bytes, unless recompute selects operators
     slices                     slices, unless they are set
     splits_classes             split_classes
 
-What a user has set is not chosen: a family has then only the variants that agree with it.
+A planner does not choose what the user has set: the family has only variants that agree with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StepFamily:
     """Implements `sbp_core.graph_variant.GraphFamily`.
 
     Args:
-        settings: Those that the user has chosen.
-        captured: Returns the step as it is captured on so many samples.
-        batch_size: Samples of a step.
-        chooses_micro_batches: Whether their number is left to the planner.
-        known: The graph of `variant`, if it is made already.
+        settings: Settings that the user has chosen.
+        captured: Returns the step, captured on a given number of samples.
+        batch_size: Number of samples of a step.
+        chooses_micro_batches: Whether the number of micro-batches is left to the planner.
+        known: The graph of `variant`, if it exists already.
     """
 
     settings: PlanSettings
@@ -43,7 +43,7 @@ class StepFamily:
 
     @property
     def variant(self) -> GraphVariant:
-        """The variant that the settings say."""
+        """The variant that the settings describe."""
         return GraphVariant(
             num_micro_batches=self.settings.micro_batches,
             splits_classes=self.settings.compile.passes.split_classes is not None,
@@ -58,10 +58,10 @@ class StepFamily:
         return tuple(n for n in range(1, size + 1) if size % n == 0)
 
     def with_batch(self, batch_size: int) -> StepFamily:
-        """Return the variants of the step on another number of samples.
+        """Return the variants of the step for another number of samples.
 
         Raises:
-            ConfigError: they do not divide into the micro-batches that are settled.
+            ConfigError: the samples do not divide into the given number of micro-batches.
         """
         count = self.settings.micro_batches
         if batch_size % count:
@@ -74,13 +74,13 @@ class StepFamily:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the user has left open what is made again."""
+        """Whether the user has left recomputation to the planner."""
         chosen = self.settings.compile.passes.recompute
         return chosen is not None and chosen.memory_bytes is None and not chosen.modules
 
     @property
     def may_slice(self) -> bool:
-        """Whether the user has left open what runs in slices."""
+        """Whether the user has left slices to the planner."""
         return self.settings.compile.passes.slices is None
 
     def settings_of(self, variant: GraphVariant) -> PlanSettings:
@@ -107,7 +107,7 @@ class StepFamily:
         """Return the graph of a variant.
 
         Raises:
-            SbpError: it cannot be made: the budget is less than can be kept to, say.
+            SbpError: it cannot be made, for example because its memory budget is too small.
         """
         if self.known is not None and variant == self.variant:
             return self.known

@@ -1,6 +1,6 @@
 """From a one-device step to a checked plan: capture, passes, planner, compiler, check, memory.
 
-Knows no config of a run: `planned` asks for `sbp-train`, `parallelize` for a program of one's own.
+This module does not read the config of a run: both `sbp-train` and `parallelize` use it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from sbp_torch.update_options import UpdateOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A graph, how it was planned, and the checked plan in simulated time.
+    """A graph, its strategy, and the checked plan with its simulation.
 
-    `known_memory` is what the planner has found its memory to be, if it has; `proof` what was
-    proved of the graph, if that was asked for.
+    `known_memory` is the memory that the planner has predicted, if it has; `proof` is the result
+    of the proof, if one was requested.
     """
 
     settings: PlanSettings
@@ -66,7 +66,7 @@ class Planned:
 
     @cached_property
     def memory(self) -> MemoryReport | str:
-        """What each rank's memory holds, or why it is not known: predicted when it is asked for."""
+        """The contents of each rank's memory, predicted on first use; or why it is not known."""
         if self.known_memory is not None:
             return self.known_memory
         try:
@@ -76,17 +76,17 @@ class Planned:
 
     @property
     def knows_memory(self) -> bool:
-        """Whether `memory` has been predicted, so that to ask for it takes no time."""
+        """Whether `memory` has been predicted already, so that reading it takes no time."""
         return "memory" in vars(self)
 
     @cached_property
     def lowered(self) -> LoweredItems:
-        """The ops with their boxing, before small tensors are merged to travel together."""
+        """The ops with their boxing, before small tensors are merged into buckets."""
         return lower(self.graph, self.strategy)
 
     @property
     def num_steps(self) -> Mapping[StepKind, int]:
-        """Boxing steps that send something in a training step, by kind, before some are merged."""
+        """Number of boxing steps that send data in a training step, by kind, before merging."""
         found: Counter[StepKind] = Counter()
         for item in self.lowered.items:
             if item.step is not None and item.step.size_bytes:
@@ -106,17 +106,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Settings of the planning of training steps, and of evaluations.
+    """Settings for planning training steps and evaluations.
 
     Args:
         mesh: All ranks, with named axes.
         cluster: The machine.
-        compile: How a step becomes a plan.
+        compile: Settings of passes and compiler.
         passes: Passes of plugins, in the order in which they are applied.
         micro_batches: Parts of one step.
-        loss: What the loss of several micro-batches is.
-        micro_batches_per_update: How many, if `loss` says that a step has several updates.
-        update: What happens once a step besides the optimizer.
+        loss: The meaning of the loss of several micro-batches.
+        micro_batches_per_update: Micro-batches of one update, if `loss` implies several updates.
+        update: Operations once a step in addition to the optimizer.
     """
 
     mesh: Placement
@@ -130,15 +130,15 @@ class PlanSettings:
 
     @property
     def captured_parts(self) -> int:
-        """Into how many parts a step is cut before it is captured.
+        """The number of parts into which a step is cut before it is captured.
 
-        One: it is captured on its whole batch, which says what its micro-batches have to compute.
+        1 means that the whole batch is captured, which defines what micro-batches must compute.
         """
         return 1 if self.loss is LossMeaning.WHOLE_BATCH else self.micro_batches
 
     @property
     def options(self) -> CompileOptions:
-        """What the compiler takes."""
+        """The options of the compiler."""
         return CompileOptions(
             overlap=self.compile.overlap,
             boxing_thread=self.compile.boxing_thread,
@@ -151,14 +151,14 @@ class PlanSettings:
         )
 
     def without_tied_counters(self) -> PlanSettings:
-        """Return them for states whose step counters differ, so that no number stands for all."""
+        """Return these settings with a step counter for each state, for counters that differ."""
         passes = replace(self.compile.passes, counters_apart=True)
         return replace(self, compile=replace(self.compile, passes=passes))
 
     def request(
         self, graph: LogicalGraph, pins: Mapping[str, str | Mapping[str, str]] | None = None
     ) -> PlanRequest:
-        """Return what a planner takes."""
+        """Return the request to a planner."""
         return PlanRequest(
             graph=graph,
             mesh=self.mesh,
@@ -171,14 +171,15 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A captured step in the forms in which it can be planned.
+    """A captured step, prepared for planning in one or two versions.
 
     Args:
-        graph: Its softmaxes over very many classes are in parts, so that classes can be split.
-        original: As it was captured.
-        settings: How it is brought into the form that is planned.
-        numbers: Of Python, that may be inputs of it, by the names of these.
-        left_out: Inputs that nothing uses, and that are not planned.
+        graph: The version in which softmaxes over very many classes are in parts, so that classes
+            can be split.
+        original: The captured graph.
+        settings: Settings of the preparation.
+        numbers: Places of Python numbers that may be inputs of it, by the names of the inputs.
+        left_out: Unused inputs, which are not planned.
     """
 
     graph: LogicalGraph
@@ -194,20 +195,20 @@ class Captured:
         settings: PlanSettings,
         numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
     ) -> Captured:
-        """Bring what `capture_step` returned into the forms that are planned.
+        """Prepare a graph that `capture_step` returned for planning.
 
         Raises:
-            GraphError: the loss of the whole batch is asked for, and does not follow from those of
-                its micro-batches.
+            GraphError: the loss of the whole batch is wanted, and does not follow from the losses
+                of its micro-batches.
         """
         graph = prepared(captured, settings)
         return cls(graph=graph, original=captured, settings=settings, numbers=numbers)
 
     @cached_property
     def whole(self) -> LogicalGraph | None:
-        """The form in which each softmax is one operator; None if that is `graph` already.
+        """The version in which each softmax is one operator; None if that is `graph` already.
 
-        It is faster, and for plans that split no classes.
+        It is faster, but only for plans that split no classes.
         """
         if _num_softmaxes(self.graph) == _num_softmaxes(self.original):
             return None
@@ -216,20 +217,20 @@ class Captured:
         return without_unused(prepared(self.original, settings), self.left_out)
 
     def without(self, names: Collection[str]) -> Captured:
-        """Leave out those of some inputs that nothing uses."""
+        """Return the step without those of the named inputs that nothing uses."""
         graph = without_unused(self.graph, names)
         return replace(self, graph=graph, left_out=frozenset(names))
 
     def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
-        """Return the form that is the better one for what a planner decides, and that.
+        """Return the better version for the planner's strategy, and the strategy.
 
-        A planner that has chosen among the variants of the step has chosen the form, too.
+        A planner that has chosen among the variants of the step has chosen the version, too.
 
         Args:
-            plan: Decides on a form. A strategy that was read is for one of them.
+            plan: Returns a strategy for a version. A strategy from a file fits one of them only.
 
         Raises:
-            SbpError: of `plan`, about `graph`.
+            SbpError: `plan` raised it for `graph`.
         """
         try:
             found = plan(self.graph)
@@ -239,7 +240,7 @@ class Captured:
                     return self.whole, plan(self.whole)
             raise
         if found.variant is None and self.whole is not None and not _has_partial_maxima(found):
-            with suppress(SbpError):  # such as pins of what only the other form has
+            with suppress(SbpError):  # for example, a pin of a value that only `graph` has
                 return self.whole, plan(self.whole)
         return self.graph, found
 
@@ -249,7 +250,7 @@ def _num_softmaxes(graph: LogicalGraph) -> int:
 
 
 def _has_partial_maxima(strategy: Strategy) -> bool:
-    """Whether ranks have maxima of parts: of logits whose classes are split."""
+    """Whether ranks hold partial maxima: of logits whose classes are split."""
     return any(
         part == P("max")
         for assignment in strategy.nodes.values()
@@ -265,12 +266,12 @@ def capture_training(
     optimizer: torch.optim.Optimizer,
     settings: PlanSettings,
 ) -> Captured:
-    """Capture a training step and bring it into the forms that are planned; see `capture_step`.
+    """Capture a training step and prepare it for planning; see `capture_step`.
 
     Raises:
         CaptureError: it cannot be captured.
-        GraphError: the loss of the whole batch is asked for, and does not follow from those of its
-            micro-batches.
+        GraphError: the loss of the whole batch is wanted, and does not follow from the losses of
+            its micro-batches.
         ConfigError: a pattern of mixed precision matches nothing.
     """
     return Captured.of(capture_step(model, loss, batch, optimizer, settings), settings)
@@ -284,14 +285,14 @@ def capture_step(
     settings: PlanSettings,
     numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
 ) -> LogicalGraph:
-    """Capture a training step as it is.
+    """Capture a training step, without preparing it for planning.
 
     Args:
         model: See `capture`.
         loss: See `capture`.
         batch: An example of the whole batch, or of one of `settings.captured_parts` parts of it.
         optimizer: See `capture`.
-        settings: How.
+        settings: Settings of the capture.
         numbers: See `capture`.
 
     Raises:
@@ -316,7 +317,7 @@ def capture_step(
 def capture_forward(
     model: nn.Module, loss: Any, batch: Any, settings: PlanSettings, name: str
 ) -> LogicalGraph:
-    """Capture forward and loss, as one micro-batch, in the mode in which the model is."""
+    """Capture forward and loss, as one micro-batch, in the present mode of the model."""
     captured = capture(
         model,
         loss,
@@ -330,13 +331,13 @@ def capture_forward(
 
 
 def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
-    """Return a forward step that reads averages of parameters, where a training step keeps them.
+    """Return a forward step that reads averages in place of parameters that have one in training.
 
     before: y = linear(x, head.weight)
     after:  y = linear(x, head.weight.ema)
 
     Args:
-        graph: Of `capture_forward`.
+        graph: A graph of `capture_forward`.
         train: The training step, over the same model; its averages are states `<parameter>.ema`.
     """
     averages = {entry.of: entry.name for entry in train.inputs if entry.name == f"{entry.of}.ema"}
@@ -353,19 +354,19 @@ def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
 
 
 def prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
-    """Return a captured step in the form that is planned.
+    """Return a captured step, prepared for planning by passes.
 
     Args:
         captured: See `capture_step`.
-        settings: How it is planned.
+        settings: Settings of planning.
 
     Raises:
-        SbpError: it cannot be brought into that form.
+        SbpError: a pass fails.
     """
     unknown = UnknownOperator(settings.compile.unknown_ops)
     extra = [*settings.passes, partial(allow_unknown, unknown=unknown)]
     options = settings.compile.passes
-    if settings.mesh.size == 1:  # nothing is split, and PyTorch's own softmax is one operator
+    if settings.mesh.size == 1:  # nothing is split, so PyTorch's own softmax stays one operator
         options = replace(options, split_classes=None)
     if options.split_backward is None:
         options = replace(options, split_backward="pipe" in settings.mesh.axes)
@@ -380,10 +381,10 @@ def prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
 
 
 def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
-    """Check the patterns of mixed precision, which may name operators, too.
+    """Check the patterns of mixed precision, which may also match operators.
 
     Raises:
-        ConfigError: one matches nothing.
+        ConfigError: a pattern matches nothing.
     """
     how = config.passes.mixed_precision
     if how is None:
@@ -398,15 +399,15 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
 def compiled(
     graph: LogicalGraph, strategy: Strategy, settings: PlanSettings, kept: KeptPlans | None = None
 ) -> Planned:
-    """Compile a strategy, check the plan, and play it in simulated time.
+    """Compile a strategy, check the plan, and simulate it.
 
-    What planners add up without a plan, or with one of other options, gives way to the simulation.
+    The simulated time replaces the planner's estimate, which may be without a plan or its options.
 
     Args:
         graph: The step.
-        strategy: How it is done.
-        settings: How it is compiled.
-        kept: What its planner has compiled, if that was asked for.
+        strategy: Its strategy.
+        settings: Settings of the compiler.
+        kept: Plans that the planner has compiled, if it was given a store for them.
     """
     kept = kept or KeptPlans()
     plan = kept.plan(graph, strategy, settings.options)
@@ -424,16 +425,16 @@ def compiled(
 
 
 def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:
-    """Return the strategy with what the config says of gathers; left alone, it says its own."""
+    """Return the strategy with the config's `regather`, unless that has its default value."""
     chosen = config.regather
     return strategy if chosen == CompileConfig().regather else replace(strategy, regather=chosen)
 
 
 def check_fits(planned: Planned, cluster: Cluster) -> None:
-    """Compare what the plan needs with the memory of a rank, and with that of its host.
+    """Check that a plan fits the memory of its ranks and of their hosts.
 
-    Its exact memory takes as long as planning does, and is predicted only where a bound does not
-    settle it.
+    Predicting the exact memory takes as long as planning, so it happens only if a bound is not
+    sufficient.
 
     Raises:
         MemoryLimitError: a rank would not fit its memory.
@@ -458,7 +459,7 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the `with` block; it is as it was afterwards."""
+    """Put a model into evaluation mode inside the `with` block, and restore its mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""Which boxing belongs to which module, and whether it happens before or after it.
+"""Assign each boxing step to a module, and to a time before or after it.
 
-The compiler boxes a value for the op that asks for it first, which is often a view. What a reader
-wants to know is which module's tensor travels:
+The compiler boxes a value for the op that needs it first, which is often a view. A reader wants to
+know which module's tensor is boxed:
 
     mlp.down:  addmm -> (S(0), P)   view   | all-reduce |   add of the residual stream
                after the forward of mlp.down: its output is summed
@@ -9,8 +9,8 @@ wants to know is which module's tensor travels:
     norm (gradient whole)  <- | all-gather | <-  mm of head's backward, S(1)
                before the backward of norm: the gradient of its output is gathered
 
-Views belong to what they view. Sums of parts belong to the module that made the parts, everything
-else to the module that needs it so; where only one of the two is a module without children, to it.
+A view belongs to the module of its base. A reduction of partial sums belongs to the module that
+made them, other boxing to the module that needs it; or to the only one of the two without children.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sbp_core.units import format_ranges
 
 
 class MoveTime(StrEnum):
-    """When a module's tensor travels: around its forward, its backward or its update."""
+    """Whether a tensor is boxed before, within or after a phase of its module."""
 
     BEFORE = "before"
     WITHIN = "within"
@@ -43,17 +43,17 @@ class Move:
     """One boxing step between ranks, and the module that it belongs to.
 
     Args:
-        stage: Whose ranks send.
+        stage: The stage whose ranks send.
         module: Path of the module; empty for the model itself.
         when, phase: Before, within or after the forward, backward or update of the module.
-        what: What of the module travels: `parameter`, `output gradient`, ...
+        what: The kind of tensor: `parameter`, `output gradient`, ...
         kind: The collective, or a transfer.
-        how: What is done, with axes and change: `over tensor: P -> B`.
-        value: The value that travels.
-        sent_bytes: What all ranks together send in a training step.
-        time_s: What it takes in a training step, in seconds, alone.
-        num_ranks: Ranks that share in sending.
-        target: SBP that it leads to.
+        how: Axes and change of SBP: `over tensor: P -> B`.
+        value: The value that is boxed.
+        sent_bytes: Bytes that all ranks together send in a training step.
+        time_s: Its time in a training step without any overlap, in seconds.
+        num_ranks: Number of ranks that send.
+        target: The resulting SBP.
     """
 
     stage: int
@@ -74,8 +74,8 @@ def moves(graph: LogicalGraph, lowered: LoweredItems, cluster: Cluster) -> Itera
     """Yield every boxing step between ranks, in the order in which they are inserted.
 
     Args:
-        graph: What was planned.
-        lowered: What `lower` made of it and its strategy.
+        graph: The planned graph.
+        lowered: The result of `lower` for the graph and its strategy.
         cluster: The machine.
     """
     times_s: dict[BoxingStep, float] = {}
@@ -88,7 +88,7 @@ def moves(graph: LogicalGraph, lowered: LoweredItems, cluster: Cluster) -> Itera
             continue
         value = lowered.held[item.outputs[0]].value
         repeats = graph.repetitions[item.rate]
-        if step not in times_s:  # equal layers box alike
+        if step not in times_s:  # equal layers have equal boxing steps
             times_s[step] = boxing_step_time_s(step, cluster)
         if item.asked_by:
             sums = any(
@@ -118,12 +118,12 @@ def moves(graph: LogicalGraph, lowered: LoweredItems, cluster: Cluster) -> Itera
 
 
 class _Owners:
-    """Which module a value belongs to, on its way from one op to another."""
+    """Finds the module to which the boxing of a value between two ops belongs."""
 
     def __init__(self, graph: LogicalGraph) -> None:
         self.graph = graph
         paths = {node.module for node in graph.nodes}
-        # Of `blocks.0.up` also `blocks.0` and `blocks` have children, and so has the model.
+        # For `blocks.0.up`: `blocks.0`, `blocks` and the model itself have children.
         self.parents = {""} | {
             ".".join(parts[:end])
             for parts in (path.split(".") for path in paths)
@@ -133,13 +133,13 @@ class _Owners:
     def of(
         self, value: str, taker: Node, *, sums: bool, leaves: bool
     ) -> tuple[str, MoveTime, Phase, str]:
-        """Return module, when, phase and what of a value that is boxed for a node.
+        """Return `module`, `when`, `phase` and `what` for a value that is boxed for a node.
 
         Args:
-            value: What is boxed.
-            taker: The node that asked for it first.
-            sums: Whether parts of a sum are added up.
-            leaves: Whether it goes to another stage.
+            value: The boxed value.
+            taker: The first node that needs it.
+            sums: Whether the boxing reduces partial sums.
+            leaves: Whether the value goes to another stage.
         """
         maker, entry = self._maker(value)
         if entry is not None:
@@ -158,8 +158,8 @@ class _Owners:
             return taker.module, MoveTime.BEFORE, taker.phase, "saved activation"
         is_forward = maker.phase is Phase.FORWARD
         if maker.module == taker.module:
-            # The sum of a gradient's parts may meet that of a residual connection in an addition
-            # that counts as the module's, and the sum of losses their number in a division.
+            # The taker may be an addition of the gradient of a residual connection, or a division
+            # of a sum of losses by their number: they count as the module's, but end it.
             if not sums or self._goes_on(taker):
                 return maker.module, MoveTime.WITHIN, maker.phase, "intermediate"
             belongs_to_maker = True
@@ -173,7 +173,7 @@ class _Owners:
         return taker.module, MoveTime.BEFORE, maker.phase, what
 
     def of_output(self, value: str, name: str) -> tuple[str, MoveTime, Phase, str]:
-        """Return the same of a value that is boxed as the loss, a metric or a new state."""
+        """Return the same for a value that is boxed as the loss, a metric or a new state."""
         producer = self.graph.producers[value]
         if name not in self.graph.new_states:
             return producer.module, MoveTime.AFTER, producer.phase, name
@@ -187,19 +187,19 @@ class _Owners:
         if entry.kind is InputKind.BATCH:
             return self._taker(taker).module, MoveTime.BEFORE, taker.phase, entry.name
         what = entry.kind.value.replace("_", " ")
-        # What goes to another stage is sent by the stage that stores it.
+        # A tensor for another stage is sent by the stage that stores it.
         if leaves or taker.phase is Phase.OPTIMIZER:
             return owner_of(entry), MoveTime.BEFORE, taker.phase, what
         return self._taker(taker).module, MoveTime.BEFORE, taker.phase, what
 
     def _maker(self, value: str) -> tuple[Node | None, GraphInput | None]:
-        """Return the node that makes what a value views, or the graph input that it is."""
+        """Return the node that makes the tensor that a value views, or its graph input."""
         while (node := self.graph.producers.get(value)) is not None:
             tensors = self.graph.tensor_inputs(node)
             if not is_view(node.op) or not tensors:
                 return node, None
             before = self.graph.producers.get(tensors[0])
-            # A backward view of what the forward phase made is the backward phase's.
+            # A view in the backward phase of a forward tensor belongs to the backward phase.
             if before is not None and before.phase is not node.phase:
                 return node, None
             value = tensors[0]
@@ -211,7 +211,7 @@ class _Owners:
         return any((user.module, user.phase) == (node.module, node.phase) for user in users)
 
     def _taker(self, node: Node) -> Node:
-        """Return the first node of its phase that computes with what a node only views."""
+        """Return the node; if it is a view, the first node of its phase that computes with it."""
         while is_view(node.op):
             users = (user for value in node.outputs for user in self.graph.users[value])
             after = next((user for user in users if user.phase is node.phase), None)
@@ -222,12 +222,12 @@ class _Owners:
 
 
 def owner_of(entry: GraphInput) -> str:
-    """Return the module that a state belongs to; an optimizer state, to that of its parameter."""
+    """Return the module of a state; for an optimizer state, the module of its parameter."""
     return (entry.of or entry.name).rpartition(".")[0]
 
 
 def updated_module(node: Node) -> str:
-    """Return the module whose parameter a node of the update belongs to."""
+    """Return the module of the parameter that a node of the update belongs to."""
     parameter, is_update, _ = node.name.partition(".update.")
     return parameter.rpartition(".")[0] if is_update else node.module
 

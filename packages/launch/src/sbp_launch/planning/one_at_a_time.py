@@ -1,7 +1,7 @@
-"""One thread of Python at a time captures and plans.
+"""A lock: one Python thread at a time captures and plans.
 
-PyTorch's tracing patches `nn.Module` for the whole process, and a program that is captured is
-changed meanwhile, so that two captures at once would see each other.
+PyTorch's tracing patches `nn.Module` for the whole process, and a capture temporarily changes its
+program, so two captures at once would disturb each other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let other threads that capture or plan wait until the block is over; it may be nested."""
+    """Make other threads that capture or plan wait until the block ends; may be nested."""
     with _LOCK:
         yield

@@ -1,4 +1,4 @@
-"""The one-device program run next to the first steps: eager model, autograd, `torch.optim`."""
+"""The one-device reference for the first steps: eager model, autograd, `torch.optim`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sbp_torch.graph_capture import counted_random, flatten_batch, rebuild_batch
 
 
 class EagerReference:
-    """A program as one device runs it, with the random numbers of the plan.
+    """Runs a program eagerly on one device, with the random numbers of the plan.
 
-    A step takes its whole batch at once; or a micro-batch at a time, if each has its own loss.
+    A step takes its whole batch at once, or one micro-batch at a time if each has its own loss.
 
     Args:
-        model: With values; is trained.
-        loss: `loss(model, batch)`, as `capture` takes it.
-        optimizer: Over the parameters of the model.
-        settings: How the step is planned.
-        seed: Of random numbers in the step.
+        model: A model with values, which is trained.
+        loss: A function `loss(model, batch)`, as `capture` takes it.
+        optimizer: An optimizer over the parameters of the model.
+        settings: Settings with which the step was planned.
+        seed: The seed of random numbers in the step.
         staleness: See `PhysicalPlan.staleness`.
-        num_done: Steps that were taken before.
+        num_done: Number of steps taken before.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class EagerReference:
         self.found: list[float] = []
 
     def step(self, batch: Any, loss: float, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take one step and note its loss next to that of the parallel program.
+        """Take one step, and record its loss and the loss of the parallel program.
 
         Args:
-            batch: Of the step.
-            loss: Of the parallel program.
+            batch: The batch of the step.
+            loss: The loss of the parallel program.
             groups: Settings of each parameter group in this step, such as its `lr`.
         """
         count, flat = self.settings.captured_parts, flatten_batch(batch)
@@ -89,7 +89,7 @@ class EagerReference:
         return own.item()
 
     def _updates(self, parts: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> float:
-        """Take several updates, by micro-batches that are computed with stale parameters.
+        """Take several updates, with micro-batches that are computed with stale parameters.
 
         Returns:
             The mean of their losses.
@@ -130,7 +130,7 @@ class EagerReference:
             nn.utils.clip_grad_value_(parameters, update.clip_value)
 
     def verdict(self) -> str:
-        """Return what is printed: the largest deviation, and where there is none to be told."""
+        """Return the largest deviation as text, and the first step that cannot be compared."""
         pairs = list(zip(self.found, self.losses, strict=True))
         finite = [math.isfinite(found) and math.isfinite(own) for found, own in pairs]
         known = finite.index(False) if False in finite else len(pairs)

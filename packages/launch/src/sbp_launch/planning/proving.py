@@ -1,7 +1,7 @@
-"""The proof of a planned step, for both doors: by every process, before a step is taken.
+"""The proof of a planned step, by every process, before a step is taken.
 
-Each process proves what it has planned, as it plans by itself. What is drawn follows from the
-graphs, not from time or rank, so all of them come to the same, and nobody waits for another.
+Each process proves its own plan. The random values depend on the graphs, not on time or rank, so
+all processes get the same result, and none waits for another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sbp_launch.planning.flow import Planned, prepared
 from sbp_torch.graph_capture import flatten_batch, rebuild_batch
 from sbp_torch.proof import PlannedStep, prove
 
-#: Micro-batches of a step on few samples, and samples of each.
+#: For a step on few samples: the number of micro-batches, and samples of each.
 _FEW = (2, 2)
 
 
@@ -28,12 +28,12 @@ def proved(
     states: Callable[[], Mapping[str, Tensor]],
     capture: Callable[[Any], LogicalGraph],
 ) -> Planned:
-    """Return a plan with what is proved of its graph, unless `compile.prove` says no.
+    """Return a plan together with the result of its proof, unless `compile.prove` is false.
 
     Args:
         planned: The plan.
-        captured: The step as it was captured, in the parts that its settings say.
-        batch: An example of what was captured.
+        captured: The captured step, cut into the parts of its settings.
+        batch: An example of the batch of the captured step.
         states: Returns values of the states.
         capture: Captures the step on another number of samples.
 

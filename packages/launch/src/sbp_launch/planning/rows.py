@@ -1,7 +1,7 @@
-"""The plan as rows: one for each module of the model, and one for each op.
+"""A plan as rows: one for each module of the model, and one for each op.
 
-The rows of modules are what is printed: how a module's parameters are stored, how its output
-leaves, and what travels around it. The rows of ops are the file `plan.txt`.
+The rows of modules are printed: the SBP of a module's parameters and of its output, and the boxing
+around it. The rows of ops are written to the file `plan.txt`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class ModuleMove:
     """Boxing steps of one module that happen at the same time in the same way.
 
     Args:
-        when, phase: Such as after forward.
-        what: What travels, with its number if there are several: `2 gradients`.
+        when, phase: For example, after forward.
+        what: The kind of tensor, with the number if there are several: `2 gradients`.
         kind: The collective, or a transfer.
-        how: Axes and change: `over data: P -> B`.
-        sent_bytes: What all ranks of the stage together send in a training step.
-        num_ranks: Ranks that share in sending.
-        layers: Of layers that are folded into one row, those that do this; empty for all.
-        time_s: What it takes in a training step, in seconds, if each tensor travels alone and
-            nothing overlaps.
+        how: Axes and change of SBP: `over data: P -> B`.
+        sent_bytes: Bytes that all ranks of the stage together send in a training step.
+        num_ranks: Number of ranks that send.
+        layers: The layers that do this, if some of the layers in the row do not; empty for all.
+        time_s: Its time in a training step, in seconds, if each tensor is sent alone and nothing
+            overlaps.
     """
 
     when: MoveTime
@@ -50,26 +50,26 @@ class ModuleMove:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What the moves of a module are sorted by."""
+        """The key by which the moves of a module are sorted."""
         return _PHASE_ORDER[self.phase], _WHEN_ORDER[self.when]
 
     @property
     def bytes_of_a_rank(self) -> float:
-        """What a rank sends in a training step; where ranks differ, their mean."""
+        """Bytes that a rank sends in a training step; the mean, if ranks differ."""
         return self.sent_bytes / self.num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRow:
-    """One module on one stage; a module with children has a row for the ops that it calls itself.
+    """One module on one stage; the row of a module with children has only its own ops.
 
     Args:
-        stage: Where it runs.
+        stage: The stage on which it runs.
         module: Its path; empty for the model itself.
         is_parent: Whether it has children.
         parameters: (name, SBP) of each parameter that it stores.
-        output: SBP of the largest tensor that leaves it in the forward phase, after its boxing.
-        moves: What travels around it, in the order forward, backward, update.
+        output: SBP, after boxing, of the largest tensor that leaves it in the forward phase.
+        moves: Boxing around it, in the order forward, backward, update.
     """
 
     stage: int
@@ -81,7 +81,7 @@ class ModuleRow:
 
     @property
     def bytes_of_a_rank(self) -> float:
-        """What a rank sends in a training step."""
+        """Bytes that a rank sends in a training step."""
         return sum(move.bytes_of_a_rank for move in self.moves)
 
 
@@ -90,13 +90,13 @@ class OpRow:
     """One op of the plan.
 
     Args:
-        phase, stage, module: Where it stands.
-        name: As the strategy names it.
-        op: Operator without its namespace.
-        inputs, outputs: Their SBPs.
-        before: Boxing of its inputs, as far as it is the first to ask for it.
+        phase, stage, module: Its place in the step and the model.
+        name: Its name in the strategy.
+        op: The operator without its namespace.
+        inputs, outputs: SBPs of its inputs and outputs.
+        before: Boxing of those inputs that it is the first to need.
         after: Boxing of its outputs as new states, loss and metrics.
-        sent_bytes: What that boxing sends in a training step, over all ranks.
+        sent_bytes: Bytes that this boxing sends in a training step, over all ranks.
     """
 
     phase: str
@@ -117,10 +117,10 @@ def module_rows(
     """Return a row for each module and stage: by stage, in the order of the forward pass.
 
     Args:
-        graph: What was planned.
-        strategy: How.
-        lowered: What `lower` made of both.
-        cluster: The machine, which says what boxing takes.
+        graph: The planned graph.
+        strategy: Its strategy.
+        lowered: The result of `lower` for both.
+        cluster: The machine, for the time of boxing.
     """
     found: dict[tuple[int, str], list[Move]] = {}
     nodes: dict[tuple[int, str], list[Node]] = defaultdict(list)
@@ -159,7 +159,7 @@ def _only_views(nodes: Sequence[Node]) -> bool:
 
 
 def _parents(module: str) -> Iterator[str]:
-    """Yield the paths of what a module is inside of, but the root."""
+    """Yield the paths of the modules that contain a module, except the root."""
     while "." in module:
         module = module.rpartition(".")[0]
         yield module
@@ -172,14 +172,14 @@ def _output(
     own: Sequence[Move],
     results: Container[str],
 ) -> str:
-    """Return the SBP of the largest tensor that leaves a module in the forward phase; the last one.
+    """Return the SBP of a module's largest output in the forward phase; of equal ones, the last.
 
     Args:
-        graph: What was planned.
-        strategy: How.
-        nodes: Those of the module.
-        own: What travels around it.
-        results: The values that a step returns besides its states.
+        graph: The planned graph.
+        strategy: Its strategy.
+        nodes: The nodes of the module.
+        own: The boxing around it.
+        results: The values that a step returns, without its states.
     """
     names = {node.name for node in nodes}
     boxed = {
@@ -200,7 +200,7 @@ def _output(
 
 
 def _together(own: Sequence[Move]) -> Iterator[ModuleMove]:
-    """Yield a module's moves, equal ones as one."""
+    """Yield a module's moves, with equal ones merged."""
     groups: dict[tuple[Phase, MoveTime, str, StepKind, str, int], list[Move]] = defaultdict(list)
     for move in own:
         key = move.phase, move.when, move.what, move.kind, move.how, move.num_ranks
@@ -251,7 +251,7 @@ def op_rows(graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems) -> I
 
 
 def plan_text(rows: Sequence[OpRow]) -> str:
-    """Return every op as a line of tab-separated text, below a line of names."""
+    """Return every op as a line of tab-separated text, below a header line."""
     names = (
         "phase",
         "stage",
@@ -272,7 +272,7 @@ def plan_text(rows: Sequence[OpRow]) -> str:
 
 
 def _step_text(step: BoxingStep) -> str:
-    """Return what a step does: `all-reduce (S(0), P) -> (S(0), B)`."""
+    """Return a boxing step as text: `all-reduce (S(0), P) -> (S(0), B)`."""
     (before, source), (after, target) = step.source, step.target
     there = f" to {ranks_text(after)}" if before != after else ""
     return f"{step.kind.value}{there} ({source}) -> ({target})"

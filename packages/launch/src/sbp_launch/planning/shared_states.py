@@ -1,6 +1,6 @@
-"""Plans next to that of a training step, around the states that it has.
+"""Plans of further steps that keep the states of a training step where they are.
 
-Those of its other forms, of other programs over its states, and of evaluations.
+These are its other forms, other programs over its states, and evaluations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Storage, Strategy
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compiled
 
-#: Plans a graph, with what is pinned of it: SBP by name.
+#: Plans a graph with pins: SBP by name.
 PlanAround = Callable[[LogicalGraph, Mapping[str, str]], Strategy]
 
 
@@ -31,26 +31,26 @@ def plan_form(
     *,
     has_pins: bool = False,
 ) -> Planned:
-    """Plan another step on the states of a training step, each of which stays where it is.
+    """Plan another step on the states of a training step, which stay where they are.
 
-    What that says of operators holds, if they are the same ones. Else, if there are states that it
-    has not, the planner is asked; and without new ones, or if it cannot keep to what is there,
-    operators are inferred around the states.
+    If the operators and inputs are the same, the strategy of the training step is used. Otherwise,
+    if there are new states, the planner is called. Without new states, or if the planner moves a
+    present state, the signatures of operators are inferred around the states.
 
     Args:
         train: The training step.
-        captured: Another one: of another batch, of a program that has changed, or another program.
-        settings: Of the other step.
+        captured: The other step: for another batch, a changed program, or another program.
+        settings: Settings of the other step.
         plan: The planner.
-        stored: SBP of all states that there are, by name.
-        counted: States for which there are host numbers. Those, and new states of the optimizer,
-            are left out where nothing uses them.
-        has_pins: Whether the user has pinned something: then the planner is asked in any case, and
-            what it refuses is refused.
+        stored: SBP of all present states, by name.
+        counted: States that are kept as host numbers. They, and new states of the optimizer, are
+            left out if nothing uses them.
+        has_pins: Whether the user has given pins: then the planner is always called, and its
+            errors are raised.
 
     Raises:
-        SbpError: of the planner, with `has_pins`.
-        PlanError: the training step trains on parameters of earlier steps.
+        SbpError: with `has_pins`, the planner raises it.
+        PlanError: the training step uses stale parameters; or, with pins, a state would move.
         ConfigError: a rank would not fit its memory.
     """
     known = train.strategy
@@ -116,12 +116,12 @@ def _new_states(graph: LogicalGraph, known: Strategy) -> list[str]:
 
 
 def plan_on_states(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
-    """Plan forward and loss with every state, batch entry and module where training has them.
+    """Plan forward and loss, with states, batch entries and modules on the same ranks as training.
 
     Args:
         train: The training step.
-        graph: Of `capture_forward`, over the same model.
-        settings: Those of the training step.
+        graph: A graph of `capture_forward`, over the same model.
+        settings: Settings of the training step.
 
     Raises:
         ConfigError: a rank would not fit its memory.
@@ -149,10 +149,10 @@ def plan_on_states(train: Planned, graph: LogicalGraph, settings: PlanSettings) 
 def _where_unread_lies(
     train: Planned, graph: LogicalGraph, strategy: Strategy
 ) -> dict[str, Storage]:
-    """Return how tensors are stored: those that a graph does not read, as training has them.
+    """Return the storage of all tensors; those that the graph does not read are as in training.
 
-    Such as counts of batch norms in an evaluation, and a head that another program trains: they
-    have no stage of their own.
+    Examples are counters of batch norms in an evaluation, and a head that another program trains.
+    No operator of the graph gives them a stage.
     """
     known = train.strategy.storage
     return {
@@ -162,12 +162,12 @@ def _where_unread_lies(
 
 
 def _stage_modules(train: Planned, graph: LogicalGraph) -> list[list[str]]:
-    """Return the modules of each stage of a training step that another graph has, too.
+    """Return the modules of another graph by stages of the training step.
 
-    And those of the other graph alone, by the stages of the states that they read.
+    Modules that only the other graph has are on the stages of the states that they read.
     """
     modules: list[list[str]] = [[] for _ in train.strategy.stages]
-    left = {node.module for node in graph.nodes}  # dropout has no part in an evaluation
+    left = {node.module for node in graph.nodes}  # an evaluation has no dropout, for example
     for node in train.graph.nodes:
         if node.name in train.strategy.nodes and node.phase is Phase.FORWARD and node.module:
             stage = train.strategy.nodes[node.name].stage

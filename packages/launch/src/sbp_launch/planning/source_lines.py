@@ -1,4 +1,4 @@
-"""Say of a failed operator which line of the model it came from."""
+"""Add to the error of a failed operator the line of the model that called it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
 
-#: How runtimes name the node whose operator failed.
+#: The way in which runtimes name the node whose operator failed.
 _NODE = re.compile(r"op '(?P<node>[^']+)':")
 
 
 @contextmanager
 def naming_source_lines(graph: LogicalGraph) -> Iterator[None]:
-    """Raise the error of a step inside the `with` block with the model's line.
+    """Return a context that adds the model's line to an error of a step in the `with` block.
 
     Args:
-        graph: What the session runs, before it was planned.
+        graph: The graph of the session, before it was planned.
 
     Raises:
-        RunError: the one that the step raised; see `with_source_line`.
+        RunError: the error of the step; see `with_source_line`.
     """
     try:
         yield
@@ -30,13 +30,13 @@ def naming_source_lines(graph: LogicalGraph) -> Iterator[None]:
 
 
 def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:
-    """Return the error of a step with the model's line, if it names a node that came from one.
+    """Return the error of a step with the model's line, if it names a node that has one.
 
-    Its cause and its notes go along.
+    Its cause and its notes are kept.
 
     Args:
-        error: That a step raised.
-        graph: What the session runs, before it was planned.
+        error: The error that a step raised.
+        graph: The graph of the session, before it was planned.
     """
     named = [found["node"] for place in error.where if (found := _NODE.search(place))]
     lines = [line for node in graph.nodes if node.name in named for line in node.where()]

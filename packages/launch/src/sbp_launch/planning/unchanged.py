@@ -1,4 +1,4 @@
-"""That a capture changes nothing that the program reads: then the next step reads the same."""
+"""Check that a capture changes nothing that the program reads, so the next step stays the same."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def check_unchanged(
     again: Callable[[], LogicalGraph],
     make_guard: Callable[[], Guard],
 ) -> None:
-    """See that the capture of a step has changed nothing that its program reads.
+    """Check that the capture of a step has changed nothing that its program reads.
 
-    What it has changed is set back. That it changes something once, such as a cache that is filled,
-    is harmless: the next capture changes nothing more, and makes the same step.
+    Changed values are restored. A change that happens once, such as filling a cache, is harmless if
+    the next capture changes nothing more and gives the same step.
 
     Args:
-        guard: Made before the capture.
+        guard: A guard that was made before the capture.
         graph: The captured step.
-        again: Captures it.
-        make_guard: Makes a guard of the program as it is.
+        again: Captures it again.
+        make_guard: Makes a guard of the program in its present condition.
 
     Raises:
         ConfigError: each capture changes what the program reads.
@@ -35,7 +35,7 @@ def check_unchanged(
     behind = make_guard()
     try:
         is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
-    except Exception:  # also PyTorch's own, such as of tensors of the first capture
+    except Exception:  # also errors of PyTorch, for example on tensors of the first capture
         is_once = False
     guard.restore()
     if not is_once:

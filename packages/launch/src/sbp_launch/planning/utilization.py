@@ -1,11 +1,11 @@
-"""Model flop utilization (MFU): how much of what the ranks could compute a step makes use of.
+"""Model flop utilization (MFU): the share of the ranks' compute rate that a step uses.
 
     MFU = flop of the model in a step / (seconds of the step * flop/s of all ranks)
 
 The flop of the model are those of forward and backward of the one-device program: a multiplication
-and an addition count 2, what is computed element by element 1 an element. What is recomputed counts
-once, and the update not at all. The rate of a rank is that of matrix products in the dtype of each
-operator, as the cluster says: measured (`cluster=measured`) or declared.
+with an addition counts 2, an elementwise operator counts 1 for each element. Recomputed operators
+count once, and the update does not count. The rate of a rank is the cluster's rate of matrix
+products in the dtype of each operator: measured (`cluster=measured`) or declared.
 
 Source: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
 """
@@ -21,7 +21,7 @@ from sbp_core.passes import REMATERIALIZED
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.units import format_flop
 
-#: The phases whose operators are the model's, and what is ours in them: sums over micro-batches.
+#: The phases that count, and the operator in them that sbp adds: sums over micro-batches.
 _COUNTED, _OURS = (Phase.FORWARD, Phase.BACKWARD), "sbp.accumulate"
 
 
@@ -30,9 +30,9 @@ class ModelWork:
     """The work of the model in a step.
 
     Args:
-        flop: Of forward and backward, of all micro-batches.
-        rank_s: Seconds that one rank would take for all of it at its full rate.
-        num_ranks: Ranks that share it, >= 1.
+        flop: Flop of forward and backward of all micro-batches.
+        rank_s: Seconds that one rank at its full rate would need for all of it.
+        num_ranks: Number of ranks that share it, >= 1.
     """
 
     flop: float
@@ -45,8 +45,8 @@ class ModelWork:
 
         Args:
             graph: The step, with accumulation made explicit.
-            device: What each rank computes with.
-            num_ranks: Of the run.
+            device: The device of each rank.
+            num_ranks: Number of ranks of the run.
         """
         slowest = min(device.flop_per_s.values())
         flop = rank_s = 0.0
@@ -68,15 +68,15 @@ class ModelWork:
         return cls(flop=flop, rank_s=rank_s, num_ranks=num_ranks)
 
     def mfu(self, step_s: float) -> float:
-        """Return the utilization of a step that took so many seconds."""
+        """Return the utilization of a step that took `step_s` seconds."""
         return self.rank_s / (step_s * self.num_ranks)
 
     def line(self, step_s: float, cluster: str) -> str:
-        """Return what is told of a run, or of a plan.
+        """Return the report line for a run or a plan.
 
         Args:
-            step_s: A typical step, in seconds.
-            cluster: Whose rates were taken, such as `local`.
+            step_s: Time of a typical step, in seconds.
+            cluster: The name of the cluster whose rates were used, such as `local`.
         """
         flop = format_flop(self.flop)
         return (
@@ -86,7 +86,7 @@ class ModelWork:
 
 
 def samples_of_step(graph: LogicalGraph) -> int:
-    """Return how many samples a step takes: dim 0 of what a micro-batch brings; 0 if none has dims.
+    """Return the number of samples of a step, from dim 0 of batch tensors; 0 if none has dims.
 
     Args:
         graph: The step.
@@ -97,12 +97,12 @@ def samples_of_step(graph: LogicalGraph) -> int:
 
 
 def speed_line(graph: LogicalGraph, cluster: Cluster, num_ranks: int, step_s: float) -> str:
-    """Return how fast a plan is, in samples a second and as a part of what its ranks could do.
+    """Return the speed of a plan, in samples per second and as model flop utilization.
 
     Args:
         graph: The step.
-        cluster: Whose rates are counted on.
-        num_ranks: Of the plan.
+        cluster: The cluster whose rates are used.
+        num_ranks: Number of ranks of the plan.
         step_s: Predicted time of a step, in seconds, above 0.
     """
     work = ModelWork.of(graph, cluster.device, num_ranks)

@@ -1,6 +1,6 @@
-"""How long a run trains, how much of that is done, and how its learning rate goes.
+"""The budget of a run, its progress, and the schedule of its learning rate.
 
-A budget is so many steps, epochs, tokens or hours. The factor of the learning rate is a pure
+A budget is a number of steps, epochs, tokens or hours. The factor of the learning rate is a pure
 function of a step's place in the run.
 """
 
@@ -14,35 +14,35 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import TrainerState
 from sbp_launch.checks import check_least
 
-#: What a budget may count.
+#: The units of a budget.
 Unit = Literal["steps", "epochs", "tokens", "hours"]
 
-#: Of a run that is given none.
+#: The budget of a run without one.
 DEFAULT_STEPS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How long a run trains, over all its stops.
+    """How long a run trains in total, over all interruptions.
 
     Args:
-        unit: What it counts.
-        amount: How many of these, > 0.
+        unit: The unit of `amount`.
+        amount: The size of the budget, > 0.
     """
 
     unit: Unit
     amount: float
 
     def counted(self, *, step_samples: int, step_tokens: int, epoch_samples: int) -> Allowance:
-        """Return it as what steps can be counted against.
+        """Return the budget in a unit in which steps can be counted.
 
         Args:
             step_samples: Samples of a step, over all ranks, >= 1.
-            step_tokens: Tokens of a step; 0 if the data are no text.
+            step_tokens: Tokens of a step; 0 if the data are not text.
             epoch_samples: Samples of the training data, >= 1.
 
         Raises:
-            ConfigError: the data have no tokens, and these are to be counted.
+            ConfigError: the budget is in tokens, and the data have none.
         """
         if self.unit == "tokens" and not step_tokens:
             raise ConfigError(
@@ -63,9 +63,9 @@ class Allowance:
     """A budget in steps, samples, tokens or seconds.
 
     Args:
-        unit: What the budget counts.
-        goal: At how many of what is counted the run ends, > 0.
-        each: How many a step takes; None for time, of which nobody knows before.
+        unit: The unit of the budget.
+        goal: The count at which the run ends, > 0.
+        each: The count of one step; None for time, because it is not known in advance.
     """
 
     unit: Unit
@@ -73,7 +73,7 @@ class Allowance:
     each: int | None
 
     def done(self, state: TrainerState) -> float:
-        """Return how many of what is counted are done."""
+        """Return the count that is done."""
         counts = {
             "steps": state.step,
             "epochs": state.samples,
@@ -87,22 +87,22 @@ class Allowance:
         return self.done(state) >= self.goal
 
     def share(self, state: TrainerState) -> float:
-        """Return the share that is done, in [0, 1]."""
+        """Return the done share of the budget, in [0, 1]."""
         return min(1.0, self.done(state) / self.goal)
 
     def total_steps(self, state: TrainerState) -> int | None:
-        """Return how many steps the run has in all, those that are done with it; None for time."""
+        """Return the number of steps of the run, including those done; None for time."""
         if self.each is None:
             return None
         left = max(0.0, self.goal - self.done(state))
         return state.step + math.ceil(left / self.each)
 
     def place(self, state: TrainerState) -> tuple[float, float]:
-        """Return where the next step is in the run, for schedules: its number from 0, of how many.
+        """Return the place of the next step, for schedules: its number from 0, and the total.
 
-        In steps of the batch size that the run has now, so that it goes on where it was after a
-        change of that; with a budget of time, the steps of the run are those that it would come to
-        at the pace of all so far.
+        Both are in steps of the present batch size, so that the schedule continues at the same
+        place after a change of the batch size. With a budget of time, the total is estimated from
+        the mean time of all steps so far.
         """
         if self.each is not None:
             return self.done(state) / self.each, math.ceil(self.goal / self.each)
@@ -112,7 +112,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate goes: up while warming up, then as `decay` says.
+    """The schedule of the learning rate: a linear warm-up, then `decay`.
 
     Args:
         decay: `constant`, `linear` or `cosine` from 1 to `final` over the steps after the warm-up,
@@ -120,7 +120,7 @@ class ScheduleConfig:
             first, and linear to `final` over the last steps.
         warmup_steps: Steps of the linear warm-up, >= 0; the last of them has the factor 1.
         final: Factor at the end of a linear, cosine or wsd decay, in [0, 1].
-        decay_ratio: Of wsd: share of the steps after the warm-up in which it falls, in (0, 1].
+        decay_ratio: For wsd: share of the steps after the warm-up in which it falls, in (0, 1].
     """
 
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
@@ -138,12 +138,12 @@ class ScheduleConfig:
             )
 
     def factor(self, step: float, steps: float) -> float:
-        """Return what the learning rate of a step is multiplied by.
+        """Return the factor of the learning rate in a step.
 
         Args:
             step: Number of the step, from 0.
-            steps: Steps of the whole run, > 0, perhaps infinite; the factor stays as it is after
-                them.
+            steps: Steps of the whole run, > 0, possibly infinite; after them, the factor is
+                constant.
         """
         if step < self.warmup_steps:
             return min(1.0, (step + 1) / self.warmup_steps)

@@ -1,12 +1,12 @@
-"""The config folders: their groups, the options of a group, and what the file of an option says.
+"""The config folders: their groups, the options of a group, and the comments of an option's file.
 
-Hydra searches the same folders in the same order; here they are read without it, so that a message,
-the help or a completion need no composed config. Next to its values, which Hydra reads, an option
-file has a first comment, and one for each setting:
+Hydra searches the same folders in the same order. Here they are read without Hydra, so that
+messages, help and completion need no composed config. In addition to its values, which Hydra reads,
+an option file has a first comment, and a comment for each setting:
 
     # Adam with decoupled weight decay.       the comment of the file
     name: adamw
-    lr: 0.001  # learning rate                the comment of `lr`, which may go on
+    lr: 0.001  # learning rate                the comment of `lr`, which may continue
       # in lines that are indented further
 
 A comment may also be above its setting.
@@ -29,21 +29,21 @@ from sbp_core.serialize import read_bytes
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import TrainerConfig
 
-#: Values that an option file may have, those that references repeat counted each time.
+#: The largest number of values of an option file, counting every reference to a value.
 MOST_VALUES = 100_000
 
-#: What PyYAML passes on of values that it cannot make.
+#: Errors other than its own that PyYAML raises for invalid values.
 _OF_YAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def headline(text: str) -> str:
-    """Return the first sentence of the comment that a file begins with, or `""`."""
+    """Return the first sentence of the first comment of a file, or `""`."""
     comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
     return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
 
 
 def comments(text: str) -> dict[str, str]:
-    r"""Return the comment of each setting by its key, `schedule.decay`; none of what is no YAML.
+    r"""Return the comment of each setting by its key, `schedule.decay`; none if it is not YAML.
 
     >>> comments("a: 1  # one\nb:  # more\n  # above c\n  c: [2]\n  d: x  # long\n    # text")
     {'a': 'one', 'b': 'more', 'b.c': 'above c', 'b.d': 'long text'}
@@ -73,9 +73,9 @@ def _comment(lines: list[str], name: yaml.Node, value: yaml.Node, first: int) ->
     """Return the comment after or above a setting.
 
     Args:
-        lines: The file.
-        name: Its name.
-        value: Its value.
+        lines: The lines of the file.
+        name: The node of the setting's name.
+        value: The node of its value.
         first: Number of the first line after the file's own comment.
     """
     is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
@@ -93,12 +93,12 @@ def _comment(lines: list[str], name: yaml.Node, value: yaml.Node, first: int) ->
 
 
 def _is_comment(line: str, indent: int) -> bool:
-    """Return whether a line is a comment that is indented so far at least."""
+    """Return whether a line is a comment with at least this indentation."""
     return line.lstrip().startswith("#") and len(line) - len(line.lstrip()) >= indent
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
-    """Refuses a name that occurs twice in a mapping."""
+    """A loader that refuses a name that occurs twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         """Return a mapping.
@@ -120,11 +120,11 @@ class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
 
 
 def num_values(node: yaml.Node | None, known: dict[int, float] | None = None) -> float:
-    """Return how many values a part of a file stands for; infinity if it is within itself.
+    """Return the number of values that a node expands to; infinity if it contains itself.
 
     Args:
-        node: Of the part.
-        known: Of the parts that have been met, by identity: references share them.
+        node: The node.
+        known: The results for visited nodes, by identity, because references share nodes.
     """
     known = {} if known is None else known
     if node is None:
@@ -139,9 +139,9 @@ def num_values(node: yaml.Node | None, known: dict[int, float] | None = None) ->
 
 
 def refuse_expansion(text: str, file: str) -> None:
-    """Check that the references of an option file stand for no more values than memory holds.
+    """Check that the references of an option file do not expand to more values than memory holds.
 
-    A few lines of references to references do: `a: &a [1, 1]`, `b: &b [*a, *a]`, ...
+    A few lines of nested references can do that: `a: &a [1, 1]`, `b: &b [*a, *a]`, ...
 
     Raises:
         ConfigError: they do.
@@ -163,7 +163,7 @@ def refuse_faults(text: str, file: str) -> None:
     """Check that an option file is a mapping in YAML.
 
     Raises:
-        ConfigError: it is not; names file, line and what is wrong there.
+        ConfigError: it is not; names the file, the line and the fault.
     """
     if "\ufffd" in text:
         raise ConfigError("the option file is no UTF-8", where=file, todo="save it as UTF-8")
@@ -196,22 +196,22 @@ def refuse_faults(text: str, file: str) -> None:
         )
 
 
-#: Where the primary configs are; Hydra searches it first.
+#: The folder of the primary configs, which Hydra searches first.
 PRIMARY = ConfigFolder(path="pkg://sbp_launch.conf", distribution="sbp-launch")
 
-#: Stands for the distribution of the user's own folder.
+#: The name used as the distribution of the user's own folder.
 OWN_FOLDER = "--config-dir"
 
-#: The settings of the groups that name no plugin.
+#: The configs of the groups that name no plugin.
 CORE_CONFIGS: Mapping[str, type] = {"trainer": TrainerConfig, "compile": CompileConfig}
 
-#: Stands for a plugin that is not there.
+#: Used in place of a missing plugin.
 _NOBODY = PluginEntry(kind="", name="", distribution="", version="", api_version=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """What one can choose from.
+    """The groups, options and settings that a user can choose from.
 
     Args:
         registry: The plugins.
@@ -222,7 +222,7 @@ class Catalog:
     folders: tuple[ConfigFolder, ...]
 
     def groups(self) -> tuple[str, ...]:
-        """Return the names of all groups but Hydra's own, sorted."""
+        """Return the sorted names of all groups except Hydra's own."""
         names = {
             child.name
             for folder in self.folders
@@ -232,13 +232,13 @@ class Catalog:
         return tuple(sorted(names - {"hydra"}))
 
     def options(self, group: str) -> tuple[str, ...]:
-        """Return the options of a group as one writes them: `osdp`, `manual/pipeline`."""
+        """Return the options of a group as users write them: `osdp`, `manual/pipeline`."""
         found = (_options(folder.root().joinpath(group)) for folder in self.folders)
         former = self.registry.former_names(group) if group in KINDS else {}
         return tuple(sorted({option for options in found for option in options} - former.keys()))
 
     def owners(self, config: str) -> tuple[str, ...]:
-        """Return the distributions that bring a config such as `planner/osdp`."""
+        """Return the distributions that provide a config such as `planner/osdp`."""
         return tuple(folder.distribution for folder in self._holding(config))
 
     def file(self, config: str) -> str:
@@ -249,17 +249,17 @@ class Catalog:
         return ""
 
     def about(self, config: str) -> tuple[str, ...]:
-        """Return the lines of the comment that a config begins with."""
+        """Return the lines of the first comment of a config."""
         lines = takewhile(lambda line: line.startswith("#"), self.text(config).splitlines())
         return tuple(line.removeprefix("#").removeprefix(" ") for line in lines)
 
     def summary(self, group: str, option: str) -> str:
-        """Return what an option is in a sentence: of its file, or else of its plugin, or `""`."""
+        """Return a sentence about an option, from its file or else its plugin, or `""`."""
         entries = (one for one in self.registry.entries if (one.kind, one.name) == (group, option))
         return headline(self.text(f"{group}/{option}")) or next(entries, _NOBODY).summary
 
     def comments(self, config: str) -> dict[str, str]:
-        """Return what a config says of its settings, by key; see `option_file`."""
+        """Return the comments of the settings in a config, by key; see the function `comments`."""
         return comments(self.text(config))
 
     def configs(self, group: str) -> list[type]:
@@ -278,10 +278,10 @@ class Catalog:
     def complete(self, line: str) -> tuple[str, ...] | None:
         """Return the completions of the last word of a command line: `planner=manual/zero`.
 
-        Hydra completes no option inside a folder of a group.
+        Hydra does not complete options inside a folder of a group.
 
         Returns:
-            Whole words; None if the word is no choice of an option, so that Hydra should answer.
+            Whole words; None if the word does not choose an option, so that Hydra should complete.
         """
         group, equals, start = line.rpartition(" ")[2].partition("=")
         if not equals or group not in self.groups():
@@ -294,15 +294,15 @@ class Catalog:
     def text(self, config: str) -> str:
         """Return the text of a config, or `""`."""
         for folder in self._holding(config):
-            # What is no UTF-8 is refused when it is chosen; in a listing it is only shown so.
+            # A file that is not UTF-8 is refused when it is chosen; a listing shows it as it is.
             file = folder.root().joinpath(f"{config}.yaml")
-            # Only those of a package may be in an archive.
+            # Only files of a package may be in an archive.
             own = read_bytes(file, error=ConfigError) if isinstance(file, Path) else None
             return (file.read_bytes() if own is None else own).decode("utf-8", "replace")
         return ""
 
     def misplaced(self, config: str) -> str:
-        """Say where a file of the user's lies that was to be an option, and is none, or `""`."""
+        """Return a hint on an option file of the user with the wrong folder or suffix, or `""`."""
         group, _, option = config.partition("/")
         for folder in (one for one in self.folders if one.distribution == OWN_FOLDER):
             place = folder.path.rpartition("://")[2]
@@ -314,7 +314,7 @@ class Catalog:
 
 
 def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Catalog:
-    """Return the catalog of the plugins' folders, and of the user's own one (`--config-dir`).
+    """Return the catalog of the plugins' folders and of the user's own folder (`--config-dir`).
 
     Raises:
         ConfigError: the user's folder does not exist.

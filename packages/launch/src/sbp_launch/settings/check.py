@@ -1,12 +1,12 @@
 """From a composed config to a checked `RunConfig`: every setting of every group, before torch.
 
-Builds nothing; the plugins' own config dataclasses say what is legal. An axis of the mesh may be
-left open: it is as long as the processes that were started make it.
+This builds nothing; the plugins' config dataclasses decide which values are legal. The length of
+one axis of the mesh may be left open: it follows from the number of processes.
 
-    cluster.mesh=[-1]      of 4 processes: [4]
-    cluster.mesh=[-1,2]    of 6 processes: [3,2]
+    cluster.mesh=[-1]      with 4 processes: [4]
+    cluster.mesh=[-1,2]    with 6 processes: [3,2]
 
-So a run that a launcher starts again, with fewer or more processes, is planned for those.
+So a run that a launcher restarts with fewer or more processes is planned for their new number.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
     Args:
         composed: The config.
         registry: The plugins.
-        own: Settings of the command itself, in no group; they are not checked here.
+        own: Settings of the command itself, outside all groups; they are not checked here.
 
     Raises:
-        ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
-            its file and what the command line said about it. Or one holds a secret.
+        ConfigError: a group, a plugin or a setting is unknown, missing or refused, or has a secret;
+            names the key, its file and the overrides of the command line.
     """
     refuse_unknown(composed, (*GROUPS, *own), registry)
     refuse_secrets(composed.values)
@@ -93,17 +93,17 @@ def _check_together(
     asked: Mapping[str, object],
     configs: Mapping[str, object],
 ) -> None:
-    """Ask configs whether those of the other groups fit them.
+    """Let configs check whether the configs of the other groups fit them.
 
     Args:
-        composed: What they were made of.
+        composed: The composed config.
         registry: The plugins.
-        asked: By group; those of callbacks by their keys.
-        configs: Of all groups that are known by now.
+        asked: The configs that check, by group; configs of callbacks by their keys.
+        configs: The configs of all groups that are known so far.
 
     Raises:
-        ConfigError: one does not; names the files of both, and what the command line said.
-        PluginError: the code of one fails.
+        ConfigError: one does not fit; names the files of both, and the overrides.
+        PluginError: the code of a plugin fails.
     """
     for group, config in asked.items():
         try:
@@ -124,10 +124,10 @@ def _check_together(
 def refuse_unknown(
     composed: ComposedConfig, known: Iterable[str], registry: PluginRegistry
 ) -> None:
-    """Check that a config has no groups and settings of its own but those that are known.
+    """Check that a config has only known groups and known settings of the command.
 
     Raises:
-        ConfigError: it has; says which is nearest, of all settings.
+        ConfigError: it has an unknown one; names the nearest of all settings.
     """
     names = sorted(known)
     for name in composed.values:
@@ -138,7 +138,7 @@ def refuse_unknown(
             near = nearest(name, names)
             todo = f"did you mean {near + key.removeprefix(name)!r}?" if near else ""
             if not near or "." not in key:
-                # What is like a name of this app is rarely a setting of another option.
+                # A name similar to one of this app is rarely a setting of another option.
                 settings = known_settings(composed, registry)
                 like = [one for one in settings if not (near and one.options)]
                 todo = meant(key, like, value) or todo
@@ -158,7 +158,7 @@ def choose(
     """Return the plugin that a group names, and its checked config.
 
     Raises:
-        ConfigError: the group is missing, or the plugin or a setting is not known or refused.
+        ConfigError: the group is missing, or the plugin or a setting is unknown or refused.
     """
     file = composed.files.get(group, "")
     settings = _settings(composed, group)
@@ -185,7 +185,7 @@ def choose(
 def _of_a_folder(
     composed: ComposedConfig, registry: PluginRegistry, group: str, name: str = ""
 ) -> str:
-    """Say how a file takes the settings of an option in a folder of its group, or `""`.
+    """Return a hint on how a file sets an option in a folder of its group, or `""`.
 
     With `defaults: [manual/zero]`, Hydra puts them into `planner.manual`.
     """
@@ -205,7 +205,7 @@ def _core_config(composed: ComposedConfig, group: str, config: type[T]) -> T:
     """Return the checked config of a group that names no plugin.
 
     Raises:
-        ConfigError: the group is missing, or a setting is not known or refused.
+        ConfigError: the group is missing, or a setting is unknown or refused.
     """
     settings = _settings(composed, group)
     with _naming_overrides(composed, group):
@@ -216,7 +216,7 @@ def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
     """Return the settings of a group.
 
     Raises:
-        ConfigError: the group is missing or no mapping.
+        ConfigError: the group is missing, or not a mapping.
     """
     value = composed.values.get(group)
     if not isinstance(value, Mapping):
@@ -230,7 +230,7 @@ def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
 
 @contextmanager
 def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> Iterator[None]:
-    """Name the overrides that an error in the `with` block is about."""
+    """Add to an error in the `with` block the overrides that it is about."""
     try:
         yield
     except (ConfigError, SbpLookupError) as error:
@@ -241,7 +241,7 @@ def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> 
         todo = error.todo
         for key, text in composed.variables.items():
             if what.startswith(f"{key} is '"):
-                # Quoted, since Hydra's command line does not take braces in braces.
+                # Quoted, because Hydra's command line does not accept nested braces.
                 decoded = f'"${{oc.decode:{text}}}"'
                 todo = f"{text} is a text; write {decoded}, with these quotes, to have its value"
         raise error.replaced(ConfigError, what=what, where=where, todo=todo) from error
@@ -249,7 +249,7 @@ def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> 
 
 @contextmanager
 def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> Iterator[None]:
-    """Say which group, or which other option, takes a setting that is unknown where it stands."""
+    """Add to the error of an unknown setting the group or option that has such a setting."""
     try:
         yield
     except ConfigError as error:
@@ -275,15 +275,15 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
 def blaming(
     composed: ComposedConfig, registry: PluginRegistry, first: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Blame the plugin whose code fails in the `with` block, if that is known.
+    """Turn an error of a plugin's code in the `with` block into one that names the plugin.
 
     Args:
-        composed: Names the plugins that are in use.
+        composed: Names the plugins in use.
         registry: The plugins.
-        first: Is called before a plugin is blamed, while its error is handled.
+        first: Called before the new error is raised, while the plugin's error is handled.
 
     Raises:
-        PluginError: a plugin has raised an error that is not one of ours.
+        PluginError: a plugin has raised an error other than `SbpError`.
     """
     try:
         yield
@@ -298,7 +298,7 @@ def blaming(
 
 
 def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
-    """Return the plugins whose code a run may call: those it names, passes and signatures."""
+    """Return the plugins whose code a run may call: chosen ones, passes and signatures."""
     trainer = composed.values.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, Mapping) else ()
     named = {
@@ -317,15 +317,15 @@ def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEnt
     ]
 
 
-#: In the place of the length of an axis.
+#: Stands for the length of an axis that is left open.
 OPEN = -1
 
 
 def close_mesh(composed: ComposedConfig, world: World) -> ComposedConfig:
-    """Return a config whose mesh has as many ranks as there are processes, if it is left open.
+    """Return a config whose mesh has as many ranks as there are processes, if an axis is open.
 
-    Where no launcher has started this process, nobody says how many there are: it stays open, and
-    its cluster refuses it.
+    If no launcher has started this process, the number is not known: the axis stays open, and the
+    cluster refuses it.
 
     Raises:
         ConfigError: the other axes do not divide the number of processes.
@@ -333,7 +333,7 @@ def close_mesh(composed: ComposedConfig, world: World) -> ComposedConfig:
     cluster: Any = composed.values.get("cluster")
     mesh = cluster.get("mesh") if isinstance(cluster, dict) else None
     if not isinstance(mesh, list) or not all(type(length) is int for length in mesh):
-        return composed  # which is refused as what it is
+        return composed  # the check of the cluster refuses it
     if mesh.count(OPEN) != 1 or world.is_alone:
         return composed
     others = prod(length for length in mesh if length != OPEN)

@@ -48,17 +48,17 @@ from sbp_launch.settings.refusals import (
 )
 from sbp_launch.settings.resumed import place_of
 
-#: Version of Hydra's behaviour that the configs are written for.
+#: The version of Hydra's behaviour for which the configs are written.
 VERSION_BASE = "1.3"
 
-#: Most jobs of a sweep that are checked before the first one starts.
+#: The largest number of jobs of a sweep that are checked before the first one starts.
 MOST_JOBS_CHECKED = 256
 
 _FOLDERS: ContextVar[tuple[ConfigFolder, ...]] = ContextVar("config_folders", default=())
 
 
 class PluginFolders(SearchPathPlugin):
-    """Add the config folders of the enclosing `searching` to Hydra's search path."""
+    """Adds the config folders of the enclosing `searching` to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the folders; the primary folder is there already."""
@@ -69,10 +69,10 @@ class PluginFolders(SearchPathPlugin):
 
 @contextmanager
 def searching(folders: Sequence[ConfigFolder]) -> Iterator[None]:
-    """Let Hydra find the options in `folders` inside the `with` block.
+    """Make Hydra find the options in `folders` inside the `with` block.
 
-    The plugin is registered by hand: a module in `hydra_plugins` would burden every Hydra app of
-    the environment.
+    The plugin is registered by hand, because a module in `hydra_plugins` would affect every Hydra
+    app in the environment.
     """
     Plugins.instance().register(PluginFolders)
     token = _FOLDERS.set(tuple(folders))
@@ -83,33 +83,33 @@ def searching(folders: Sequence[ConfigFolder]) -> Iterator[None]:
 
 
 def compose(catalog: Catalog, app: Application[Any], overrides: Sequence[str]) -> DictConfig:
-    """Compose a config, Hydra's own node included.
+    """Compose a config, including Hydra's own node.
 
     Args:
-        catalog: What one can choose from.
-        app: Its primary config is composed; its check has better words than Hydra, and knows what a
-            plugin takes.
-        overrides: The command line.
+        catalog: The groups and options.
+        app: The app whose primary config is composed. Its check gives better messages than Hydra,
+            because it knows the settings of plugins.
+        overrides: The overrides of the command line.
 
     Raises:
-        ConfigError: Hydra cannot; names the key, its file and the nearest valid name.
+        ConfigError: Hydra refuses it; names the key, its file and the nearest valid name.
     """
     for folder in catalog.folders:
-        # Files of the user's own may be such that Hydra would take all memory to read them.
+        # Hydra could use up all memory to read a malicious file of the user's folder.
         root = Path(folder.path.removeprefix("file://"))
         depths = ("*.yaml", "*/*.yaml", "*/*/*.yaml") if folder.distribution == OWN_FOLDER else ()
-        # Options of groups, and those in a folder of their own there.
+        # Options of groups, and options in a folder of a group.
         for path in (path for depth in depths for path in root.glob(depth)):
             try:
                 text = read_text(path)
             except SbpError:
-                continue  # which Hydra finds if it is chosen
+                continue  # Hydra reports it if it is chosen
             refuse_expansion(text, str(path))
     try:
         return _compose(catalog, app.config_name, overrides)
     except OverrideParseException as error:
         raise unreadable(error) from error
-    except Exception as error:  # not all are of Hydra: ValueError, TypeError
+    except Exception as error:  # some are not Hydra's own: ValueError, TypeError
         raise _explain(error, catalog, app, overrides) from error
 
 
@@ -120,7 +120,7 @@ def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> Di
         hydra.initialize_config_module(module, job_name="sbp", version_base=VERSION_BASE),
         warnings.catch_warnings(),
     ):
-        # Hydra only warns of a search path that does not exist.
+        # Hydra only warns about a search path that does not exist.
         warnings.filterwarnings("error", message="provider=.* is not available")
         return hydra.compose(config_name, list(overrides), return_hydra_config=True)
 
@@ -128,10 +128,10 @@ def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> Di
 def _explain(
     error: Exception, catalog: Catalog, app: Application[Any], overrides: Sequence[str]
 ) -> ConfigError:
-    """Return what is wrong with overrides that Hydra refused.
+    """Return the error for overrides that Hydra refused.
 
-    Of settings Hydra knows the keys in the files, and no more. So the same is composed again with
-    every key allowed: what is wrong with it, `check` says best.
+    Hydra knows only the keys of settings that are in the files. So the config is composed again
+    with every key allowed, and `check` raises the better error.
     """
     groups = catalog.groups()
     try:
@@ -145,7 +145,7 @@ def _explain(
     missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else ""
     for text in overrides:
         if "/" in (key := key_of(text)) and f"'{key}'" in str(error):
-            missing = option_of(text)  # planner/manual=zero is meant as planner=manual/zero
+            missing = option_of(text)  # planner/manual=zero means planner=manual/zero
     if missing and missing.partition("/")[0] in (*GROUPS, *groups):
         asking = re.match("In '([^']+)'", str(error))
         file = catalog.file(asking[1]) if asking else ""
@@ -163,10 +163,10 @@ def _explain(
 
 
 def refuse_conflicts(overrides: Sequence[str]) -> None:
-    """Check that no key is set twice, to different values: Hydra would take the last in silence.
+    """Check that no key is set twice to different values: Hydra would silently use the last.
 
     Raises:
-        ConfigError: one is; names both overrides.
+        ConfigError: a key is; names both overrides.
     """
     seen: dict[str, str] = {}
     for text in overrides:
@@ -184,11 +184,11 @@ def refuse_conflicts(overrides: Sequence[str]) -> None:
 
 
 def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
-    """Return a composed config, Hydra's own node included, as plain values.
+    """Return a composed config, including Hydra's own node, as plain values.
 
     Raises:
-        ConfigError: a mandatory value is not set, an interpolation leads nowhere, or two
-            distributions bring the option of a group.
+        ConfigError: a mandatory value is not set, an interpolation has no target, or two
+            distributions provide the option of a group.
     """
     files = {}
     for group, option in config.hydra.runtime.choices.items():
@@ -223,7 +223,7 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
 
 
 def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> object:
-    """Return what a config says of one group or setting, as plain values.
+    """Return one group or setting of a config as plain values.
 
     Raises:
         ConfigError: see `read`.
@@ -271,12 +271,12 @@ def renamed_overrides(overrides: Sequence[str], catalog: Catalog) -> dict[str, s
 
 
 def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:
-    """Return overrides in which `planner=glob(manual/*)` names the options that it stands for.
+    """Return overrides in which `planner=glob(manual/*)` is replaced by the options that match.
 
-    As in a shell, `*` stands for options in a folder only where the pattern has a slash, too.
+    As in a shell, `*` matches options in a folder only if the pattern has a slash, too.
 
     Raises:
-        ConfigError: an override cannot be read, or stands for no option.
+        ConfigError: an override cannot be read, or matches no option.
     """
     found = []
     for text in overrides:
@@ -307,13 +307,13 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the overrides of each job of a sweep, as far as they are known beforehand.
+    """Return the overrides of each job of a sweep, as far as they are known in advance.
 
-    A sweep that another sweeper interprets, such as an interval, is left out. At most
+    A sweep that another sweeper interprets, such as an interval, is omitted. At most
     `MOST_JOBS_CHECKED` jobs are returned.
 
     Raises:
-        ConfigError: an override cannot be read, or stands for no value, so that there is no job.
+        ConfigError: an override cannot be read, or has no value, so that there is no job.
     """
     choices = []
     for override in _parse(overrides):

@@ -1,7 +1,7 @@
 """The config of one run as values, before it is checked (`ComposedConfig`) and after (`RunConfig`).
 
-A `RunConfig` has a `TrainerConfig` and a `PluginChoice` for each group; an `Application` is a
-command that takes one. Knows nothing of Hydra: `check` makes these from what Hydra composed.
+A `RunConfig` has a `TrainerConfig`, and a `PluginChoice` for each group; an `Application` is a
+command that takes one. This module does not use Hydra: `check` makes these from Hydra's result.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class EvaluateConfig:
     """When and on how much held-out data a run is evaluated.
 
     Args:
-        every: Steps between two evaluations, >= 1; None for one at the end only.
-        batches: Batches of held-out data, of `batch_size` samples each; 0 for no evaluation.
+        every: Steps between two evaluations, >= 1; None for one evaluation at the end.
+        batches: Number of held-out batches, of `batch_size` samples each; 0 for no evaluation.
     """
 
     every: int | None = None
@@ -59,12 +59,12 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginChoice:
-    """The option of one group.
+    """The chosen option of one group.
 
     Args:
-        name: Of the plugin.
-        settings: For its config, without `name`.
-        file: Of the option, for messages.
+        name: The name of the plugin.
+        settings: The settings for its config, without `name`.
+        file: The file of the option, for messages.
     """
 
     name: str
@@ -77,46 +77,46 @@ class TrainerConfig:
     """How long and how a run trains.
 
     Args:
-        steps: Optimizer updates, >= 1; as `epochs`, `tokens` and `hours` a budget over all stops,
-            of which one may be given, and 300 steps if none is.
-        epochs: Times to go through the training data, > 0.
+        steps: Optimizer updates, >= 1; 300 if no budget is given. A budget counts over all
+            interruptions, and is one of `steps`, `epochs`, `tokens` and `hours`.
+        epochs: Passes over the training data, > 0.
         tokens: Tokens of text to train on, >= 1.
         hours: Time to train, with evaluation and saving, but without planning, > 0.
         batch_size: Samples of one step over all ranks, >= 1.
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
-        loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
-            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update after
-            each, or after every few.
-        micro_batches_per_update: With `loss=each_micro_batch`: after so many there is an update,
-            by the mean of their losses; divides `micro_batches`.
+        loss: The loss of several micro-batches: `whole_batch`, the loss of the undivided batch;
+            `mean_of_micro_batches`, the mean of their losses; or `each_micro_batch`, with an update
+            after each micro-batch, or after every few.
+        micro_batches_per_update: With `loss=each_micro_batch`: micro-batches of one update, which
+            uses the mean of their losses; divides `micro_batches`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
-            folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
-            makes.
-        order: Of the samples: `shuffled`, in another order each epoch; or `sequential`.
-        prefetch: Batches that are loaded ahead of the step; 0: each when the step needs it.
-        compare_steps: First steps that also run on one device; 0 for none.
+            folder of Hugging Face or torch.distributed.checkpoint; None for the model's own
+            initial values.
+        order: The order of samples: `shuffled`, in a new order each epoch; or `sequential`.
+        prefetch: Batches that are loaded in advance; 0: each batch when the step needs it.
+        compare_steps: Number of first steps that also run on one device; 0 for none.
         evaluate: When and on how much held-out data it is evaluated.
         sample_tokens: Tokens generated after training; 0 for none.
-        log_every: Steps between two printed lines where there is no bar, >= 1; metrics are kept
-            for every step.
+        log_every: Steps between two printed lines if there is no progress bar, >= 1; metrics are
+            kept for every step.
         dtype: Floating type of parameters and activations.
-        plan_rows: Most rows of the printed plan; 0 for no plan.
-        on_nan: What to do if the loss is infinite or no number: `stop`, or `warn` and go on.
-        trace: Steps of which it is kept what every rank did when, counted from 1: `10..12`, or
-            one; None for none.
-        trace_operators: Whether each operator of those steps is kept, too, and its time.
+        plan_rows: The largest number of rows of the printed plan; 0 for no plan.
+        on_nan: What to do if the loss is infinite or NaN: `stop`, or `warn` and continue.
+        trace: Steps of which a timeline of every rank is kept, counted from 1: `10..12`, or one
+            step; None for none.
+        trace_operators: Whether the timeline also has each operator of those steps.
         overwrite: Whether a run may replace the files of an earlier one in its folder.
-        resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
-            the path of one, of a folder of them, or of a run. None to begin.
-        allow_other_data: Whether to resume in other data, or in another order of them, than where
-            the run stopped; at the same number of samples.
+        resume: The checkpoint to continue from: `auto`, the newest complete one of this run folder;
+            or the path of a checkpoint, of a folder of them, or of a run. None to start anew.
+        allow_other_data: Whether to resume with other data, or another order of them, than the run
+            had; at the same number of samples.
         checkpoint: When checkpoints are saved, and which are kept.
-        callbacks: What is called between steps: the name of each, or a mapping with `name` and its
+        callbacks: Plugins to call between steps: the name of each, or a mapping with `name` and its
             settings.
-        schedule: How the learning rate goes.
-        update: Clipping, averages and scaling besides the optimizer.
+        schedule: The schedule of the learning rate.
+        update: Clipping, averages and scaling in addition to the optimizer.
     """
 
     FORMER_NAMES: ClassVar[Mapping[str, str]] = {"other_data": "allow_other_data"}
@@ -206,10 +206,10 @@ class TrainerConfig:
             )
 
     def _check_budget(self) -> None:
-        """Check that there is one budget.
+        """Check that there is at most one budget, and that it is valid.
 
         Raises:
-            ConfigError: there are several, or it is none.
+            ConfigError: there are several, or it is invalid.
         """
         given = [name for name in _BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
@@ -238,7 +238,7 @@ class TrainerConfig:
         """The plugins that `callbacks` names, each with its settings.
 
         Raises:
-            ConfigError: one has no name, or two have the same.
+            ConfigError: a callback has no name, or two have the same name.
         """
         found: dict[str, PluginChoice] = {}
         for index, given in enumerate(self.callbacks):
@@ -258,7 +258,7 @@ class TrainerConfig:
 
     @property
     def traced_steps(self) -> range:
-        """The steps to trace, counted from 1; empty for none, and if `trace` names none."""
+        """The steps to trace, counted from 1; empty if there are none, or `trace` is invalid."""
         named = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(self.trace))
         if named is None:
             return range(0)
@@ -271,16 +271,16 @@ class TrainerConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Parts of one step, of a run that is planned."""
+        """Number of micro-batches of a run that is planned already."""
         assert self.micro_batches != "auto", "plan_fitting knows how many there are"
         return self.micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """All choices of one run, checked: of each kind of plugin, of the trainer, and of compiling.
+    """All checked choices of one run: of each kind of plugin, of the trainer, and of compiling.
 
-    `mesh` and `axes` are the ranks along each mesh axis and its name, from the cluster's config.
+    `mesh` and `axes` are the sizes and names of the mesh axes, from the cluster's config.
     """
 
     model: PluginChoice
@@ -305,9 +305,9 @@ class ComposedConfig:
 
     Args:
         values: The whole config by group.
-        files: File of the chosen option of each group.
-        overrides: What the command line said.
-        variables: Keys that are set to a variable of the environment, and how: `${oc.env:LR}`.
+        files: The file of the chosen option, by group.
+        overrides: The overrides of the command line.
+        variables: Keys that are set from an environment variable, and how: `${oc.env:LR}`.
     """
 
     values: Mapping[str, object]
@@ -319,16 +319,16 @@ class ComposedConfig:
         """Return the overrides of a group, or of a setting of the primary config, as error context.
 
         Args:
-            group: Its name.
-            what: What is wrong with it: only the overrides of which this tells; all if empty.
+            group: The name of the group or setting.
+            what: The message of the error: only the overrides that it mentions; all if empty.
         """
-        # The unknown name may be one on the way to the last: `trainer.updat.fused=null`.
+        # The unknown name may be in the middle of a key: `trainer.updat.fused=null`.
         unknown = what.partition("'")[2].partition("'")[0]
         return [
             f"the command line: {text}"
             for text in self.overrides
             if (key := key_of(text)).partition(".")[0] == group
-            # Whether it has the last part of the key, as a word of its own.
+            # Whether it has the last part of the key, as a separate word.
             and (
                 not what
                 or re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what)
@@ -348,21 +348,21 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Application(Generic[ConfigT]):
-    """One command.
+    """One command of the command line.
 
     Args:
         name: Its name: `sbp-train`.
-        about: What it does, in one sentence.
+        about: Its description, in one sentence.
         config_name: Its primary config.
-        check: Makes its checked config of what Hydra composed; raises `ConfigError`.
-        task: What it does with that, the plugins and the run folder; called inside a Hydra job.
-        usage: Other ways to call it than with groups and settings.
+        check: Makes its checked config from the composed one; raises `ConfigError`.
+        task: Runs the command with the config, the plugins and the run folder, in a Hydra job.
+        usage: Further ways to call it, other than with groups and settings.
         groups: The config groups that it has; empty for all.
-        may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
-            for a command that leaves no run folder.
-        reads_folder_alone: Whether no process that was started next to it reads the run folder.
-        sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
-            told of in one table.
+        may_overwrite: Whether, by its config, it may use a folder that has an earlier run; None for
+            a command that leaves no run folder.
+        reads_folder_alone: Whether only this process, of those started together, reads the run
+            folder.
+        sweep_goes_on: Whether a sweep continues after a failed run, and ends with a table of runs.
     """
 
     name: str

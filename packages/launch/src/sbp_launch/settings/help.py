@@ -1,7 +1,7 @@
-"""The text of `--help`: what one can choose, and of a topic what every setting means.
+"""The text of `--help`: all options, or, for a topic, the meaning of every setting.
 
-Hydra's own help writes nested options as groups (`planner/manual: zero`), which cannot be typed
-back; here every option and setting reads as one writes it. Prints nothing.
+Hydra's own help writes nested options as groups (`planner/manual: zero`), which the command line
+does not accept; here, every option and setting is shown as users write it. This prints nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sbp_launch.settings.known_keys import (
     settings_of,
 )
 
-#: Columns of a help that goes to no terminal.
+#: The width of a help text that is not printed on a terminal, in columns.
 _WIDTH = 100
 
-#: Columns of an option, and of a setting with its value.
+#: The width of an option, and of a setting with its value, in columns.
 _OPTION, _SETTING = 24, 34
 
-#: The flags that are of use here.
+#: The useful flags of Hydra.
 _FLAGS = {
     "--help, -h [TOPIC]": "this page, or the settings of a group, an option, or one setting",
     "--cfg, -c job": "show the whole config that the command line makes, and run nothing",
@@ -63,7 +63,7 @@ def split_topics(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def overrides_of(topics: Sequence[str], catalog: Catalog) -> list[str]:
-    """Return the overrides that topics are: `planner=osdp`, or `osdp` for short."""
+    """Return the overrides among topics: `planner=osdp`, or `osdp` for short."""
     found = []
     for topic in topics:
         owners = [group for group in catalog.groups() if topic in catalog.options(group)]
@@ -117,11 +117,11 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
 
 
 def _lines(row: SettingRow, width: int, *, whole: bool = False) -> Iterator[str]:
-    """Yield what is printed of a setting; `whole` adds what values it takes."""
+    """Yield the lines of a setting; `whole` adds the values that it accepts."""
     text = f"  {row.key}:" if row.is_heading else f"  {row.key}={plain(row.value)}"
     nested: list[str] = []
     if isinstance(row.value, Mapping) and len(text) > _SETTING:
-        # Too long for a line; so it can be typed into a file.
+        # Too long for a line: in this form, it can be typed into a file.
         text = f"  {row.key}:"
         for name, item in row.value.items():
             flow = None if isinstance(item, Mapping | list | tuple) else False
@@ -139,7 +139,7 @@ def _lines(row: SettingRow, width: int, *, whole: bool = False) -> Iterator[str]
 
 
 def _cut(text: str, width: int) -> str:
-    """Return a text that fits: its first clauses, or else its first words.
+    """Return a text, shortened to fit: its first clauses, or else its first words.
 
     >>> _cut("Llama over bytes, 0.9 million parameters", 30), _cut("one two three", 11)
     ('Llama over bytes', 'one two ...')
@@ -153,7 +153,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def plain(value: object) -> str:
-    """Return a value as one types it on the command line.
+    """Return a value as users type it on the command line.
 
     >>> plain([1, "a", None]), plain(1e11), plain(""), plain({"a": True})
     ('[1,a,null]', '1e+11', "''", '{a: true}')
@@ -179,17 +179,17 @@ def render_topics(
     Args:
         app: The app.
         composed: Its config, with the options that the topics name.
-        catalog: What one can choose from.
+        catalog: The groups and options.
         topics: `trainer`, `planner=osdp`, `osdp`, `trainer.steps`, `steps`, or a callback.
 
     Raises:
-        ConfigError: one is none of these; names the nearest.
+        ConfigError: a topic is none of these; names the nearest.
     """
     width, lines = _columns(), []
     callbacks = callbacks_of(catalog.registry) if "trainer" in composed.files else []
     rows = [row for group in ("", *composed.values) for row in _rows(app, composed, catalog, group)]
     for topic in topics:
-        # The group of a topic that is one, or an option of one.
+        # The topic is a group, or an option of one.
         key = topic.partition("=")[0]
         owners = [group for group in catalog.groups() if topic in catalog.options(group)]
         if key not in catalog.groups() and len(owners) == 1:
@@ -197,7 +197,7 @@ def render_topics(
         found = [row for row in rows if row.key == key or row.key.endswith(f".{key}")]
         below = [row for row in rows if row.key.startswith(f"{key}.")]
         if key in composed.files:
-            # The heading: the chosen option, whose it is, the others.
+            # The heading: the chosen option, its distribution, the other options.
             option = _option(composed, catalog, key)
             owner = " ".join(catalog.owners(f"{key}/{option}"))
             lines.append(f"{key}={option}, of {owner}: {composed.files[key]}")
@@ -224,7 +224,7 @@ def render_topics(
 
 
 def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
-    """Yield what a callback is, and its settings."""
+    """Yield the description of a callback, and its settings."""
     yield f"callback {entry.name}, of {entry.distribution}: {entry.summary}"
     for one in settings_of(entry):
         yield from _lines(one, width, whole=True)
@@ -233,7 +233,7 @@ def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
 def _rows(
     app: Application[Any], composed: ComposedConfig, catalog: Catalog, group: str
 ) -> Iterator[SettingRow]:
-    """Yield the settings of a group, or, for `""`, those of the app itself."""
+    """Yield the settings of a group, or, for `""`, of the app itself."""
     if not group:
         comments = catalog.comments(app.config_name)
         for key, value in composed.values.items():
@@ -250,7 +250,7 @@ def _rows(
 
 
 def _option(composed: ComposedConfig, catalog: Catalog, group: str) -> str:
-    """Return the chosen option of a group, as one writes it."""
+    """Return the chosen option of a group, as users write it."""
     file = composed.files[group]
     return next(one for one in catalog.options(group) if catalog.file(f"{group}/{one}") == file)
 
@@ -259,7 +259,7 @@ def _unknown(
     topic: str, rows: Sequence[SettingRow], catalog: Catalog, composed: ComposedConfig
 ) -> ConfigError:
     groups = [group for group in GROUPS if group in composed.files]
-    # Options that take it, where none that is chosen does.
+    # Options that have this setting, if no chosen option does.
     settings = known_settings(composed, catalog.registry)
     takers = (one for one in settings if topic in (one.key, one.leaf))
     others: dict[str, None] = {}
@@ -286,6 +286,6 @@ def _unknown(
 
 
 def _columns() -> int:
-    """Return the columns of the terminal."""
+    """Return the width of the terminal in columns."""
     columns = shutil.get_terminal_size((_WIDTH, 24)).columns
     return max(60, columns) if sys.stdout.isatty() else _WIDTH

@@ -1,7 +1,7 @@
-"""The keys of all settings, and which of them an unknown key may mean.
+"""The keys of all settings, and suggestions for an unknown key.
 
-A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`. What settings
-callbacks take is read from their dataclasses, because no option file tells of them.
+A key is searched in all groups by its last name: `steps` may mean `trainer.steps`. The settings of
+callbacks are read from their dataclasses, because callbacks have no option files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sbp_core.plugins import PluginEntry, PluginRegistry, describe_type, type_hi
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
-#: What other trainers call our settings.
+#: The names of our settings in other trainers.
 _CALLED = {
     "cluster.mesh": "devices nproc_per_node",
     "compile.autocast": "mixed_precision precision",
@@ -38,31 +38,31 @@ _CALLED = {
     "max_norm",
 }
 
-#: Our key of each of these names, in the order of the names.
+#: Our key for each of these names, in the order of the names.
 OTHER_NAMES: Mapping[str, str] = dict(
     sorted((name, ours) for ours, names in _CALLED.items() for name in names.split())
 )
 
-#: How much alike a slip of the pen and what was meant are, at least.
+#: The smallest similarity between a typing error and the intended key.
 _ALIKE = 0.6
 
 #: The same for a last name alone, which is shorter.
 _ALIKE_NAMES = 0.75
 
-#: The same for a last name that other trainers have, which goes before a name of ours.
+#: The same for a last name in other trainers, which has priority over a name of ours.
 _ALIKE_OTHERS = 0.85
 
-#: Most keys that a hint names.
+#: The largest number of keys that a hint names.
 _MOST_HINTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A setting that some option takes.
+    """A setting that some option has.
 
     Args:
-        key: `planner.memory_bytes`.
-        options: The options that take it, such as `planner=osdp`; empty if the chosen one does.
+        key: Its key, such as `planner.memory_bytes`.
+        options: The options that have it, such as `planner=osdp`; empty if the chosen one has it.
     """
 
     key: str
@@ -70,12 +70,12 @@ class Setting:
 
     @property
     def leaf(self) -> str:
-        """Its last name."""
+        """The last name of its key."""
         return self.key.rpartition(".")[2]
 
 
 def known_settings(composed: ComposedConfig, registry: PluginRegistry) -> tuple[Setting, ...]:
-    """Return the settings of the groups that a config has, those of the chosen options first."""
+    """Return the settings of the groups of a config, beginning with those of chosen options."""
     chosen: dict[str, None] = {}
     others: dict[str, list[str]] = {}
     for group, config in (("trainer", TrainerConfig), ("compile", CompileConfig)):
@@ -97,7 +97,7 @@ def known_settings(composed: ComposedConfig, registry: PluginRegistry) -> tuple[
 
 
 def keys_of(config: type, prefix: str) -> Iterator[str]:
-    """Yield the keys of a config dataclass, and of those that it holds."""
+    """Yield the keys of a config dataclass, and of the dataclasses in it."""
     assert is_dataclass(config), f"{config!r} is no dataclass"
     for name, nested in nested_configs(config).items():
         yield f"{prefix}.{name}"
@@ -106,14 +106,14 @@ def keys_of(config: type, prefix: str) -> Iterator[str]:
 
 
 def nested_configs(config: type) -> dict[str, type | None]:
-    """Return the names of a config dataclass, each with the dataclass of its value, or None."""
+    """Return the field names of a config dataclass, with the dataclass of the value or None."""
     assert is_dataclass(config), f"{config!r} is no dataclass"
     hints = type_hints(config)
     return {field.name: _dataclass_of(hints.get(field.name)) for field in fields(config)}
 
 
 def takes_of(config: type) -> dict[str, str]:
-    """Return what values each setting of a config dataclass takes, in words."""
+    """Return a text for each setting of a config dataclass on the values that it accepts."""
     assert is_dataclass(config), f"{config!r} is no dataclass"
     hints = type_hints(config)
     return {field.name: describe_type(hints[field.name]) for field in fields(config)}
@@ -125,11 +125,11 @@ def _dataclass_of(hint: object) -> type | None:
 
 
 def ours_of(name: str, names: Iterable[str] = ()) -> str:
-    """Return our key of what other trainers call so, or nearly so; `""` if none does.
+    """Return our key for a name in other trainers, or a similar name; `""` if there is none.
 
     Args:
-        name: What somebody wrote.
-        names: Last names of ours; one that is nearer is what was meant.
+        name: The name that a user wrote.
+        names: Our last names; if one of them is more similar, the result is `""`.
 
     >>> ours_of("gradient_cliping")
     'trainer.update.clip_norm'
@@ -139,14 +139,14 @@ def ours_of(name: str, names: Iterable[str] = ()) -> str:
 
 
 def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
-    """Return what an unknown key may mean, as a hint to the user, or `""`.
+    """Return a hint on the intended key for an unknown key, or `""`.
 
-    The last name decides: the same name in other groups, what other trainers call so, a like one.
+    The last name decides: the same name in other groups, a name in other trainers, a similar name.
 
     Args:
-        key: Such as `steps`, `trainer.lr` or `trianer.steps`.
-        settings: Those that there are.
-        value: What it was to be.
+        key: The unknown key, such as `steps`, `trainer.lr` or `trianer.steps`.
+        settings: All settings.
+        value: The value that the user gave.
     """
     every = list(settings)
     leaf = key.rpartition(".")[2]
@@ -171,25 +171,25 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
     return f"did you mean {', or '.join(hints)}?" if best else ""
 
 
-#: Where `Args:` of a docstring begins a setting: `patience: Evaluations without ...`.
+#: The first line of a setting in `Args:` of a docstring: `patience: Evaluations without ...`.
 _ARGUMENT = re.compile(r" {4}(?P<name>\w+): (?P<meaning>.*)")
 
 
 def callbacks_of(registry: PluginRegistry) -> list[PluginEntry]:
-    """Return the callbacks that there are, by name."""
+    """Return all callbacks, sorted by name."""
     return [one for one in registry.entries if one.kind == "callback" and one.factory is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
-    """One setting as it is told of: what its file or docstring says, and what values it takes.
+    """One setting in the help: its comment, from a file or docstring, and the values it accepts.
 
     Args:
-        key: Of the setting; of a callback the name of the field.
-        value: That it has; `...` if it has to be given, `{}` of a heading.
-        comment: What is said of it, or `""`.
-        takes: What values it takes, in words.
-        is_heading: Whether its settings have rows of their own, below.
+        key: The key of the setting; for a callback, the name of the field.
+        value: Its value; `...` if it must be given, `{}` for a heading.
+        comment: Its description, or `""`.
+        takes: A text on the values that it accepts.
+        is_heading: Whether it has settings, with rows below.
     """
 
     key: str
@@ -209,11 +209,11 @@ def setting_rows(
     """Yield the settings of a group, and those inside them.
 
     Args:
-        values: By name.
-        config: The dataclass of the settings, if it is known.
-        comments: What the file says of them, by key without the group.
-        group: Its name.
-        prefix: Of the keys in it.
+        values: The values by name.
+        config: The dataclass of the settings, if known.
+        comments: The comments of the file, by key without the group.
+        group: The name of the group.
+        prefix: The prefix of the keys in it.
     """
     nested, takes = (nested_configs(config), takes_of(config)) if config else ({}, {})
     for name, value in values.items():
@@ -231,7 +231,7 @@ def setting_rows(
 
 
 def settings_of(entry: PluginEntry) -> Iterator[SettingRow]:
-    """Yield the settings of a callback, in their order."""
+    """Yield the settings of a callback, in the order of its fields."""
     assert entry.factory is not None, "an entry of a kind has a factory"
     config = entry.factory.config
     takes, meanings = takes_of(config), _meanings(config)
@@ -245,7 +245,7 @@ def settings_of(entry: PluginEntry) -> Iterator[SettingRow]:
 
 
 def _meanings(config: type) -> dict[str, str]:
-    """Return what the `Args:` of a docstring say, by name."""
+    """Return the descriptions in `Args:` of a docstring, by name."""
     _, _, told = inspect.cleandoc(config.__doc__ or "").partition("\nArgs:\n")
     found: dict[str, str] = {}
     name = ""

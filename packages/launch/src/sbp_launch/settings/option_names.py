@@ -1,4 +1,4 @@
-"""Which option somebody meant who wrote another name, and which package may bring one."""
+"""Suggest an option for an unknown name, and the package that may provide it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import PluginRegistry
 
-#: Distributions of the house that bring options of a group, besides sbp-torch and sbp-launch.
+#: Distributions of sbp that provide options of a group, without sbp-torch and sbp-launch.
 HOMES: Mapping[str, tuple[str, ...]] = {
     "model": ("sbp-models",),
     "data": ("sbp-models",),
@@ -16,7 +16,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
 }
 
-#: What others call our options.
+#: The names of our options in other programs.
 OTHER_OPTIONS: Mapping[str, str] = {
     "boxing=gloo": "torch",
     "cluster=cpu": "local",
@@ -35,7 +35,7 @@ OTHER_OPTIONS: Mapping[str, str] = {
 
 
 def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
-    """Return the option that was meant, or `""`.
+    """Return the option that was probably meant, or `""`.
 
     >>> nearest_option("planner", "zero3", ["manual/zero", "osdp"])
     'manual/zero'
@@ -60,22 +60,22 @@ def no_option(
     misplaced: str = "",
     spelled: Callable[[str], str] = str,
 ) -> ConfigError:
-    """Say that a group has no such option, and which package may bring it.
+    """Return the error for an unknown option of a group, with the package that may provide it.
 
     Args:
         group: The group.
-        option: What was asked for.
-        options: Those that the group has.
-        registry: The plugins; one that is broken may bring the option.
-        asked: How it was asked for: `planner=manual/zeroo`.
-        where: What asks for it.
-        misplaced: What to do if the option is in another place than those of its group.
-        spelled: How an option is written there.
+        option: The unknown option.
+        options: The options of the group.
+        registry: The plugins; a broken plugin may provide the option.
+        asked: The text that chose it: `planner=manual/zeroo`.
+        where: The place of this text.
+        misplaced: The remedy if the option's file is in the wrong folder.
+        spelled: Returns how an option is written in that place.
     """
     accepted = ", ".join(options) or f"none: no installed package brings a {group}"
     near = nearest_option(group, option, options)
     suspect, certain = registry.suspect(f"{group}/{option}")
-    # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
+    # With a near match it is a typing error; without one, a broken plugin may provide it.
     if suspect is not None and (certain or not near):
         todo = f"{suspect.remedy}, or choose one of these"
         what = suspect.denies(asked, certain=certain)

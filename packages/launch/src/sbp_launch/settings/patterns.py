@@ -1,6 +1,6 @@
-"""Patterns of names in a config: each must match something of the model.
+"""Check that each pattern of names in a config matches something in the model.
 
-A pattern that matches nothing is a slip of the pen, and would be ignored in silence.
+A pattern that matches nothing is probably a typing error, and would be silently ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from sbp_core.errors import ConfigError, suggestion
 
-#: Most names that a message lists.
+#: The largest number of names that a message lists.
 _MOST_NAMES = 8
 
 
@@ -18,13 +18,13 @@ def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str], kind
     """Check that each pattern matches a name.
 
     Args:
-        key: The setting that holds the patterns: `optimizer.groups`.
-        patterns: As of `fnmatch`: `*.bias`.
-        names: What they may match.
-        kind: What the names are of: `parameter`.
+        key: The setting that has the patterns: `optimizer.groups`.
+        patterns: Patterns of `fnmatch`: `*.bias`.
+        names: The names that they may match.
+        kind: The kind of thing that is named: `parameter`.
 
     Raises:
-        ConfigError: one matches nothing; says which pattern comes nearest.
+        ConfigError: a pattern matches nothing; suggests the nearest one.
     """
     for pattern in patterns:
         if any(fnmatchcase(name, pattern) for name in names):
@@ -38,7 +38,7 @@ def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str], kind
 
 
 def _patterns_of(names: Iterable[str]) -> Iterator[str]:
-    """Yield names, and the patterns that fit their ends and beginnings."""
+    """Yield names, and patterns that match their ends and beginnings."""
     for name in names:
         yield name
         parts = name.split(".")

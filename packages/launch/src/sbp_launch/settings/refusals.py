@@ -1,4 +1,4 @@
-"""Why Hydra refused a command line, in the form of our errors: key, file, nearest valid name."""
+"""Errors for command lines that Hydra refused, with key, file and nearest valid name."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sbp_launch.settings.catalog import Catalog
 from sbp_launch.settings.config import GROUPS, ComposedConfig, key_of
 from sbp_launch.settings.option_names import no_option
 
-#: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
+#: Beginnings of lines in Hydra's messages that only repeat the override, or have a link.
 _NO_NEWS = ("Error parsing override", "See http")
 
-#: How messages begin that say only what the grammar of Hydra would take.
+#: Beginnings of messages that only describe the grammar of Hydra.
 _OF_THE_GRAMMAR = ("Lexer", "extraneous input", "mismatched input", "no viable alternative")
 
-#: An SBP value outside quotes; Hydra's grammar reads it as the call of a function.
+#: An SBP value outside quotes, which Hydra's grammar reads as a function call.
 _SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
 
-#: A name in braces within quotes, which the command line does not take, and files may need.
+#: A quoted name inside braces, which the command line does not accept, but files may need.
 _QUOTED_NAME = re.compile(r"""(?<=[{,])(\s*)(["'])([^"'{},:]*)\2(?=\s*:)""")
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
-    """Say what Hydra's grammar does not take."""
+    """Return the error for an override that Hydra's grammar does not accept."""
     override = error.override or ""
     key, equals, value = override.partition("=")
     if not equals and key[:1] != "~":
@@ -63,7 +63,7 @@ def unreadable(error: OverrideParseException) -> ConfigError:
 
 
 def unknown_flag(flag: str, parser: ArgumentParser) -> ConfigError:
-    """Say that there is no such flag, and whether it is a setting, or nearly another flag."""
+    """Return the error for an unknown flag, with a similar flag or setting if there is one."""
     flags = [name for name in parser._option_string_actions if name.startswith("--")]
     near = nearest(flag, flags)
     todo = f"did you mean {near}?" if near else "see --help"
@@ -86,7 +86,7 @@ def option_of(override: str) -> str:
 def missing_option(
     config: str, overrides: Sequence[str], file: str, catalog: Catalog
 ) -> ConfigError:
-    """Say that a group has no such option, and which package may bring it."""
+    """Return the error for an unknown option of a group, with the package that may provide it."""
     group, _, option = config.partition("/")
     said = [text for text in overrides if option_of(text) == config]
     return no_option(
@@ -101,7 +101,7 @@ def missing_option(
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:
-    """Return an override as one that Hydra takes, whether or not a file has its key."""
+    """Return an override in a form that Hydra accepts, whether or not a file has its key."""
     key = key_of(text)
     if key.partition("/")[0] in groups or re.match("hydra[./]", key):
         return text
@@ -111,7 +111,7 @@ def forced(text: str, groups: Collection[str], error: Exception) -> str:
 
 
 def not_in_the_file(error: Exception, composed: ComposedConfig) -> ConfigError:
-    """Say that a setting is known, but not in the file, so that Hydra wants a `+` before it."""
+    """Return the error for a known setting that is not in the file, so Hydra requires a `+`."""
     for text in composed.overrides:
         key = key_of(text)
         if f"'{key}'" in str(error) and text[0] not in "+~":
@@ -135,11 +135,11 @@ def faulty_file(error: BaseException | None) -> str:
 
 
 def unresolved(error: OmegaConfBaseException, key: str, where: str) -> ConfigError:
-    """Say why a setting has no value.
+    """Return the error for a setting that has no value.
 
     Args:
-        error: What OmegaConf says.
-        key: The setting, where OmegaConf does not name it.
+        error: The error of OmegaConf.
+        key: The setting, if OmegaConf does not name it.
         where: The file that sets it.
     """
     what = str(error).partition("\n")[0]
@@ -150,7 +150,7 @@ def unresolved(error: OmegaConfBaseException, key: str, where: str) -> ConfigErr
 
 
 def as_hydra_says(error: Exception) -> ConfigError:
-    """Return what Hydra says, without the search path that it lists at the end."""
+    """Return Hydra's message as an error, without the search path at its end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if several := re.match(r"Ambiguous value for argument '([^=']+)=([^']*)'", str(error)):
         key, values = several.groups()

@@ -1,7 +1,7 @@
-"""The settings of an earlier run as options that Hydra composes: `trainer=resumed`, and others.
+"""The settings of an earlier run as options for Hydra: `trainer=resumed`, and others.
 
-They are plain values: what a text of them says is no interpolation, and nothing of Hydra's own
-(`hydra.*`, defaults, packages) is taken from them, because a run folder may come from elsewhere.
+A run folder may come from anywhere, so they are plain values: texts are not interpolated, and
+settings of Hydra itself (`hydra.*`, defaults, packages) are not used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hydra.plugins.config_source import ConfigLoadError
 from sbp_core.errors import ConfigError
 from sbp_launch.settings.config import ComposedConfig
 
-#: A text that Hydra reads as itself, and not as a number, a null or a truth value.
+#: A text that Hydra reads as text, not as a number, null or a boolean.
 _PLAIN = re.compile(
     r"(?!(?:null|true|false|inf|nan)\Z)(?:[A-Za-z_/]|\.\.?/)[\w./-]*", re.IGNORECASE
 )
 
 
 def literal(value: object) -> object:
-    """Return a value whose texts OmegaConf resolves to the texts that are given, as in `${x}`."""
+    """Return a value with escaped texts, which OmegaConf resolves to the given texts, as `${x}`."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def quoted(text: str) -> str:
     """
     if _PLAIN.fullmatch(text):
         return text
-    # A backslash counts where a quote follows it, and at the end, where the closing one does.
+    # A backslash is special only before a quote, also before the closing quote at the end.
     inner = re.sub(r"(\\*)(')", r"\1\1\\\2", str(literal(text)))
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", inner) + "'"
 
@@ -50,10 +50,10 @@ RESUMED = "resumed"
 
 
 def offer(earlier: ComposedConfig) -> None:
-    """Let Hydra compose the settings of an earlier run: `--config-name resumed`.
+    """Make Hydra compose the settings of an earlier run: `--config-name resumed`.
 
     Raises:
-        ConfigError: a group has settings of Hydra's own.
+        ConfigError: a group has settings of Hydra itself.
     """
     store = ConfigStore.instance()
     for group, value in earlier.values.items():
@@ -66,12 +66,12 @@ def offer(earlier: ComposedConfig) -> None:
             )
         store.store(group=group, name=RESUMED, node=literal(value), provider=place)
     options = [{f"override {group}": RESUMED} for group in earlier.values]
-    # The primary config of every run, and on top of it that of this one.
+    # The usual primary config, and on top of it the options of this run.
     store.store(name=RESUMED, node={"defaults": ["config", *options, "_self_"]})
 
 
 def place_of(group: str, option: str) -> str:
-    """Return the file that an option of an earlier run was read from, or `""`."""
+    """Return the file from which an option of an earlier run was read, or `""`."""
     if option != RESUMED:
         return ""
     try:

@@ -1,7 +1,7 @@
-"""The training step that both doors take: `parallelize` in a loop of one's own, and `sbp-train`.
+"""The training step that both entry points use: `parallelize` in a user's loop, and `sbp-train`.
 
 A `TrainingStep` owns a program, its plan, the session on the ranks, evaluation, the agreement of
-processes, saving, and what the ranks do that are left when one has failed. `sbp_launch.parallel`
-makes it of a user's arguments, `sbp_launch.trainer` of a config, and adds budgets, callbacks,
-metrics and votes.
+processes, saving, and the work of the surviving ranks after one has failed. `sbp_launch.parallel`
+makes it from a user's arguments; `sbp_launch.trainer` makes it from a config, and adds budgets,
+callbacks, metrics and votes.
 """

@@ -1,7 +1,7 @@
-"""What all ranks must have in common, compared before the first step.
+"""Compare, before the first step, all that must be equal on all ranks.
 
-Every process makes the plan by itself. Where two of them run other code, or have other settings,
-they would wait for each other in different places; here the entry that differs is named instead.
+Every process makes the plan by itself. Two processes with different code or settings would wait
+for each other in different places. This module raises an error that names the difference instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sbp_core.units import format_ranges
 from sbp_launch.planning.flow import Planned
 from sbp_launch.team import TEXT_BYTES
 
-#: What manifests of a call of all ranks call it, its batch, and what it evaluates.
+#: Names of manifest entries: a call that all ranks make, its batch, and the batch it evaluates.
 THE_CALL, THE_BATCH, EVALUATED = "the call", "the batch", "the batch to evaluate"
 
 _SAME_BATCHES = (
@@ -39,7 +39,7 @@ _SAME_CALLS = (
     "have computed"
 )
 
-#: By entry, in which ranks differ: what is accepted, and what to do.
+#: By the entry in which ranks differ: what is accepted, and what to do.
 _WAYS_OUT = {
     THE_CALL: ("the same calls on all ranks", _SAME_CALLS),
     THE_BATCH: ("", _SAME_BATCHES),
@@ -50,14 +50,14 @@ _WAYS_OUT = {
     ),
 }
 
-#: Most characters of a value that a message shows.
+#: The largest number of characters of a value that a message shows.
 _SHOWN = 200
 
 
 def manifest(
     planned: Planned, registry: PluginRegistry, settings: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return what has to be equal on all ranks, by name: versions, the step, the plan, settings."""
+    """Return all values that must be equal on all ranks: versions, the step, plan, settings."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
     for entry in registry.entries:
         if entry.version:
@@ -87,7 +87,7 @@ def _digest(*texts: str) -> str:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the values of tensors, by name; one number, expanded, is quickly done."""
+    """Return a hash of named tensors and their values; an expanded scalar is hashed once."""
     found = blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         plain = value.detach()
@@ -95,25 +95,25 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
             plain = plain.flatten()[0]
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         flat = plain.cpu().contiguous().reshape(-1)
-        # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+        # A single element counts as contiguous whatever its stride; the view as bytes needs 1.
         found.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-#: Takes a text of this rank, and what it is of; returns the texts of all ranks: `Team.gather`.
+#: Gathers texts, such as `Team.gather`: (text of this rank, name of the exchange) -> all texts.
 Gather = Callable[[str, str], Sequence[str]]
 
 
 def compare(own: Mapping[str, str], gather: Gather) -> None:
-    """See that all ranks have the same manifest. All of them call this at the same time.
+    """Check that all ranks have the same manifest. All of them call this at the same time.
 
     Args:
-        own: This rank's. Of a value with a NUL, what is before it is compared, and what stands
-            after it is shown.
-        gather: That of all ranks.
+        own: The manifest of this rank. If a value has a NUL, the text before it is compared, and
+            the text after it is shown.
+        gather: Gathers texts of all ranks.
 
     Raises:
-        ConfigError: an entry differs; names it, and who has what. Raised on all ranks.
+        ConfigError: an entry differs; names it and the value of each rank. Raised on all ranks.
     """
     texts = gather(_fitting(own), "agreement on the program")
     found = {rank: json.loads(text) for rank, text in enumerate(texts)}
@@ -130,7 +130,7 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
 
 
 def _fitting(entries: Mapping[str, str]) -> str:
-    """Return a manifest as text that fits what is exchanged: with hashes, or a hash of all."""
+    """Return a manifest as text of at most `_WIDTH_BYTES`: in full, as hashes, or as one hash."""
     hashes = {name: _digest(value.partition("\0")[0])[:12] for name, value in entries.items()}
     whole = {"the program and what it runs with": _digest(json.dumps(dict(entries)))}
     texts = map(json.dumps, (dict(entries), hashes, whole))
@@ -140,15 +140,15 @@ def _fitting(entries: Mapping[str, str]) -> str:
 def compare_batches(
     parts: Mapping[str, BatchPart], batch: Mapping[str, Tensor], gather: Gather
 ) -> None:
-    """See that ranks which hold the same samples of a batch were given the same values.
+    """Check that ranks which hold the same samples of a batch were given the same values.
 
     Args:
-        parts: Which samples this rank was given of each tensor.
-        batch: Their values.
-        gather: That of all ranks.
+        parts: The samples of each tensor that this rank was given, by name.
+        batch: The values of these samples, by name.
+        gather: Gathers texts of all ranks.
 
     Raises:
-        ConfigError: two were not; raised on all ranks.
+        ConfigError: two ranks were given different values; raised on all ranks.
     """
     own = {
         name: (str(part), digest_of({name: batch[name]}))
@@ -189,12 +189,12 @@ def _difference(
     )
 
 
-#: Of a tensor of a batch, so many bytes are compared between processes.
+#: How many bytes of each batch tensor are compared between processes.
 _HASHED_BYTES = 2**20
 
 
 def quick_digest(batch: Mapping[str, Tensor]) -> str:
-    """Return a hash of a batch on the host: of large tensors, of evenly spread elements."""
+    """Return a hash of a batch on the host; of a large tensor, only every n-th element counts."""
     found = xxhash.xxh3_64()
     for name, value in batch.items():
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Which objects `parallelize` takes for a model, a loss and an optimizer."""
+"""Check the types of the arguments model, loss and optimizer of `parallelize`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ORDER = "the order is parallelize(model, loss, batch, optimizer)"
 
 
 def check_model(model: object) -> None:
-    """See that a model is a module for one device.
+    """Check that a model is a module for one device.
 
     Raises:
         ConfigError: it is something else.
-        SbpTypeError: it is wrapped for other ways of training on several devices.
+        SbpTypeError: it is wrapped in `DataParallel` or `DistributedDataParallel`.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise SbpTypeError(
@@ -50,10 +50,10 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """See that a loss can be called.
+    """Check that a loss is callable.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not.
     """
     if not callable(loss):
         raise ConfigError(
@@ -66,7 +66,7 @@ def check_loss(loss: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """See that an optimizer is one of PyTorch's.
+    """Check that an optimizer is a `torch.optim.Optimizer`.
 
     Raises:
         ConfigError: it is something else.
@@ -101,7 +101,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _has(given: object, kind: type) -> bool:
-    """Whether a collection has an object of a type; iterators are left as they are."""
+    """Whether a collection contains an object of a type; iterators are not consumed."""
     if isinstance(given, Mapping):
         given = given.values()
     elif not isinstance(given, list | tuple | set):

@@ -1,4 +1,4 @@
-"""Whether a batch is nested as the example of a step was."""
+"""Check that a batch is the same kind of container as the example batch of a step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sbp_core.errors import SbpValueError
 
 
 def check_batch_names(given: Collection[str], example: Collection[str]) -> None:
-    """See that a batch is a mapping, a sequence or a tensor if the example was that.
+    """Check that a batch and the example are both mappings, both sequences, or both tensors.
 
-    A name more or less is left to the session, which says which name it has not.
+    Missing or additional names are left to the session, whose error names them.
 
     Args:
-        given: Names of the tensors of the batch, by `flatten_batch`.
-        example: Those of the example.
+        given: Names of the tensors of the batch, as `flatten_batch` returns them.
+        example: Names of the tensors of the example.
 
     Raises:
         SbpValueError: the batch is another kind of container.

@@ -4,9 +4,9 @@
     lengths          1 2 3 4     5 6 7 8                 9 ... 16          17: refused
     forms            one         one                     one
 
-The largest size is planned first, because it needs the most memory, and the others around its
-states before the first step. That padding changes neither loss nor gradients is not taken for
-granted; see `neutral`.
+The largest size is planned first, because it needs the most memory. The other sizes are planned
+before the first step, with the states sharded as in the first plan. `neutral` proves that padding
+changes neither loss nor gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sbp_torch.graph_capture import SampleDims, flatten_batch, rebuild_batch
 
 _WHERE = "the argument pad_to"
 
-#: What a process says in place of a size if its part of the batch fits none.
+#: The value that a process sends in place of a size if its part of the batch fits none.
 _REFUSED = 2**62
 
-#: Most characters of a refusal that other processes quote.
+#: The largest number of characters of an error that other processes quote.
 _QUOTED = 1000
 
 
@@ -42,14 +42,14 @@ class LengthBuckets:
 
     Args:
         sizes: Lengths, at most 16; sorted when made. A batch is padded to the next one.
-        values: What tensors are padded with, by their names in the batch: `{"input_ids": 0,
+        values: Padding values of tensors, by their names in the batch: `{"input_ids": 0,
             "attention_mask": 0, "labels": -100}`. Keys and positions on the way to a tensor are
             joined by dots; a batch that is one tensor is called `batch`.
-        dim: Along which dim of all these tensors, as the loop has them; not that of the samples.
+        dim: The dim of all these tensors that is padded, as the loop has them; not the sample dim.
 
     Raises:
-        ConfigError: there are no sizes, or more than forms of a step; or one is no length; or no
-            tensor is named; or `dim` is no dim.
+        ConfigError: there are no sizes, or more sizes than forms of a step; a size is not a
+            length; no tensor is named; or `dim` is not a dim.
     """
 
     sizes: tuple[int, ...]
@@ -94,7 +94,7 @@ class LengthBuckets:
 
     @classmethod
     def of(cls, given: LengthBuckets | Mapping[str, Any] | None) -> LengthBuckets | None:
-        """Return what the argument `pad_to` says.
+        """Return the sizes that the argument `pad_to` describes; None if it is None.
 
         Raises:
             ConfigError: a setting is unknown, missing or refused.
@@ -116,10 +116,10 @@ class LengthBuckets:
 
 
 class Padding:
-    """What becomes of a batch before a step takes it: its samples are moved to dim 0.
+    """The preparation of a batch before a step takes it: its samples are moved to dim 0.
 
     Args:
-        samples: Where they are in batches of the loop.
+        samples: The dims of the samples in the batches of the loop.
     """
 
     #: How many sizes there are.
@@ -127,7 +127,7 @@ class Padding:
 
     def __init__(self, samples: SampleDims = SampleDims()) -> None:  # noqa: B008 - frozen
         self.samples = samples
-        #: What is reported of it.
+        #: Lines for the report.
         self.lines: tuple[str, ...] = ()
 
     def largest(self, batch: Any) -> Any:
@@ -135,17 +135,17 @@ class Padding:
         return self.samples.in_front(batch)
 
     def begin(self, team: Team) -> None:
-        """Note who agrees on sizes, if processes give parts of a batch."""
+        """Register the processes that agree on sizes, if they give parts of a batch."""
 
     def examples(self) -> Iterator[Any]:
-        """Yield a batch of every other size that is planned ahead, as a step takes it."""
+        """Yield, as a step takes them, batches of all further sizes that are planned ahead."""
         return iter(())
 
     def __call__(self, batch: Any, batch_is: BatchIs) -> Any:
-        """Return what a step takes of a batch of this process.
+        """Return a batch of this process as a step takes it.
 
         Raises:
-            SbpValueError: a tensor has no dim where its samples are to lie.
+            SbpValueError: a tensor lacks the dim that its samples should have.
         """
         return self.samples.in_front(batch)
 
@@ -155,13 +155,13 @@ class BucketPadding(Padding):
 
     Args:
         buckets: The sizes.
-        example: A batch of this process. What it does not name has this length along the dim of
-            the positions in all batches.
+        example: A batch of this process. Tensors that `buckets` does not name must have the same
+            length along `dim` in all batches as they have here.
         world: This process among all.
-        samples: Where samples are in batches of the loop.
+        samples: The dims of the samples in the batches of the loop.
 
     Raises:
-        ConfigError: the example cannot be padded; says which tensor, and why.
+        ConfigError: the example cannot be padded; names the tensor and the reason.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class BucketPadding(Padding):
         self._fixed: dict[str, int] | None = None
         flat = flatten_batch(example)
         try:
-            #: Positions of the example.
+            #: Length of the example along `dim`.
             self.length = self._length(flat)
             self._check_length(flat, self.length)
             for name in buckets.values:
@@ -191,29 +191,28 @@ class BucketPadding(Padding):
         }
 
     def largest(self, batch: Any) -> Any:
-        """Return a batch, padded to the largest size."""
+        """Return a batch padded to the largest size."""
         return self.samples.in_front(self.resized(batch, self.buckets.sizes[-1]))
 
     def examples(self) -> Iterator[Any]:
-        """Yield the example in every size but the largest, from large to small."""
+        """Yield the example in every size except the largest, from large to small."""
         for size in reversed(self.buckets.sizes[:-1]):
             yield self.samples.in_front(self.resized(self.example, size))
 
     def begin(self, team: Team) -> None:
-        """Note who agrees on sizes, if processes give parts of a batch."""
+        """Register the processes that agree on sizes, if they give parts of a batch."""
         self._team = team
 
     def __call__(self, batch: Any, batch_is: BatchIs) -> Any:
-        """Return a batch, padded to the next size; a copy of what is padded.
+        """Return a batch padded to the next size; padded tensors are copies.
 
         Args:
-            batch: Of this process.
-            batch_is: Where it is a part, all processes call this, and take the largest of their
-                sizes.
+            batch: A batch of this process.
+            batch_is: If "local", all processes call this, and use the largest of their sizes.
 
         Raises:
-            SbpValueError: it cannot be padded, or that of another process; says which tensor, and
-                why.
+            SbpValueError: the batch, here or in another process, cannot be padded; names the
+                tensor and the reason.
         """
         size, problem = 0, None
         try:
@@ -230,7 +229,7 @@ class BucketPadding(Padding):
         """Return the largest size of all processes.
 
         Raises:
-            SbpError: `problem`, or one that quotes that of another process.
+            SbpError: `problem`, or an error that quotes the problem of another process.
         """
         (highest,) = self._team.highest_of([size if problem is None else _REFUSED])
         if highest < _REFUSED:
@@ -252,8 +251,8 @@ class BucketPadding(Padding):
         """Return the length that all named tensors have.
 
         Raises:
-            SbpValueError: one is missing or has no such dim, or samples there; or their lengths
-                differ.
+            SbpValueError: a tensor is missing, lacks the dim, or has its samples along it; or the
+                lengths differ.
         """
         dim, lengths = self.buckets.dim, dict[str, int]()
         for name in self.buckets.values:
@@ -290,7 +289,7 @@ class BucketPadding(Padding):
         return lengths[first]
 
     def _check_length(self, flat: Mapping[str, Tensor], length: int) -> int:
-        """Return the size of a batch.
+        """Return the size to which a batch is padded.
 
         Raises:
             SbpValueError: it is longer than all sizes, or some of its tensors would not fit them.
@@ -329,17 +328,17 @@ class BucketPadding(Padding):
         return size
 
     def _is_of_one_length(self, name: str, value: Tensor) -> bool:
-        """Whether a tensor is not padded, and has a dim of the positions that is not to vary."""
+        """Whether a tensor is not padded, and has the padded dim, whose length must not vary."""
         dim = self.buckets.dim
         others = name not in self.buckets.values and value.dim() > dim
         return others and self.samples.of(name, value) != dim
 
     def resized(self, batch: Any, size: int) -> Any:
-        """Return a batch whose named tensors are padded, or cut, to a length.
+        """Return a batch whose named tensors are padded or truncated to a length.
 
         Args:
-            batch: Any that has them.
-            size: The length.
+            batch: A batch that has these tensors.
+            size: The new length.
         """
         flat, dim = flatten_batch(batch), self.buckets.dim
         made = {
@@ -350,10 +349,10 @@ class BucketPadding(Padding):
         return rebuild_batch(batch, {**flat, **made}) if made else batch
 
     def _padded(self, name: str, value: Tensor, size: int) -> Tensor:
-        """Return a tensor of at least a length.
+        """Return a tensor, padded to a length if it is shorter.
 
         Raises:
-            SbpValueError: its dtype does not hold what it is padded with.
+            SbpValueError: its dtype cannot represent the padding value.
         """
         number, dim, dtype = self.buckets.values[name], self.buckets.dim, value.dtype
         if value.shape[dim] >= size:
@@ -381,13 +380,13 @@ def make_padding(
     world: World,
     samples: SampleDims,
 ) -> Padding:
-    """Return what becomes of batches.
+    """Return the preparation of batches: padding, or none.
 
     Args:
         pad_to: See `parallelize`.
         example: A batch of this process.
         world: This process among all.
-        samples: Where samples are in batches of the loop.
+        samples: The dims of the samples in the batches of the loop.
 
     Raises:
         ConfigError: a setting is unknown, missing or refused; or the example cannot be padded.

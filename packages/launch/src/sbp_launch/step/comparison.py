@@ -1,4 +1,4 @@
-"""The first steps of a training step, compared with the same program on one device, on rank 0."""
+"""Compare the first training steps with the same program on one device, which rank 0 runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sbp_launch.step.engine import Engine
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_torch.interchange.torch_states import copy_to_model, to_optimizer_state
 
-#: Settings of a parameter group that are numbers of their own, and scalars of an update.
+#: Settings of a parameter group that are single numbers, and scalars of an update.
 _NUMBERS = ("lr", "weight_decay", "momentum")
 
 
 class OneDeviceComparison:
-    """Copies of model and optimizer that take the first steps, too.
+    """Copies of model and optimizer that take the first steps too, on one device.
 
     Args:
-        program: What is copied; stays as it is.
-        planned: How it is trained.
-        engine: On which ranks.
-        num_steps: How many steps are compared.
-        make: Returns a model and an optimizer like those of the program, with any values; None to
-            copy these. Who gives it also gives whole batches.
+        program: The program that is copied; it is not changed.
+        planned: Its plan.
+        engine: The ranks that train it.
+        num_steps: Number of steps to compare.
+        make: Returns a new model and optimizer of the same structure, with any values; None to
+            copy those of the program. With it, the caller also provides whole batches.
 
     Raises:
         ConfigError: the model has no values to be copied, or rank 0 is not given whole batches.
@@ -54,7 +54,7 @@ class OneDeviceComparison:
             )
         self._program, self._planned, self._engine = program, planned, engine
         self._left, self._make = num_steps, make
-        #: Whether the copies are made, on rank 0; the same on all ranks.
+        #: Whether rank 0 has made the copies; the same value on all ranks.
         self.has_begun = False
         self._reference: EagerReference | None = None
 
@@ -67,8 +67,8 @@ class OneDeviceComparison:
         """Make the copies, on rank 0.
 
         Args:
-            states: Whole, with which the next step begins; none on other ranks.
-            num_done: Steps that were taken before.
+            states: The whole states with which the next step begins; empty on other ranks.
+            num_done: Number of steps taken before.
         """
         self.has_begun = True
         if not states:
@@ -77,7 +77,7 @@ class OneDeviceComparison:
             model, optimizer = self._make()
         else:
             model, optimizer = copy.deepcopy((self._program.model, self._program.optimizer))
-            # What schedulers put there steps the optimizer that they were made for.
+            # Schedulers put a `step` there that is bound to the original optimizer.
             vars(optimizer).pop("step", None)
         copy_to_model(states, model)
         optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
@@ -92,16 +92,16 @@ class OneDeviceComparison:
         )
 
     def forget(self) -> None:
-        """Let steps that are still to be compared begin with other states."""
+        """Make new copies, with the then current states, before the next step is compared."""
         self.has_begun = False
 
     def step(self, batch: Callable[[], Any], loss: float, scalars: Mapping[str, float]) -> None:
-        """Take a step with the copies as well as one of the ranks, if this process has them.
+        """Take the step of the ranks with the copies, too, if this process has them.
 
         Args:
-            batch: Returns the whole one.
-            loss: Of the ranks.
-            scalars: Of the update, by name.
+            batch: Returns the whole batch.
+            loss: The loss that the ranks computed.
+            scalars: The scalars of the update, by name.
         """
         self._left -= 1
         if self._reference is None:
@@ -117,7 +117,7 @@ class OneDeviceComparison:
         )
 
     def lines(self) -> list[str]:
-        """Return what is reported: nothing before the first step."""
+        """Return the lines of the report; none before the first step."""
         if self._reference is None or not self._reference.losses:
             return []
         return self._reference.verdict().splitlines()

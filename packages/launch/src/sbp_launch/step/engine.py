@@ -1,4 +1,4 @@
-"""What starts plans: a runtime, boxing backends, and this process among all of them."""
+"""Everything that is needed to start a plan: the runtime, boxing backends, and the world."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sbp_core.runtime import BatchIs, Runtime, Session, StepResult
 from sbp_launch.planning.flow import PlanSettings
 from sbp_launch.world import World
 
-#: Tells what is done in a `with` block.
+#: Reports what the body of a `with` block does.
 Stage = Callable[[str], AbstractContextManager[None]]
 
 
 def quietly(what: str) -> AbstractContextManager[None]:
-    """Tell nothing."""
+    """Report nothing."""
     return nullcontext()
 
 
@@ -27,24 +27,24 @@ def _plainly(session: Session, take: Callable[[], StepResult]) -> StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Starts the sessions of one training step: that of training, and those of evaluation.
+    """Starts the sessions of one training step: one for training, and others for evaluation.
 
     Args:
-        settings: How steps are planned.
-        runtime: Starts plans.
+        settings: Settings of planning.
+        runtime: The runtime that starts plans.
         make_backend: Returns a boxing backend that is not yet open.
         world: This process among all.
         registry: The plugins.
-        seed: Of random numbers in the step, such as those of dropout.
-        batch_is: What a process gives in a step: `global`, the whole batch; `local`, its own part.
-        measuring: Takes a step of a session by calling what it is given; may measure it.
-        cuts_batches: Whether a process gives only what its ranks take of a batch, such as the first
-            stage of a pipeline the inputs, and the last one the targets.
-        holds_interrupts: Whether Ctrl-C waits until a step is complete; if not, somebody else
-            hears it.
-        elsewhere: How one saves to another place, for messages.
-        stage: Tells what is done while a step is planned.
-        say: Tells people lines.
+        seed: The seed of random numbers in the step, such as those of dropout.
+        batch_is: The batch that a process gives: `global`, the whole batch; `local`, its own part.
+        measuring: Takes a step of a session by calling its second argument; may measure it.
+        cuts_batches: Whether a process gives only the tensors of a batch that its ranks read. In a
+            pipeline, for example, the first stage gives the inputs and the last one the targets.
+        holds_interrupts: Whether Ctrl-C waits until a step is complete; if not, the caller handles
+            it.
+        elsewhere: How to save to another folder, for messages.
+        stage: Reports what is done while a step is planned.
+        say: Prints lines.
     """
 
     settings: PlanSettings
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def gives_parts(self) -> bool:
-        """Whether a process gives less than the batch of a step: one that is alone gives it all."""
+        """Whether a process gives only a part of the batch; a single process gives all of it."""
         return self.batch_is == "local" and self.world.size > 1
 
     @property

@@ -1,7 +1,7 @@
-"""Say which operator made the loss of a step infinite or no number, by running the step again.
+"""Find the operator that made the loss of a step infinite or NaN, by running the step again.
 
-The session has undone the step, so its states are those from before it. They run through the same
-step once more, on all ranks, which watch each operator; see `sbp_torch.runtime.BadValueWatch`.
+The session has undone the step, so the states have their values from before it. All ranks run the
+same step once more and watch each operator; see `sbp_torch.runtime.BadValueWatch`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sbp_torch.runtime import BadValue, BadValueWatch
 
 
 class UndoneStepError(NotFiniteStepError):
-    """A step that was undone because its loss or its gradients are infinite or no number.
+    """A step that was undone because its loss or its gradients are infinite or NaN.
 
-    `bad_value` are lines that say where the first bad value was; they are among `where`, too.
+    `bad_value` has lines that describe where the first bad value was; `where` includes them.
     """
 
     bad_value: tuple[str, ...] = ()
 
 
-#: Most names of states or of the batch that are told.
+#: The largest number of names of states or batch tensors that are reported.
 _MOST_NAMES = 3
 
 
@@ -41,18 +41,18 @@ def first_bad_value(
     *,
     batch_is: BatchIs = "local",
 ) -> tuple[str, ...]:
-    """Return lines that say where the first bad value of an undone step was.
+    """Return lines that describe where the first bad value of an undone step was.
 
     Args:
-        session: That has undone it; all of its processes call this.
-        graph: That the plan was compiled from.
-        batch: What this process has given of that of the step.
-        scalars: Of the step.
+        session: The session that has undone the step; all of its processes call this.
+        graph: The graph that the plan was compiled from.
+        batch: The batch of the step, or the part of it that this process gave.
+        scalars: The scalars of the step.
         gather: Returns the text of every process, each shorter than 4 KiB; all of them call it.
-        batch_is: What that is.
+        batch_is: Whether `batch` is the whole batch or the part of this process.
 
     Returns:
-        Lines for an error to say where; the same in all processes.
+        Lines for `where` of an error; the same in all processes.
     """
     watch = BadValueWatch()
     session.watch = watch
@@ -80,7 +80,7 @@ def first_bad_value(
 
 
 def _names(values: Mapping[str, object]) -> list[str]:
-    """Return the names of the values that are not finite, a few of them."""
+    """Return the names of at most `_MOST_NAMES` values that are not finite."""
     bad = [
         name
         for name, value in values.items()
@@ -92,7 +92,7 @@ def _names(values: Mapping[str, object]) -> list[str]:
 
 
 def _lines(graph: LogicalGraph, found: Sequence[BadValue]) -> list[str]:
-    """Return a line for the operator that came first, and for the first one of the other kind."""
+    """Return a line for the first operator that makes NaN, and for the first that makes inf."""
     nodes = {node.name: index for index, node in enumerate(graph.nodes)}
     order = sorted(found, key=lambda bad: (bad.micro_batch, nodes.get(bad.node, len(nodes))))
     firsts: dict[str, BadValue] = {}

@@ -1,10 +1,10 @@
-"""What a loop changes between steps: followed, or refused by name.
+"""Changes that a loop makes between steps: the step follows them, or an error names them.
 
-what the program read, changed, and it is the same step       followed: it is captured again
-... and it is another step                                    another form, see `forms`
-... and it cannot be captured                                 refused, with the user's line
-weights, buffers, states of the optimizer that are written    taken over, see `training`
-learning rates, written weights, batches that ranks differ in refused on all ranks, see there
+a value that the program read, but the step stays the same    followed: it is captured again
+... and the step becomes another one                          another form, see `forms`
+... and the step can no longer be captured                    refused, with the user's line
+new values of weights, buffers or optimizer states            copied to ranks, see `training`
+learning rates, weights or batches that differ between ranks  refused on all ranks, see there
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sbp_torch.guards import ChangedValue, Guard, modules_in_eval_mode
 
 
 class Following:
-    """Follows what becomes of the program of a step after its capture.
+    """Follows the changes of a step's program after its capture.
 
     Args:
-        program: Not yet captured.
+        program: A program that is not captured yet.
     """
 
     def __init__(self, program: OneDeviceProgram) -> None:
         self._program = program
         self._guard = self._make_guard()
         self._evaluated: Guard | None = None
-        #: Whether other tensors may be in the places of the model's.
+        #: Whether tensors of the model may have been replaced by others.
         self.looks_again = False
         asleep = () if program.model.training else modules_in_eval_mode(program.model)
         if asleep:
@@ -48,7 +48,7 @@ class Following:
     # From capture to the first step.
 
     def captured(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
-        """Note that the step was captured; see `check_unchanged`."""
+        """Register that the step was captured; see `check_unchanged`."""
         check_unchanged(self._guard, graph, again, self._make_guard)
 
     def _make_guard(self) -> Guard:
@@ -58,38 +58,38 @@ class Following:
     # Steps.
 
     def look(self) -> None:
-        """See whether other tensors may be in the places of the model's."""
+        """Check whether tensors of the model may have been replaced by others."""
         self.looks_again |= not self._guard.holds()
 
     def changes(self) -> list[ChangedValue]:
-        """Return what the program read and is not as it was when a form was last found for it."""
+        """Return the values read by the program that have changed since its last form was found."""
         found = self._guard.changes()
         self.looks_again |= bool(found)
         return found
 
     def take_over(self, training: Training) -> dict[str, Tensor]:
-        """Take over what was written to the states; return it by their names."""
+        """Copy to the ranks the values that were written to states; return them by state name."""
         looks_again, self.looks_again = self.looks_again, False
         return training.take_over(looks_again=looks_again)
 
     def accept(self, numbers: Collection[NumberPlace]) -> None:
-        """Note that there is a form for the program as it is.
+        """Register that there is a form for the program in its present condition.
 
         Args:
-            numbers: Floats that may be others, as the form has inputs for them.
+            numbers: Floats that may change, because the form has inputs for them.
         """
         self._guard.renew(numbers)
 
     def has_other_forward(self) -> bool:
-        """Whether the program may evaluate otherwise than when this was asked last.
+        """Whether the program may evaluate differently than at the last call of this function.
 
         Raises:
-            RunError: its modules or parameters are others.
+            RunError: its modules or parameters were replaced.
         """
         if self._evaluated is None:
             program = self._program
             self._evaluated = Guard(program.model, program.loss, program.optimizer)
-            # What has changed since capture counts, too.
+            # Changes since the capture count, too.
             changes = self._guard.changes(training=False)
         else:
             changes = self._evaluated.changes(training=False)
@@ -104,8 +104,8 @@ def refusal(changes: Sequence[ChangedValue], problem: str = "") -> RunError:
     """Return the error for a program that has changed and cannot be followed.
 
     Args:
-        changes: What has.
-        problem: Why there is no form for it.
+        changes: The values that have changed.
+        problem: Why there is no form for the changed program.
     """
     first, more = changes[0], len(changes) - 1
     also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""

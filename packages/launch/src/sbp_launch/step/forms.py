@@ -1,9 +1,9 @@
-"""Forms of a step: one for each shape of batch, and for each program that the loop makes of it.
+"""Forms of a step: one for each shape of batch, and one for each change that a loop makes to it.
 
-A plan is of one shape, and of the program as it was when it was captured. The last, smaller batch
-of an epoch, a frozen layer, another mode or number is another form of the step: captured and
-planned when it is met first, and kept. All forms train the same states, which stay where they are.
-Floats that vary are inputs of a form, where that can be; see `numbers`.
+A plan holds for one batch shape, and for the program as it was captured. The last, smaller batch
+of an epoch, a frozen layer, another mode or another number gives another form of the step. A form
+is captured and planned when it first occurs, and then kept. All forms train the same states, which
+stay where they are. Floats that vary become inputs of a form, where possible; see `numbers`.
 
     step(batch of 64)                  the first form, planned by `parallelize`
     step(batch of 40)                  a second one: captured, planned around the same shards
@@ -38,13 +38,13 @@ from sbp_torch.guards import ChangedValue
 
 logger = logging.getLogger(__name__)
 
-#: Most forms of a step.
+#: The largest number of forms of a step.
 MOST_FORMS = 16
 
 #: Name, shape and dtype of each tensor of a batch.
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
-#: By a part of what varies: how to have fewer forms. What is left is "".
+#: How to get fewer forms, by a part of the text that says what varies; "" is the default.
 _WAYS_OUT = {
     "batches ": "pad batches to few sizes, as pad_to does, or drop what is left over: "
     "DataLoader(..., drop_last=True)",
@@ -61,17 +61,17 @@ class TooManyFormsError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForm:
-    """A form of a step.
+    """One form of a step.
 
     Args:
-        captured: The hash of what was captured.
-        original: What was captured.
-        planned: How it is done.
-        parts: What of a batch a process gives.
-        session: Takes its steps; None before there is one.
-        why: What made it another form, for messages.
-        numbers: Places of the numbers of Python that are inputs of it, by the names of these.
-        host: What is computed of numbers alone.
+        captured: The hash of the captured graph.
+        original: The captured graph.
+        planned: Its plan.
+        parts: The parts of batch tensors that a process gives, by name.
+        session: The session that takes its steps; None before it is started.
+        why: Why it is another form, for messages.
+        numbers: The places of the Python numbers that are inputs of it, by the names of the inputs.
+        host: The nodes that are computed from numbers alone, on the host.
     """
 
     captured: str
@@ -88,12 +88,12 @@ class Forms:
     """The forms of the step of one program.
 
     Args:
-        first: What was planned of it.
-        engine: Starts the others.
-        following: Says whether the program has changed.
+        first: The program with the plan of its first form.
+        engine: Starts the further forms.
+        following: Reports whether the program has changed.
         training: Has the states.
-        number: Of the program, among those of the training.
-        prove: Proves what has to hold of a program that has changed, for other values of numbers.
+        number: The number of the program among the programs of the training.
+        prove: Proves again, for a changed program and for varied numbers, that padding is neutral.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Forms:
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self.first = self._form(first.planned, first.captured.original, None)
         self._forms = {self.first.captured: self.first}
-        #: By the shapes of batches: the form for the program as it is.
+        #: The forms for the program in its present condition, by the shapes of batches.
         self._known: dict[Shapes, StepForm] = {}
-        #: Those of which a form was made, and a batch without values of each.
+        #: The shapes for which a form was made, and for each of them a batch without values.
         self._met: set[Shapes] = set()
         self._templates: dict[Shapes, Any] = {}
         #: Whether the program is as it was when the first form was planned.
@@ -122,7 +122,7 @@ class Forms:
         self._unseen = UnseenChanges(first.capture_s)
         #: The form of the last step, and a batch of its shapes.
         self._last: tuple[StepForm, Any] | None = None
-        #: From so many on, a warning names what varies; and most of all.
+        #: The number of forms from which on a warning names what varies, and the largest number.
         self._many_forms, self._most_forms = 4, MOST_FORMS
 
     def _form(
@@ -139,17 +139,17 @@ class Forms:
 
     @property
     def call(self) -> str:
-        """How messages call a step of the program."""
+        """The name of a step of the program in messages."""
         number = self._program_number
         return f"step(batch) of program {number + 1}" if number else "step(batch)"
 
     @property
     def plans(self) -> tuple[PhysicalPlan, ...]:
-        """Of all forms, in the order in which they were met."""
+        """The plans of all forms, in the order in which they first occurred."""
         return tuple(form.planned.plan for form in self._forms.values())
 
     def begin(self) -> None:
-        """Start the first form: the session that has the states takes its steps, if it can."""
+        """Start the first form, if possible on the session that has the states."""
         planned, name = self.first.planned, self.first.captured
         training = self._training
         if self._program_number == 0:
@@ -157,7 +157,7 @@ class Forms:
         else:
             self._check_runtime()
             if not training.states.counts_as(planned.plan):
-                training.count_apart()  # as two programs have one optimizer
+                training.count_apart()  # because two programs share one optimizer
             session = self._start(planned)
         self.first = self._forms[name] = self._form(planned, self.first.original, session)
 
@@ -170,14 +170,14 @@ class Forms:
             )
 
     def _start(self, planned: Planned) -> Session:
-        """Start a plan on the states of the training, which gets those that it has not."""
+        """Start a plan on the states of the training, after adding the states that are missing."""
         training = self._training
         training.states.check_memory(planned)
         training.widen(planned.plan, self._capture.program)
         return self._engine.runtime.start(planned.plan, training.started, keeps=True)
 
     def count_apart(self) -> None:
-        """Forget all forms: from now on, each parameter has a step counter of its own."""
+        """Forget all forms, because from now on each parameter has its own step counter."""
         self.close()
         self._forms.clear()
         self._known.clear()
@@ -185,10 +185,10 @@ class Forms:
         self._capture = self._numbers.capture = replace(self._capture, settings=settings)
 
     def plan_ahead(self, batches: Iterable[Any]) -> None:
-        """Capture, plan and start forms before steps meet them; all processes call this.
+        """Capture, plan and start forms before steps need them; all processes call this.
 
         Args:
-            batches: One of each form, of this process.
+            batches: A batch of this process for each form.
 
         Raises:
             SbpError: a form cannot be planned.
@@ -203,16 +203,16 @@ class Forms:
     ) -> tuple[StepForm, dict[str, float]]:
         """Return the form of the next step, and its scalars; all processes call this.
 
-        What was written to model and optimizer since the last step is taken over.
+        Values that were written to model and optimizer since the last step are copied to the ranks.
 
         Args:
-            batch: Of this process.
-            scalars: Of the update.
+            batch: The batch of this process.
+            scalars: The scalars of the update.
 
         Raises:
-            RunError: the program has changed, and cannot be followed; names what has.
+            RunError: the program has changed and cannot be followed; names the changes.
             ConfigError: the processes are about to take different steps; names what differs.
-            SbpError: the batch is of another shape, with which the step cannot be taken.
+            SbpError: the batch has another shape, and the step cannot be taken with it.
         """
         problem: SbpError | None = None
         form, written, numbers = self.first, {}, dict[str, float]()
@@ -242,16 +242,16 @@ class Forms:
         return form, {**scalars, **numbers}
 
     def _look(self, form: StepForm, batch: Any) -> None:
-        """See that the program still makes a form, though nothing has changed that is compared.
+        """Check that capturing the program again gives the same form, if no guard saw a change.
 
         Raises:
-            RunError: it makes another one.
+            RunError: it gives another form.
         """
         with self._training.capturing(self._capture.program):
             self._unseen.look(form.original, lambda: self._capture(batch, self._numbers.places))
 
     def look_at_the_end(self) -> None:
-        """Warn if the program no longer makes the step that was taken last, and nobody saw why."""
+        """Warn if the program no longer gives the step taken last, and no guard saw a change."""
         if self._last is None or not self._unseen.is_due(at_the_end=True):
             return
         try:
@@ -259,7 +259,7 @@ class Forms:
                 self._look(*self._last)
         except RunError as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)
-        except SbpError:  # it has become something else since, which cannot be captured
+        except SbpError:  # the program has changed since, and cannot be captured any more
             return
 
     def _find(self, batch: Any, changes: list[ChangedValue]) -> StepForm:
@@ -307,21 +307,21 @@ class Forms:
         return self._templates[shapes]
 
     def _is_odd(self, shapes: Shapes) -> bool:
-        """Whether a batch has other entries or dtypes than those of the first form.
+        """Whether a batch has other entries or dtypes than the batches of the first form.
 
-        Then the session of that form says what is wrong.
+        If so, the session of the first form raises the error.
         """
         given = {name: dtype.removeprefix("torch.") for name, _, dtype in shapes}
         return any(given.get(name) != part.dtype for name, part in self.first.parts.items())
 
     def _is_other_shape(self, shapes: Shapes) -> bool:
-        """Whether a batch is one of the first form, but for its shape."""
+        """Whether a batch differs from the batches of the first form only in its shape."""
         given = {name: shape for name, shape, _ in shapes}
         parts = self.first.parts.items()
         return not self._is_odd(shapes) and any(given[name] != part.shape for name, part in parts)
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[ChangedValue]) -> StepForm:
-        """Return the form that the program has now: one that is known, or a new one."""
+        """Return the form of the program in its present condition: a known one, or a new one."""
         captured = self._numbers.captured(batch, changes)
         try:
             return self._of_captured(captured, batch, shapes, changes)
@@ -334,10 +334,10 @@ class Forms:
     def _of_captured(
         self, captured: Captured, batch: Any, shapes: Shapes, changes: list[ChangedValue]
     ) -> StepForm:
-        """Return the form of a captured step: one that is known, or a new one."""
+        """Return the form of a captured step: a known one, or a new one."""
         name, inputs = graph_hash(captured.original), captured.original.input_kinds
         numbers = {key: one for key, one in captured.numbers.items() if key in inputs}
-        if name in self._forms:  # other objects may hold its numbers by now
+        if name in self._forms:  # by now, other objects may hold its numbers
             self._forms[name] = replace(self._forms[name], numbers=numbers)
             return self._forms[name]
         why = self._varies(shapes, changes)
@@ -345,7 +345,7 @@ class Forms:
         self._check_runtime()
         planned = self._planned(captured)
         if not self._training.states.counts_as(planned.plan):
-            # A layer was frozen, or begins to be trained: its steps are no longer those of others.
+            # A layer was frozen or unfrozen: its step count differs from now on.
             with self._training.until_done():
                 self._training.count_apart()
             captured = self._capture.prepared(captured.original, captured.numbers)
@@ -367,7 +367,7 @@ class Forms:
         return form
 
     def _varies(self, shapes: Shapes, changes: list[ChangedValue]) -> str:
-        """Return what makes another form, as far as that is known: size, program, or both."""
+        """Return why the form is another one, as far as that is known: size, program, or both."""
         told = []
         if not changes or (shapes not in self._met and self._is_other_shape(shapes)):
             told.append(f"batches {_told(shapes)}")
@@ -383,7 +383,7 @@ class Forms:
         return plan_form(*given)
 
     def _check_number(self, why: str) -> None:
-        """Say that there are many forms.
+        """Warn if there are many forms.
 
         Raises:
             RunError: there are too many.
@@ -415,7 +415,7 @@ class Forms:
             )
 
     def close(self) -> None:
-        """Close all sessions but the one that has the states."""
+        """Close all sessions except the one that has the states."""
         for form in self._forms.values():
             if form.session is not None and form.session is not self._training.started:
                 form.session.close()

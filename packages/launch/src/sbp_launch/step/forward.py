@@ -1,6 +1,6 @@
-"""Forward and loss on what a parallel step trains: evaluation, and steps without an update.
+"""Forward and loss on the states of a parallel step: evaluation, and steps without an update.
 
-Each form of batch is captured and planned when it is first seen. The plan runs on the session that
+Each form of batch is captured and planned when it first occurs. The plan runs on the session that
 trains: it reads the same shards, sends through the same backend, and changes no state.
 """
 
@@ -33,15 +33,15 @@ from sbp_torch.graph_capture import flatten_batch
 
 
 class Mode(Enum):
-    """What a forward step is for."""
+    """The purpose of a forward step."""
 
     TRAINING = "no_update"
     EVALUATION = "evaluate"
-    #: With moving averages of parameters in their places, where there are some.
+    #: Evaluation with moving averages in place of the parameters that have one.
     AVERAGED = "evaluate averages"
 
 
-#: Most forms of batches whose plans are kept, unless they are padded to more sizes.
+#: The number of forms of batches whose plans are kept, unless batches are padded to more sizes.
 _MOST_FORMS = 8
 
 
@@ -51,13 +51,13 @@ def plan_forward(
     """Plan forward and loss, with every state stored as in training.
 
     Args:
-        program: Whose; its model is afterwards in the mode in which it was.
-        example: Of a batch of all processes.
-        settings: Those of training.
-        train: How it is trained.
-        mode: What for.
+        program: The program; its model returns to its previous mode.
+        example: An example of the batch of all processes.
+        settings: The settings with which training was planned.
+        train: The plan of training.
+        mode: The purpose of the step.
     """
-    # The states belong to training: a buffer that the forward updates is not to be overwritten.
+    # The states belong to training: the forward must not overwrite a buffer that it updates.
     plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
     is_step = mode is Mode.TRAINING
     with nullcontext() if is_step else evaluating(program.model):
@@ -72,13 +72,13 @@ class Forwards:
     """The sessions that evaluate, by the form of their batches.
 
     Args:
-        program: What is evaluated.
-        train: How it is trained.
+        program: The program that is evaluated.
+        train: The plan of training.
         engine: Starts sessions.
-        degree: Of how many parts of processes a batch consists; 1 if they give whole batches.
-        following: Says whether the program has changed.
+        degree: Number of parts of processes that make a batch; 1 if they give whole batches.
+        following: Reports whether the program has changed.
         training: Has the states.
-        prove: Proves what has to hold of a program that has changed.
+        prove: Proves again, for a changed program, that padding is neutral.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Forwards:
         prove: Callable[[], None],
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
-        #: Beyond so many forms of batches, the oldest one is forgotten.
+        #: The number of forms of batches that are kept; the oldest one is dropped first.
         self.most_forms = _MOST_FORMS
         self._following, self._training = following, training
         self._degree, self._prove, self._is_proved = degree, prove, True
@@ -112,11 +112,11 @@ class Forwards:
 
         Args:
             training: The session whose states are used.
-            batch: Of any size; every process calls this with one of the same size.
+            batch: A batch of any size, but of the same size in every process.
             scalars: `seed` and `step`.
-            mode: What for.
-            batch_is: What this process gives.
-            call: What the user calls.
+            mode: The purpose of the step.
+            batch_is: Whether this process gives the whole batch or its part.
+            call: The call that the user made, for messages.
 
         Raises:
             ConfigError: processes were given batches of several forms.
@@ -137,9 +137,9 @@ class Forwards:
 
         Args:
             training: The session whose states are used.
-            batch: Of that form.
-            mode: What for.
-            batch_is: What this process gives.
+            batch: A batch of that form.
+            mode: The purpose of the step.
+            batch_is: Whether this process gives the whole batch or its part.
         """
         if self._following.has_other_forward():
             self.close()
@@ -169,7 +169,7 @@ class Forwards:
             return plan_forward(self._program, example, self._engine.settings, self._train, mode)
 
     def close(self) -> None:
-        """Close all sessions; that of training closes what they send through."""
+        """Close all sessions; the backend stays open until the session of training closes it."""
         for session, _ in self._sessions.values():
             session.close()
         self._sessions.clear()

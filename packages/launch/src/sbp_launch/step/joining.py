@@ -1,8 +1,8 @@
-"""How the ranks of several processes begin together: one program, and the states of rank 0.
+"""Start the ranks of several processes together, with one program and the states of rank 0.
 
-Every process has made the program by itself. If they differ, all ranks are told where. If only the
-values of the states differ, because nobody seeded the processes alike, those of rank 0 are taken,
-as `DistributedDataParallel` does.
+Every process has made the program by itself. If the programs differ, all ranks raise an error that
+names the difference. If only the values of the states differ, because the processes were seeded
+differently, all take the values of rank 0, as with `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def join(
     program: OneDeviceProgram,
     states: Mapping[str, Tensor],
 ) -> None:
-    """See that all processes mean the same, and let them begin with the same states.
+    """Check that all processes have the same program, and give them the same states.
 
     Args:
-        session: Started, and without a step so far.
+        session: A started session that has taken no step.
         team: All processes.
-        planned: Its plan.
-        engine: What started it.
-        program: What was planned.
-        states: Those with which it was started.
+        planned: The plan of the session.
+        engine: The engine that started it.
+        program: The program that was planned.
+        states: The states with which it was started.
 
     Raises:
         ConfigError: the processes have different programs.
@@ -53,7 +53,7 @@ def join(
     }
     compare(manifest(planned, engine.registry, chosen), team.gather)
     if not isinstance(states, dict):
-        return  # each is made when it is asked for, from a seed, which has been compared
+        return  # each state is made on demand from a seed, which was compared above
     if len(set(team.gather(digest_of(states), "the first states"))) > 1:
         if 0 in session.local_ranks:
             logger.warning(

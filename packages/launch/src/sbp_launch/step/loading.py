@@ -1,9 +1,9 @@
-"""States that are loaded where there may be fewer, or more: of what was frozen then, or is now.
+"""Load states when the set of frozen parameters differs from the one at the time of saving.
 
-saved while `backbone` was frozen     its moments begin anew, as they did then
+saved while `backbone` was frozen     its moments start afresh, as in the first step
 saved while it was trained            its moments are kept until it is trained here
-step counters that differ             each parameter has one of its own from now on
-saved as `backbone._orig_mod.weight`  is `backbone.weight` here
+saved step counters differ            from now on, each parameter has its own step counter
+saved as `backbone._orig_mod.weight`  loaded into `backbone.weight`
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sbp_torch.runtime import check_tensor
 
 
 def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
-    """Replace all states by others.
+    """Replace all states.
 
     Args:
-        training: Whose.
-        states: By name; in a `dict`, or of a checkpoint.
+        training: The training whose states are replaced.
+        states: New states by name: a `dict`, or the tensors of a checkpoint.
 
     Raises:
         SbpError: see `Session.load_state_dict`.
@@ -57,7 +57,7 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
 
 
 def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return states by the names that the step has for them."""
+    """Return states by the names that they have in the step."""
     own = training.states.names
     if isinstance(states, ReadTogether):
         states.call(own)
@@ -71,10 +71,10 @@ def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[st
 
 
 def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[str]) -> None:
-    """Refuse states before anything becomes of those that are there.
+    """Check the given states before any present state is replaced.
 
     Raises:
-        SbpError: one is unknown, or of another shape or dtype.
+        SbpError: a state is unknown, or has another shape or dtype.
     """
     plan = training.states.plan
     slots = state_slots(plan)
@@ -94,7 +94,7 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
 
 
 class _Together(LazyTensors):
-    """Tensors that are read, and others that are in memory."""
+    """Tensors that are read from a checkpoint, and tensors in memory, in one mapping."""
 
     def __init__(self, read: LazyTensors, held: Mapping[str, Tensor]) -> None:
         self._read, self._held, self._names = read, held, [*read.names, *held]

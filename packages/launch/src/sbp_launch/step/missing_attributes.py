@@ -1,7 +1,7 @@
-"""What loops of plain PyTorch call on models, losses and optimizers, and what takes its place.
+"""Attributes of PyTorch models, losses and optimizers that steps lack, and what to use instead.
 
-A step is none of these, and its output is no tensor: an attribute of theirs is an `AttributeError`
-that has the way out.
+A step is not a module, loss or optimizer, and its output is not a tensor. Using an attribute of
+those raises an `AttributeError` that names the replacement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STEP_DOES_IT = "step(batch) does forward, backward and update; leave this call 
 _OF_MODEL = "use that of the model, whose tensors read as what was trained"
 _OF_OPTIMIZER = "use that of the optimizer given to parallelize, which the step follows"
 
-#: What steps do not have, and what to do instead.
+#: Attributes that steps do not have, and what to do instead.
 OF_STEPS: Mapping[str, str] = {
     "backward": _STEP_DOES_IT,
     "zero_grad": _STEP_DOES_IT,
@@ -49,7 +49,7 @@ _OF_FIRST = (
     "starts, saves and ends them together"
 )
 
-#: What the steps that `add_step` returns do not have.
+#: Attributes that the steps returned by `add_step` do not have, and what to do instead.
 OF_ADDED_STEPS: Mapping[str, str] = {
     **OF_STEPS,
     **dict.fromkeys(
@@ -74,7 +74,7 @@ OF_ADDED_STEPS: Mapping[str, str] = {
     ),
 }
 
-#: What outputs of steps do not have.
+#: Attributes that outputs of steps do not have, and what to do instead.
 OF_OUTPUTS: Mapping[str, str] = {
     "backward": "leave this call out, and optimizer.step() after it: step(batch) has taken the "
     "backward and the update",
@@ -90,14 +90,14 @@ def missing_attribute(owner: object, name: str, remedies: Mapping[str, str]) -> 
     """Raise the error for an attribute that an object does not have, from its `__getattr__`.
 
     Args:
-        owner: Which was asked.
-        name: Of the attribute.
+        owner: The object.
+        name: The name of the attribute.
         remedies: What to do instead, by names of attributes.
 
     Raises:
         AttributeError: always.
     """
     if name not in remedies or hasattr(type(owner), name):
-        # Python's own error; or that which a property raised.
+        # This raises Python's own error, or the error that a property raised.
         return object.__getattribute__(owner, name)
     raise SbpAttributeError(f"a {type(owner).__name__} has no {name!r}", todo=remedies[name])

@@ -1,11 +1,11 @@
-"""The proof that padding is neutral: that neither loss nor gradients change by it.
+"""The proof that padding is neutral: it changes neither loss nor gradients.
 
-The step is captured of the example and of the example with more padding, and both are run on the
-example's own numbers, from the model's own values. What usually makes them differ: labels that are
-not ignored, positions that others attend to, a mean over positions.
+The step is captured for the example, and for the example with more padding. Both graphs run on the
+values of the example and of the model. They usually differ because padded labels are not ignored,
+because other positions attend to padding, or because the loss is a mean over all positions.
 
-The model is in its own mode if it draws no random numbers there, which would be others for another
-shape. Else it is in evaluation mode, but for its batch norms, whose means padding would move.
+The model keeps its mode if it draws no random numbers, because these depend on the shape.
+Otherwise it is put into evaluation mode, except its batch norms, whose means padding would change.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sbp_torch.proof import OutputDifference, PaddedStep
 
 logger = logging.getLogger(__name__)
 
-#: Most samples of the example that are taken.
+#: The largest number of samples of the example that are used.
 _MOST_SAMPLES = 8
 
-#: How the names of gradients end: the momentum of SGD, of what it has added to nothing.
+#: The ending of the names of gradients: SGD adds them to a momentum of zero.
 _GRADIENT = f".{VELOCITY}"
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -56,14 +56,14 @@ def prove_padding(
     """Prove that padding changes neither the loss of a batch nor its gradients.
 
     Args:
-        program: The model, which is as it was afterwards, and its loss.
-        padding: How batches are padded, with an example; is told what was proved, for the report.
-        settings: Says in which precision the step is captured, and how long this may take.
-        given: Values of states, if others than the program's own.
-        numbers: Of Python, that may be others: then it is proved of other ones.
+        program: The program; its model is unchanged afterwards.
+        padding: How batches are padded, with an example. Its `lines` for the report are set here.
+        settings: The precision of the captured step, and the time limit of the proof.
+        given: Values of states that replace those of the program.
+        numbers: Python numbers that are inputs of the captured step.
 
     Raises:
-        ConfigError: it changes them; says by how much.
+        ConfigError: padding changes them; names the amount.
     """
     if not isinstance(padding, BucketPadding):
         return
@@ -82,7 +82,7 @@ def _proved(
     given: Mapping[str, Tensor] | None,
     numbers: Places,
 ) -> str:
-    """Return what was proved, or why nothing was.
+    """Return what was proved, or why the proof was not possible.
 
     Raises:
         ConfigError: padding changes something.
@@ -91,7 +91,7 @@ def _proved(
     reason, few = "", samples.moved_back(_few_samples(samples.in_front(padding.example)))
     with _as_it_was(program):
         for short, size in _lengths(padding):
-            batch = padding.resized(few, short)  # which cuts it, if it is longer
+            batch = padding.resized(few, short)  # truncates it if it is longer
             try:
                 step = _captured(program, batch, padding.resized(batch, size), settings, numbers)
                 states = partial(_states, program, given, step.before)
@@ -114,9 +114,9 @@ def _few_samples(batch: Any) -> Any:
 
 
 def _lengths(padding: BucketPadding) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a length and a size that may be compared, the best ones first.
+    """Yield pairs of a length and a larger size that may be compared, the best ones first.
 
-    A model that takes certain lengths only may be captured of sizes alone, so these come last.
+    A model that accepts certain lengths only may reject the shorter lengths, so these come last.
     """
     length, sizes = padding.length, padding.buckets.sizes
     size = next(size for size in sizes if size >= length)
@@ -133,7 +133,7 @@ def _lengths(padding: BucketPadding) -> Iterator[tuple[int, int]]:
 def _captured(
     program: OneDeviceProgram, short: Any, padded: Any, settings: PlanSettings, numbers: Places
 ) -> PaddedStep:
-    """Capture the step of a batch, and of the padded one, with an optimizer that keeps gradients.
+    """Capture the step for a batch and for the padded batch, with SGD, which keeps gradients.
 
     Raises:
         SbpError: one of them cannot be captured.
@@ -174,10 +174,10 @@ def _captured(
 def _states(
     program: OneDeviceProgram, given: Mapping[str, Tensor] | None, graph: LogicalGraph
 ) -> Mapping[str, Tensor]:
-    """Return parameters and buffers; those of the optimizer begin at 0, and become gradients."""
+    """Return parameters and buffers; the optimizer's states start at 0 and become gradients."""
     try:
         found = program.first_states(given)
-    except SbpValueError:  # some have no values
+    except SbpValueError:  # some states have no values
         found = program.own_states()
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     names = (entry.name for entry in graph.inputs if entry.kind in kinds)
@@ -185,7 +185,7 @@ def _states(
 
 
 def _check(found: list[OutputDifference], short: int, size: int) -> None:
-    """See that padding has changed nothing; of metrics it is told.
+    """Check that padding has changed nothing; a change of a metric is only logged.
 
     Raises:
         ConfigError: it has changed the loss, a gradient or a buffer.
@@ -217,7 +217,7 @@ def _check(found: list[OutputDifference], short: int, size: int) -> None:
 
 @contextmanager
 def _as_it_was(program: OneDeviceProgram) -> Iterator[None]:
-    """Set back what the loss changes of what it reads, such as a cache that is filled."""
+    """Restore values that the loss reads and changes, such as a cache that it fills."""
     guard = Guard(program.model, program.loss, program.optimizer, program.update)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Floats that a loop changes and forward reads: inputs of the step, where that can be.
+"""Floats that a loop changes and forward reads: they become inputs of the step, where possible.
 
-a float that is calculated with       an input: one form of the step for all its values
-... whose value is looked at          a form for each value, see `forms`
-... for which PyTorch does otherwise  the same: a step with inputs is taken only if it is proved to
-                                      be that of the numbers, for their values now and for others
+a float that is calculated with        an input: one form of the step for all its values
+... whose value the program looks at   a form for each value, see `forms`
+... which PyTorch treats differently   the same: a step with inputs is used only if it gives the
+    as an input                        same results as the numbers, now and for other values
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sbp_launch.planning.flow import Captured
 from sbp_torch.graph_capture import NumberPlace, check_numbers, placed
 from sbp_torch.guards import ChangedValue
 
-#: How the names of inputs that are numbers begin.
+#: The beginning of the names of inputs that are numbers.
 _NUMBER = "number."
 
-#: What PyTorch says of a symbolic number whose value something asks for.
+#: A part of PyTorch's error when a program asks for the value of a symbolic number.
 _LOOKED_AT = "data-dependent"
 
-#: How far other numbers are from the present ones, with which a step is compared.
+#: Factors from the present numbers to the other numbers with which a step is compared.
 _SCALES = (1.0, 1.3e6, -1.7e6)
 
-#: Most characters of a reason that messages show.
+#: The largest number of characters of a reason that messages show.
 _SHOWN = 160
 
 #: Places by the names of the inputs that they become.
@@ -35,52 +35,52 @@ Places = Mapping[str, NumberPlace]
 
 
 class Capture(Protocol):
-    """Captures the step of a batch of one process; see `flow.StepCapture`."""
+    """Captures the step for a batch of one process; see `step_capture.StepCapture`."""
 
     def __call__(self, batch: Any, numbers: Places, /) -> LogicalGraph:
-        """Capture it as the program is now, with some numbers as inputs.
+        """Capture the step of the program in its present condition, with some numbers as inputs.
 
         Raises:
-            SbpError: that cannot be.
+            SbpError: it cannot be captured.
         """
         ...
 
     def prepared(self, graph: LogicalGraph, numbers: Places) -> Captured:
-        """Bring what was captured, with some inputs, into the forms that are planned.
+        """Prepare a captured graph, in which some numbers are inputs, for planning.
 
         Raises:
-            SbpError: that cannot be.
+            SbpError: it cannot be prepared.
         """
         ...
 
 
 class FollowedNumbers:
-    """The numbers of a program that are inputs of its step, and those that cannot be.
+    """The numbers of a program that are inputs of its step, and the numbers that cannot be.
 
     Args:
         capture: Captures the step.
 
     Attributes:
-        places: What a guard need not compare.
+        places: Places of the numbers that are inputs; a guard need not compare them.
     """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.places: Places = {}
-        #: The step that was captured last, without such inputs; None if that was with them only.
+        #: The step last captured, without such inputs; None if it was captured only with inputs.
         self._plain: LogicalGraph | None = None
-        #: What `captured` returned for shapes of batches, by the hash of its graph.
+        #: Results of `captured` that have inputs, by the hash of their graph.
         self._checked: dict[str, Captured] = {}
-        # Places are kept with what is known of them, so that no other one gets their ids.
+        # Places are kept alive, so that no other place gets their ids.
         self._names: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
         self._refused: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
 
     def captured(self, batch: Any, changes: Sequence[ChangedValue]) -> Captured:
-        """Capture the step as it is now, with inputs for the numbers that vary.
+        """Capture the step in its present condition, with inputs for the numbers that vary.
 
         Args:
-            batch: Of one process.
-            changes: What is not as it was when this was called last.
+            batch: A batch of one process.
+            changes: The values that have changed since the last call.
 
         Raises:
             SbpError: it cannot be captured, with or without inputs.
@@ -102,9 +102,9 @@ class FollowedNumbers:
         return made
 
     def _known_with_inputs(self, batch: Any, wanted: Places) -> Captured | None:
-        """Return the step with inputs if it is one that was checked; None if it is another one.
+        """Return the step with inputs if it was checked before, otherwise None.
 
-        So what changes in each step, such as a counter that makes no difference, takes one capture.
+        So a value that changes in each step without effect, such as a counter, costs one capture.
         """
         try:
             return self._checked.get(graph_hash(self.capture(batch, wanted)))
@@ -112,10 +112,10 @@ class FollowedNumbers:
             return None
 
     def _with_inputs(self, batch: Any, wanted: Places, plain: LogicalGraph) -> Captured | None:
-        """Return the step with as many of some inputs as can be; None without any."""
+        """Return the step with as many of the wanted inputs as possible; None if none is."""
         made: Captured | None = None
         good: dict[str, NumberPlace] = {}
-        # All at once; if that fails, one after the other tells which of them cannot be.
+        # Try all at once; if that fails, try one after the other to find those that cannot be.
         tries = [dict(wanted)] if wanted else []
         if len(wanted) > 1:
             tries += [{name: place} for name, place in wanted.items()]
@@ -133,14 +133,14 @@ class FollowedNumbers:
         return made
 
     def _check(self, batch: Any, graph: LogicalGraph, places: Places, plain: LogicalGraph) -> None:
-        """See that a step with inputs is that of the numbers: of those now, and of others.
+        """Check a step with inputs against steps with fixed numbers: the present ones, and others.
 
-        One set of numbers would not be enough. A program that asks for the type of 1.0 may leave it
-        out for a symbolic number, and times 1.0 is what that computes, too; and one that asks for
-        the type first may compare large numbers only. So some are near, and some far to each side.
+        One set of numbers would not be enough. A program that checks the type of a number may skip
+        it if it is symbolic, which gives the right result while the number is the factor 1.0; and a
+        program may compare large numbers only. So some are near, and some far to each side.
 
         Raises:
-            SbpError: it is not.
+            SbpError: it computes something else.
         """
         now = {name: float(place.read()) for name, place in places.items()}
         check_numbers(graph, now, plain)
@@ -152,18 +152,18 @@ class FollowedNumbers:
                 try:
                     twin = self.capture(batch, {})
                 except SbpError as error:
-                    # Such as 2**beta of a large beta: neither can be computed.
+                    # For example, 2**beta of a large beta can be computed in neither step.
                     if abs(scale) > 1 and isinstance(error.__cause__, ArithmeticError):
                         continue
                     raise
             check_numbers(graph, others, twin)
 
     def by_value(self, captured: Captured, error: SbpError) -> Captured:
-        """Return a step without inputs, in the place of one with inputs that cannot be planned.
+        """Return the step without inputs, to replace a step with inputs that cannot be planned.
 
         Args:
-            captured: The latter, which was captured last.
-            error: Why; raised if the step was not captured without inputs.
+            captured: The step with inputs, which was captured last.
+            error: Why it cannot be planned; raised if the step was not captured without inputs.
         """
         if self._plain is None:
             raise error
@@ -172,7 +172,7 @@ class FollowedNumbers:
         return self.capture.prepared(self._plain, {})
 
     def told(self, changes: Sequence[ChangedValue]) -> str:
-        """Return why numbers that have changed are no inputs, for messages; or ""."""
+        """Return why changed numbers cannot be inputs, for messages; or ""."""
         numbers = [one.number for one in changes if one.number is not None]
         found = (self._refused[one.at][0] for one in numbers if one.at in self._refused)
         return next((f" ({reason})" for reason in found), "")
@@ -187,7 +187,7 @@ class FollowedNumbers:
             self._refused[place.at] = f"it cannot be an input of the step: {reason}", place
 
     def _name(self, place: NumberPlace) -> str:
-        """Return the name of a number's input, which is that of no other one."""
+        """Return a unique name for the input of a number."""
         if place.at not in self._names:
             taken = {name for name, _ in self._names.values()}
             name, count = f"{_NUMBER}{place.label}", 1
@@ -199,7 +199,7 @@ class FollowedNumbers:
 
 
 def told_numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """Return numbers by what messages call them."""
+    """Return numbers by their names in messages."""
     return {f"the number {name.removeprefix(_NUMBER)}": value for name, value in values.items()}
 
 
@@ -211,6 +211,6 @@ def _holds_float(place: NumberPlace) -> bool:
 
 
 def _another(value: float, index: int) -> float:
-    """Return another number of the same magnitude, with many digits; to each index another one."""
+    """Return another number of the same magnitude, with many digits, different for each index."""
     factor = 0.8137291545 + 0.0137519 * (index % 8) + 0.0000371 * index
     return value * factor if value and isfinite(value) else factor

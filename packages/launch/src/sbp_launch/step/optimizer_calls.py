@@ -1,7 +1,7 @@
-"""Calls of `optimizer.step()` that were left in a loop, whose steps have taken the update already.
+"""Warn of `optimizer.step()` in a loop whose parallel steps already include the update.
 
-without a backward of the loop    the call changes nothing
-with one                          it updates the parameters once more, and the step follows that
+the loop calls no backward    `optimizer.step()` changes nothing
+the loop calls backward       it updates the parameters once more, and the step uses the new values
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerCalls:
-    """Warns of such calls, once.
+    """Warns once if `optimizer.step()` is called.
 
     Attributes:
-        is_open: Whether steps are taken.
+        is_open: Whether the parallel step is started and not over; calls outside are not reported.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class OptimizerCalls:
         self._ends: list[Callable[[], None]] = []
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer; before it is captured, as its hooks are compared after that."""
+        """Watch an optimizer. Call this before the capture, after which its hooks are compared."""
         self._ends.append(tell_steps(optimizer, self._tell))
 
     def end(self) -> None:
-        """Look at none any more."""
+        """Stop watching all optimizers."""
         self.is_open = False
         while self._ends:
             self._ends.pop()()

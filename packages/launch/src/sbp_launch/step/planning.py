@@ -2,11 +2,11 @@
 
     program ── capture ──> Captured ── StepPlanner.plan ──> Planned ── proof ──> PlannedProgram
                   │                        │
-                  │                        └ asks the planner; a planner that does not choose
-                  │                          micro-batches is asked for each number of them
-                  └ a guard sees that this changes nothing that the program reads
+                  │                        └ calls the planner; a planner that does not choose the
+                  │                          number of micro-batches is called for 1, 2, ...
+                  └ a guard checks that the capture changes nothing that the program reads
 
-`parallelize` makes a `PlanChoice` of its arguments, and `sbp-train` of its config.
+`parallelize` makes a `PlanChoice` from its arguments, and `sbp-train` from its config.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sbp_launch.step.step_planner import PlanChoice, step_planner
 from sbp_launch.step.time_steps import num_cuts, refuse_cut_time, tell_cut_time, time_in_front
 from sbp_launch.step.training import Training
 
-#: Axes along which ranks do not split a batch, unless their planner says so.
+#: Axes along which ranks do not split a batch, unless the planner does so.
 _SHARING = ("pipe", "tensor")
 
 _PIN_BATCH = "pin it: pins={'batch': {'data': 'S(0)', '*': 'B'}}"
@@ -39,14 +39,14 @@ _PIN_BATCH = "pin it: pins={'batch': {'data': 'S(0)', '*': 'B'}}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProgram:
-    """A program's step, planned.
+    """The planned step of a program.
 
     Args:
-        planned: What is trained, checked and proved.
-        captured: What it was planned of.
-        capture: Captures it anew.
-        plan: Plans a graph with more pins, as this was planned.
-        capture_s: Seconds that a capture takes.
+        planned: The plan, checked and proved.
+        captured: The captured step from which it was planned.
+        capture: Captures the step again.
+        plan: Plans a graph with additional pins, in the same way as this step.
+        capture_s: Seconds that one capture takes.
     """
 
     planned: Planned
@@ -67,17 +67,18 @@ def plan_program(
 ) -> PlannedProgram:
     """Return the checked plan of a program.
 
-    Of a part the whole has to be known before it is planned, and the plan says which parts there
-    are: what is usual is tried first, and what the planner then says, second.
+    If processes give parts of a batch, the size of the whole batch must be known before planning,
+    but it depends on the plan, which splits the batch. So the usual split is tried first, and the
+    split of the resulting plan second.
 
     Args:
-        program: What is planned.
+        program: The program to plan.
         batch: An example of what a process gives in one step.
-        choice: Who decides how it is split.
-        engine: Says for which mesh, and whether processes give parts of a batch.
-        following: Is told what was captured.
-        training: Has the states around which this is planned, if it is not the first program.
-        whole: An example of the batch of all processes, if it is known.
+        choice: The planner, pins and further choices.
+        engine: Has the mesh; knows whether processes give parts of a batch.
+        following: Gets the captured graph.
+        training: Has the states, whose layouts a further program must keep.
+        whole: An example of the batch of all processes, if known.
 
     Raises:
         ConfigError: see `parallelize`.
@@ -150,7 +151,7 @@ def _plan_around(
 
 
 def _batch_parts(graph: LogicalGraph, strategy: Strategy) -> int:
-    """Return into how many parts the ranks split the samples of a batch.
+    """Return the number of parts into which the ranks split the samples of a batch.
 
     Raises:
         ConfigError: tensors of the batch are split in different ways.

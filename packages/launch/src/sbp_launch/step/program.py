@@ -1,4 +1,4 @@
-"""The one-device program that is parallelised: model, loss, optimizer, and its first states."""
+"""The one-device program that is parallelised: model, loss, optimizer, and initial states."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sbp_torch.graph_capture import VELOCITY, SampleDims, UpdateOptions, initial
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
 
-#: How the names of step counters end.
+#: The ending of the names of step counters.
 _COUNTER = ".step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneDeviceProgram:
-    """What somebody wrote for one device.
+    """A program that a user wrote for one device.
 
     Args:
-        model: Its values may be real, deferred or none (on the device `meta`).
-        loss: `loss(model, batch)`, as `capture` takes it.
-        optimizer: Over `model.parameters()`.
-        update: What happens once a step, besides the optimizer.
-        deferred: What makes the states of a deferred model.
-        samples: Where samples are in the batches that `loss` takes.
+        model: The model, with values, with deferred values, or without (on the device `meta`).
+        loss: A function `loss(model, batch)`, as `capture` takes it.
+        optimizer: An optimizer over `model.parameters()`.
+        update: Operations that happen once a step in addition to the optimizer.
+        deferred: Makes the states of a deferred model.
+        samples: The dims of the samples in the batches that `loss` takes.
 
     Raises:
-        ConfigError: one of them is of another type.
-        SbpTypeError: the model is wrapped for other ways of training on several devices.
+        ConfigError: an argument has the wrong type.
+        SbpTypeError: the model is wrapped in `DataParallel` or `DistributedDataParallel`.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class OneDeviceProgram:
         update: UpdateOptions,
         samples: SampleDims,
     ) -> OneDeviceProgram:
-        """Return the program of what a user passes."""
+        """Return the program of the arguments that a user passes."""
         made = model if isinstance(model, DeferredModel) else None
         plain = model.model if isinstance(model, DeferredModel) else model
         return cls(
@@ -73,18 +73,18 @@ class OneDeviceProgram:
 
     @property
     def loss_of_step(self) -> Any:
-        """The loss of a batch as a step has it, with samples along dim 0."""
+        """The loss function for batches as steps have them, with samples along dim 0."""
         return self.samples.loss(self.loss)
 
     def own_states(self) -> Mapping[str, Tensor]:
-        """Return every state by its name in the graph, as the program has it."""
+        """Return every state by its name in the graph, with the values of the program."""
         if self.deferred is not None:
             return self.deferred.states(self.optimizer, self.update)
         return initial_states(self.model, self.optimizer, self.update, copy=False)
 
     @property
     def trained(self) -> set[str]:
-        """The parameters that the optimizer has, by name."""
+        """The names of the parameters that the optimizer has."""
         held = {
             id(parameter)
             for one in members(self.optimizer)
@@ -94,12 +94,12 @@ class OneDeviceProgram:
         return {name for name, one in self.model.named_parameters() if id(one) in held}
 
     def counts_alike(self, given: Mapping[str, Tensor] | None) -> bool:
-        """Whether the optimizer has taken the same number of steps with all that it trains.
+        """Whether the optimizer has taken the same number of steps with all its parameters.
 
-        That is not so after a layer was frozen for a while, or was added.
+        The numbers differ after a layer was frozen for a while, or was added.
 
         Args:
-            given: Values that are taken in place of the program's own.
+            given: Values of states that replace those of the program.
         """
         if given and any(name.endswith(_COUNTER) for name in given):
             counts = {float(value) for name, value in given.items() if name.endswith(_COUNTER)}
@@ -118,11 +118,11 @@ class OneDeviceProgram:
         """Return every state by its name in the graph.
 
         Args:
-            given: Values that are taken in place of the program's own: as `state_dict()` of a
-                parallel step returns them, or as `model.state_dict()` does.
+            given: Values of states that replace those of the program, as returned by
+                `state_dict()` of a parallel step or by `model.state_dict()`.
 
         Raises:
-            SbpLookupError: one is given for a name that no state has.
+            SbpLookupError: a value is given for a name that no state has.
             SbpValueError: a state has no values.
         """
         found = self.own_states()
@@ -143,9 +143,9 @@ class OneDeviceProgram:
         }
 
     def _with_values(self, name: str, value: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-        """Return a state that nobody gave, if it has values.
+        """Return a state that is not in `given`, if it has values.
 
-        One that begins as a copy of its parameter, such as an average, takes those of that.
+        A copy of a parameter, such as an average, takes the given values of the parameter.
         """
         if not value.is_meta:
             return value
@@ -162,12 +162,12 @@ class OneDeviceProgram:
 
 @contextmanager
 def as_stepped(program: OneDeviceProgram, updated: Collection[str]) -> Iterator[None]:
-    """Let SGD know meanwhile which parameters have a momentum, whose values are elsewhere.
+    """Give SGD placeholders, inside the block, for momenta whose values are on the ranks.
 
-    It makes the first momentum of a parameter of the gradient, and so asks whether there is one.
+    SGD sets the first momentum of a parameter to the gradient, so it checks whether there is one.
 
     Args:
-        program: Whose optimizer.
+        program: The program that has the optimizer.
         updated: Names of states that have values.
     """
     made = []
@@ -187,7 +187,7 @@ def as_stepped(program: OneDeviceProgram, updated: Collection[str]) -> Iterator[
 
 @contextmanager
 def without_states(program: OneDeviceProgram, parameters: Collection[str]) -> Iterator[None]:
-    """Let the optimizer know no states of some parameters meanwhile."""
+    """Hide, inside the block, the optimizer states of some parameters from the optimizer."""
     named = dict(program.model.named_parameters())
     held = [
         (one.state, named[name], one.state.pop(named[name]))

@@ -1,4 +1,4 @@
-"""The step of one program: what a training loop calls."""
+"""The step of one program, which a training loop calls."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ProgramStep:
 
     @property
     def only_finite(self) -> bool:
-        """Whether steps whose loss or gradients are infinite or no number are undone, and raise."""
+        """Whether a step whose loss or gradients are infinite or NaN is undone, and raises."""
         return self._training.only_finite
 
     @only_finite.setter
@@ -90,29 +90,29 @@ class ProgramStep:
 
     @property
     def planned(self) -> Planned:
-        """The plan, and what is known of it."""
+        """The plan of the first form, with its graph, strategy and proof."""
         return self._planned
 
     @property
     def team(self) -> Team:
-        """The processes of the step, once it is started."""
+        """The processes of the step, after it is started."""
         return self._training.team
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The settings of the update that change from step to step, as the optimizer says now."""
+        """The present values of the optimizer's settings that may change from step to step."""
         return self._scalars.now({})
 
     @property
     def _current(self) -> Session:
-        """The started plan, with what was written to the model since the last step."""
+        """The started session, after copying values written to the model since the last step."""
         session = self._training.session
         self._following.look()
         self._following.take_over(self._training)
         return session
 
     def _begin(self) -> None:
-        """Start the step, because there is a session that has the states."""
+        """Start the step, after the session that has the states was started."""
         self._forms.begin()
         self._padding.begin(self._training.team)
         self._forms.plan_ahead(self._padding.examples())
@@ -121,7 +121,7 @@ class ProgramStep:
         self._forms.close()
         self._forwards.close()
 
-    if not TYPE_CHECKING:  # so that type checkers know what there is, and that `with` is wrong
+    if not TYPE_CHECKING:  # type checkers see only the real attributes, and reject `with`
 
         def __getattr__(self, name: str) -> Any:
             return missing_attribute(self, name, OF_ADDED_STEPS)
@@ -148,23 +148,23 @@ class ProgramStep:
         """Take one step: forward, backward and update of all micro-batches.
 
         Args:
-            batch: Of the form and dtypes of the example given to `parallelize`. One of another
-                shape is another form of the step, captured and planned when it is met first;
-                with `pad_to`, it is padded first.
+            batch: A batch with the structure and dtypes of the example given to `parallelize`. A
+                batch of another shape needs another form of the step, which is captured and
+                planned at its first batch. With `pad_to`, batches are padded first.
             more: Refused: a batch of several tensors is one argument, such as a tuple.
-            scalars: Settings of the update for this step: `lr`, for all parameter groups, or
-                `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
-                is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
+            scalars: Settings of the update for this step: `lr` for all parameter groups,
+                `**{"lr.1": 0.1}` for one; and settings in `UpdateOptions.scheduled`. The others are
+                read from the optimizer's groups, so schedulers of `torch.optim` just work.
 
         Raises:
-            SbpTypeError: there is more than one argument that has no name.
+            SbpTypeError: there is more than one positional argument.
             SbpValueError: the batch does not fit, or there is no such scalar.
             ConfigError: the processes are about to take different steps.
-            RunError: a rank failed; what the loop has changed cannot be followed; or the step is
+            RunError: a rank failed; a change that the loop made cannot be followed; or the step is
                 not started, or over.
-            UndoneStepError: with `only_finite`, the loss or the gradients are infinite or no
-                number: nothing has changed. It says which operator made the first such value.
-            KeyboardInterrupt: Ctrl-C, once the step is done; see `interrupts`.
+            UndoneStepError: with `only_finite`, the loss or the gradients are infinite or NaN. No
+                state has changed. The error names the operator that made the first such value.
+            KeyboardInterrupt: Ctrl-C, after the step is done; see `interrupts`.
         """
         if more:
             raise SbpTypeError(
@@ -182,7 +182,7 @@ class ProgramStep:
         training.session  # noqa: B018 - raises if there is none
         training.check_open()
         is_first = not training.team.is_alone and not self._has_compared
-        if is_first or self._padding.num_sizes:  # which send something before the step agrees
+        if is_first or self._padding.num_sizes:  # these send something before `agree`
             training.enter(self._forms.call)
         batch = self._padding(batch, self._engine.batch_is)
         flat = flatten_batch(batch)
@@ -209,7 +209,7 @@ class ProgramStep:
             except NotFiniteStepError as error:
                 raise self._undone(error, form, flat, values) from error
             finally:
-                if form.session.steps_done > before:  # else it was given up, or has failed
+                if form.session.steps_done > before:  # otherwise it was aborted, or has failed
                     training.note_step(form.planned.graph)
                     note_step(self._program.optimizer)
             if compared is not None:
@@ -225,7 +225,7 @@ class ProgramStep:
         batch: Mapping[str, Tensor],
         scalars: Mapping[str, float],
     ) -> UndoneStepError:
-        """Return the error of a step that was undone, which says where the first bad value was."""
+        """Return the error for an undone step, which names the origin of the first bad value."""
         assert form.session is not None, "it has taken the step"
         graph, gather = form.planned.graph, self._training.team.gather
         found = first_bad_value(
@@ -238,19 +238,19 @@ class ProgramStep:
     def evaluate(
         self, batch: Any, /, *, batch_is: BatchIs | None = None, averaged: bool = False
     ) -> StepOutput:
-        """Return loss and metrics of a batch in evaluation mode; nothing changes.
+        """Return loss and metrics of a batch in evaluation mode; no state changes.
 
         Args:
-            batch: Of any size. The first one of each size is captured and planned.
-            batch_is: What this process passes, if not what it passes to training steps.
-            averaged: Whether moving averages are evaluated in the place of their parameters, where
-                there are some (`UpdateOptions.ema_decay`).
+            batch: A batch of any size. The first batch of each size is captured and planned.
+            batch_is: Whether this process passes the whole batch or its part; None for the value
+                that holds for training steps.
+            averaged: Whether moving averages (`UpdateOptions.ema_decay`) replace their parameters.
         """
         mode = Mode.AVERAGED if averaged else Mode.EVALUATION
         return self._forward(batch, batch_is or self._engine.batch_is, mode)
 
     def evaluator(self, example: Any, *, averaged: bool) -> tuple[Session, PhysicalPlan]:
-        """Return what evaluates batches of one size, started; it is closed with the step.
+        """Return a session that evaluates batches of one size, until the step closes; and its plan.
 
         Args:
             example: A whole batch of that size.
@@ -264,10 +264,10 @@ class ProgramStep:
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
-        """Let steps inside the `with` block return their loss and change nothing.
+        """Return a context in which steps return their loss and change no state.
 
-        The model stays in the mode in which it trains. Gradients are not accumulated over steps: a
-        plan is one whole step, with the update in it, and `micro_batches=` accumulates inside it.
+        The model stays in training mode. Gradients are not accumulated over steps: a plan is one
+        whole step, including the update, and `micro_batches=` accumulates inside it.
         """
         before, self._updates = self._updates, False
         try:
@@ -290,7 +290,7 @@ class ProgramStep:
                 call=call,
             )
         except (CaptureError, SbpValueError):
-            # A loss may read batches of other forms. If it does not, that is the reason.
+            # A loss may accept other containers. If it does not, this error names the reason.
             check_batch_names(flatten_batch(batch), self._batch_names)
             raise
         return StepOutput.of(result)
@@ -302,15 +302,15 @@ class ProgramStep:
         return [one.name for one in inputs if one.kind is InputKind.BATCH]
 
     def _draws(self) -> dict[str, float]:
-        """Return what random numbers are counted with."""
+        """Return the scalars that determine the random numbers of a step."""
         return {"seed": self._engine.seed, "step": self._training.steps_done}
 
     @property
     def data_parallel_size(self) -> int:
-        """Parts of a batch that processes load: `num_replicas` of a `DistributedSampler`.
+        """Number of parts of a batch: `num_replicas` of a `DistributedSampler`.
 
         Raises:
-            SbpValueError: the ranks hold other samples of one batch tensor than of another.
+            SbpValueError: the ranks split the samples of two batch tensors differently.
         """
         if self.world.size == 1:
             return 1
@@ -321,10 +321,10 @@ class ProgramStep:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part this process loads: `rank` of a `DistributedSampler`.
+        """Index of the part that this process loads: `rank` of a `DistributedSampler`.
 
-        Processes that hold the same samples, along an axis `tensor`, load the same part; one that
-        reads no batch, in the middle of a pipeline, may load any.
+        Processes that hold the same samples, as along an axis `tensor`, load the same part. A
+        process that reads no batch, in the middle of a pipeline, may load any part.
         """
         samples = local_samples(self._planned.plan, self._engine.ranks)
         return samples[0].start // len(samples[0]) if samples else 0
@@ -333,7 +333,7 @@ class ProgramStep:
 
     @property
     def forms(self) -> tuple[PhysicalPlan, ...]:
-        """The plans of all forms of the step, as they were met; the first is `plan`."""
+        """The plans of all forms of the step, in the order of their first use, from `plan` on."""
         return self._forms.plans
 
     @property
@@ -348,21 +348,21 @@ class ProgramStep:
 
     @property
     def plan(self) -> PhysicalPlan:
-        """What every rank runs."""
+        """The program that every rank runs."""
         return self._planned.plan
 
     def report(self, file: TextIO | None = None, *, max_rows: int = 30) -> None:
-        """Print the plan as `sbp-plan` does: layouts, what is sent, time, memory. On rank 0 only.
+        """Print the plan as `sbp-plan` does: layouts, boxing, time, memory. On rank 0 only.
 
-        With what was proved of it; and, after the steps that are compared with one device, how far
-        they are off.
+        The report includes the result of the proof and, after steps that were compared with one
+        device, the differences.
 
         Args:
-            file: Where; standard output if None.
-            max_rows: Most rows of its table; 0 for no table.
+            file: Where to print; standard output if None.
+            max_rows: The largest number of rows of the table; 0 for no table.
         """
         out = file or sys.stdout
-        if self.world.rank != 0 or out is None:  # None where a process has no standard output
+        if self.world.rank != 0 or out is None:  # None if the process has no standard output
             return
         console = make_console(file=out)
         mesh = self._engine.settings.mesh

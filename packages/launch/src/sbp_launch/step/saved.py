@@ -1,4 +1,4 @@
-"""What a parallel step leaves in a folder: its strategy and plan, and checkpoints, as runs do."""
+"""Files of a parallel step: its strategy and plan, and checkpoints in the format of runs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)
 
-#: What a checkpoint calls the settings of the optimizer's groups.
+#: The entry of a checkpoint that has the settings of the optimizer's parameter groups.
 _GROUPS = "param_groups"
 
 
 def processes_of(world: World, team: Team, elsewhere: str) -> Processes:
-    """Return the processes of a step, as checkpoints know them."""
+    """Return the processes of a step, for checkpoints."""
     if team.is_alone:
         return Processes(elsewhere=elsewhere)
     gather, ranks = partial(team.gather, what="a checkpoint"), tuple(range(world.size))
@@ -57,14 +57,14 @@ def as_path(given: object, where: str) -> Path:
     """Return a path that a user gives.
 
     Args:
-        given: Text, or an `os.PathLike` of text.
-        where: The call that takes it.
+        given: A `str`, or an `os.PathLike` of `str`.
+        where: The call that takes the path, for messages.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a path.
     """
     try:
-        text = os.fspath(given)  # type: ignore[call-overload] # what it raises is told
+        text = os.fspath(given)  # type: ignore[call-overload] # reported below
     except TypeError:
         text = None
     if not isinstance(text, str) or "\0" in text:
@@ -76,22 +76,22 @@ class StepSaves:
     """Saves the checkpoints of a parallel step: at once, or while later steps run.
 
     Args:
-        states: Which there are, and the optimizers whose settings are saved with them.
-        seed: Its seed.
-        processes: Of the step.
+        states: The states, and the optimizers whose settings are saved with them.
+        seed: The seed of the step.
+        processes: The processes of the step.
     """
 
     def __init__(self, states: ProgramStates, seed: int, processes: Processes) -> None:
         self._states, self._seed, self._processes = states, seed, processes
         self._saves = BackgroundSaves()
-        #: The claim to the folder of the one that is under way.
+        #: The claim to the folder of the checkpoint that is being written.
         self._claim = ExitStack()
 
     def save(self, folder: Path, session: Session, step: int, *, wait: bool) -> None:
         """Save a checkpoint, with strategy and plan; all processes call it.
 
         Raises:
-            RunError: they cannot be written, or the checkpoint that is under way.
+            RunError: this checkpoint, or one that is still being written, cannot be written.
             ConfigError: another program saves to this folder.
         """
         if self._saves.name:
@@ -113,13 +113,13 @@ class StepSaves:
     def save_survivors(
         self, folder: Path, session: Session, step: int, left: SurvivingRanks
     ) -> None:
-        """Save a checkpoint with the processes that are left, as another has ended; each calls it.
+        """Save a checkpoint after a process has ended; each surviving process calls this.
 
         Raises:
             RunError: the states are not those of one step, a part of them is lost, or they cannot
                 be written.
             ConfigError: another program saves to this folder.
-            BoxingError: another process has ended, too, or did not come.
+            BoxingError: another process has ended too, or did not make this call.
         """
         if self._saves.name:
             logger.warning("the checkpoint %s is not saved: a rank has ended", self._saves.name)
@@ -155,7 +155,7 @@ class StepSaves:
             self._saves.begin(BackgroundSave(*given, snapshot, self._processes))
 
     def after_step(self) -> None:
-        """See whether the checkpoint that is under way goes on; all processes call it.
+        """Check the checkpoint that is being written, for errors; all processes call this.
 
         Raises:
             RunError: it cannot be written.
@@ -171,7 +171,7 @@ class StepSaves:
                 self._claim.close()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is under way is there; all processes call it.
+        """Wait until the checkpoint that is being written is complete; all processes call this.
 
         Raises:
             RunError: it cannot be written.
@@ -180,7 +180,7 @@ class StepSaves:
             self._saves.finish()
 
     def end(self, error: BaseException | None) -> None:
-        """Wait as `finish` does, unless an error ends the step in which others cannot be asked.
+        """Wait as `finish` does, unless an error ends the step and processes cannot agree.
 
         Raises:
             RunError: it cannot be written, and there is no `error`.
@@ -193,7 +193,7 @@ class StepSaves:
             return
         try:
             self.finish()
-        except BoxingError as problem:  # which ended another process
+        except BoxingError as problem:  # another process has ended
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
         except RunError as problem:
             if error is None:
@@ -211,21 +211,21 @@ def save_among_survivors(
     *,
     is_claimed: bool = False,
 ) -> None:
-    """Save what is left of the states, after a process has ended; each that is left calls it.
+    """Save the surviving states after a process has ended; each surviving process calls this.
 
     Args:
-        processes: All of them.
-        left: The ranks that are left.
-        storage: Where it is saved; the first process that is left takes it over.
-        pieces: What this process owns of the states, among those that are left.
+        processes: All processes.
+        left: The surviving ranks.
+        storage: Where to save; the first surviving process claims it.
+        pieces: The pieces of the states that this process owns among the surviving ones.
         prepare: Called before any process writes.
         write: Writes the checkpoint.
-        is_claimed: Whether this process has claimed the storage already.
+        is_claimed: Whether this process has already claimed the storage.
 
     Raises:
         RunError: it cannot be written.
         ConfigError: another program saves there.
-        BoxingError: another process has ended, too, or did not come.
+        BoxingError: another process has ended too, or did not make this call.
     """
     now = Processes(
         rank=processes.rank,
@@ -246,10 +246,10 @@ def save_among_survivors(
 
 @contextmanager
 def _claimed(storage: CheckpointStorage, elsewhere: str) -> Iterator[None]:
-    """Keep others from writing to a storage.
+    """Keep other programs from writing to a storage.
 
     Raises:
-        ConfigError: another program does already.
+        ConfigError: another program already writes to it.
     """
     with ExitStack() as held:
         try:
@@ -268,26 +268,27 @@ def load_step(
     keeps: bool,
     replacing: Callable[[], None],
 ) -> int:
-    """Load the newest whole checkpoint that a path means; all processes call it.
+    """Load the newest complete checkpoint at a path; all processes call this.
 
-    States are replaced one after the other, so that old and new ones are not held together. What is
-    damaged is found when some are replaced already, unless all is read once before that.
+    States are replaced one after the other, so that old and new ones are not held together. If a
+    piece is damaged, this is found after some states were replaced, unless `keeps` is set.
 
     Args:
-        path: Of one, or of a folder of them, of which damaged ones are passed over with a warning.
-        training: Whose states are replaced, and whose groups get the settings that were saved.
-        seed: Of the step.
-        processes: Of the step.
-        keeps: Whether the states are to be kept if a checkpoint is damaged: it is read twice.
+        path: A checkpoint, or a folder of checkpoints, of which damaged ones are skipped with a
+            warning.
+        training: The training that gets the states and the saved settings of parameter groups.
+        seed: The seed of the step.
+        processes: The processes of the step.
+        keeps: Whether to keep the states if a checkpoint is damaged, by reading it twice.
         replacing: Called before states are replaced: if this function raises after that, the
             session has no states until it is given others.
 
     Returns:
-        The step that the checkpoint is of.
+        The number of the step after which the checkpoint was saved.
 
     Raises:
-        ConfigError: there is none, it does not fit, or was saved with another seed.
-        DamagedError: the only one is damaged.
+        ConfigError: there is no checkpoint, it does not fit, or was saved with another seed.
+        DamagedError: the only checkpoint is damaged.
     """
     found: list[tuple[CheckpointStorage, list[str]]] = []
     processes.agree(
@@ -316,10 +317,10 @@ def load_step(
 
 
 def _check_seed(checkpoint: Checkpoint, seed: int) -> None:
-    """See that the step draws the random numbers of the one that was saved.
+    """Check that the step has the seed, and so the random numbers, of the saved step.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the seeds differ.
     """
     saved = checkpoint.manifest.metadata.seed
     if saved != seed:

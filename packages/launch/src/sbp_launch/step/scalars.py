@@ -1,4 +1,4 @@
-"""The settings of the update that change from step to step: rates, and what is scheduled."""
+"""Settings of the update that change from step to step: learning rates, and scheduled settings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sbp_torch.graph_capture import UpdateOptions, current_scalars
 
 logger = logging.getLogger(__name__)
 
-#: What a parameter group says of the model, which is not of a checkpoint.
+#: Entries of a parameter group that describe the model; checkpoints do not have them.
 _OF_MODEL = ("params", "param_names")
 
 
 class UpdateScalars:
-    """Says the scalars of each step: those that are given, and what the optimizer says now.
+    """Computes the scalars of each step from given values and from the optimizer's groups.
 
     Args:
-        optimizer: Whose groups schedulers may change.
-        update: Says which of their settings are inputs of a step.
+        optimizer: The optimizer, whose groups schedulers may change.
+        update: Defines which settings of the groups are inputs of a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: UpdateOptions) -> None:
@@ -35,10 +35,10 @@ class UpdateScalars:
         """Return every scalar of the update, by name.
 
         Args:
-            given: Values for this step. `lr` is that of all groups, `lr.1` that of one.
+            given: Values for this step. `lr` is for all groups, `lr.1` for one group.
 
         Raises:
-            SbpValueError: one is given that there is not, or that is no number.
+            SbpValueError: a given scalar does not exist, or is not a number.
         """
         try:
             found = current_scalars(self._optimizer, self._update)
@@ -65,7 +65,7 @@ class UpdateScalars:
 def _as_number(name: str, value: object) -> float:
     if not isinstance(value, str):
         with suppress(TypeError, ValueError):
-            return float(value)  # type: ignore[arg-type] # refused below, if it is none
+            return float(value)  # type: ignore[arg-type] # refused below if it is not a number
     raise SbpValueError(
         f"{name}={value!r} is of type {type(value).__name__}",
         where="the settings of the update that are given to a step",
@@ -74,7 +74,7 @@ def _as_number(name: str, value: object) -> float:
 
 
 def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of parameter groups, as JSON: numbers, texts, lists of these."""
+    """Return the settings of parameter groups that JSON can represent."""
     found = []
     for group in groups:
         values = {key: _plain(value) for key, value in group.items() if key not in _OF_MODEL}
@@ -83,12 +83,12 @@ def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restore_groups(groups: Sequence[dict[str, Any]], saved: Any, where: str) -> None:
-    """Give parameter groups settings that `saved_groups` returned.
+    """Set the settings of parameter groups to those that `saved_groups` returned.
 
     Args:
-        groups: Perhaps others; then their settings stay, with a warning.
-        saved: None, of a checkpoint that has none.
-        where: What the checkpoint is called.
+        groups: The groups. If their number differs, their settings stay, with a warning.
+        saved: The saved settings; None if the checkpoint has none.
+        where: The name of the checkpoint, for messages.
     """
     if not isinstance(saved, list):
         return

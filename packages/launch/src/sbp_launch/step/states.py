@@ -1,4 +1,4 @@
-"""Which states the programs of a parallel step have, how they lie, and how new ones begin."""
+"""The states of the programs of a parallel step: names, layouts, and values of new ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sbp_torch.graph_capture import copied_states, initial_states, trainable
 
 
 class ProgramStates:
-    """The states of some programs over one model."""
+    """The states of several programs over one model."""
 
     def __init__(self) -> None:
-        #: All of them, the first one first; and how they are planned.
+        #: All programs, in the order in which they were added, and their plans.
         self.programs: list[OneDeviceProgram] = []
         self._planned: list[Planned] = []
         self._forms: list[Planned] = []
-        #: The states that a step has updated, or that were loaded.
+        #: The names of states that a step has updated, or that were loaded.
         self.updated: set[str] = set()
-        #: What states there are, to be compared between processes; empty while none was added.
+        #: The names of all states, to be compared between processes; empty until one is added.
         self.told = ""
         #: The states that updates of some program overwrite.
         self._overwritten: set[str] = set()
@@ -40,28 +40,28 @@ class ProgramStates:
 
     @property
     def plan(self) -> PhysicalPlan:
-        """Says where all states are: a plan of the first program, whose ranks hold them all."""
+        """The plan of the first program, extended by all states that ranks hold."""
         assert self._plan is not None, "a program is planned"
         return self._plan
 
     @property
     def planned(self) -> Planned:
-        """How the first program is planned."""
+        """The plan of the first program."""
         return self._planned[0]
 
     @property
     def names(self) -> list[str]:
-        """The names of all states that ranks hold: those of `state_dict`."""
+        """The names of all states that ranks hold: the keys of `state_dict`."""
         return names_of(self.plan)
 
     @property
     def all_names(self) -> list[str]:
-        """The names of all states, also of programs that are not started."""
+        """The names of all states, including those of programs that are not started."""
         return names_of(self._all or self.plan)
 
     @property
     def stored(self) -> dict[str, str]:
-        """How the states of all programs are stored: SBP by name, but for host numbers."""
+        """The SBP of all stored states by name, without host numbers."""
         slots = state_slots(self._all or self.plan)
         return {name: str(slot.sbp) for name, slot in slots.items() if slot.sbp is not None}
 
@@ -76,10 +76,10 @@ class ProgramStates:
         optimizers = {id(one.optimizer): one.optimizer for one in self.programs}
         return [group for one in optimizers.values() for group in one.param_groups]
 
-    # What becomes of them.
+    # Changes.
 
     def add(self, program: OneDeviceProgram, planned: Planned) -> None:
-        """Note a program.
+        """Register a program.
 
         Raises:
             ConfigError: with its states, a rank would not fit its memory.
@@ -103,10 +103,10 @@ class ProgramStates:
             self._all = widened(self._all, one.plan)
 
     def check_memory(self, planned: Planned) -> None:
-        """See that all that is planned fits its ranks' memory, with the states of a further plan.
+        """Check that all plans fit their ranks' memory, with the states of a further plan.
 
         Args:
-            planned: A program, or one of its forms.
+            planned: The further plan: a program, or one of its forms.
 
         Raises:
             ConfigError: a rank would not fit its memory.
@@ -118,15 +118,15 @@ class ProgramStates:
                 check_fits(with_all, one.settings.cluster)
 
     def add_form(self, planned: Planned) -> None:
-        """Note a further form of a program, which is started."""
+        """Register a further, started form of a program."""
         self._forms.append(planned)
 
     def forget_forms(self) -> None:
-        """Note that no form is kept any more."""
+        """Remove all forms."""
         self._forms.clear()
 
     def hold(self, plan: PhysicalPlan) -> None:
-        """Note that ranks hold the states of a plan, too."""
+        """Register that ranks hold the states of a further plan."""
         before = self.names
         self._plan = widened(self.plan, plan)
         self._all = widened(self._all or self._plan, self._plan)
@@ -135,21 +135,21 @@ class ProgramStates:
             self.told = ", ".join(sorted(self.names))
 
     def note_updated(self, graph: LogicalGraph) -> None:
-        """Note that a step has updated states.
+        """Register that a step has updated states.
 
         Args:
-            graph: Of the step.
+            graph: The graph of the step.
         """
-        if graph is not self._seen:  # or it is known
+        if graph is not self._seen:  # otherwise its states are registered already
             tied = {entry.name: entry.stands_for for entry in graph.inputs if entry.stands_for}
             for name in graph.new_states:
                 self.updated.update(tied.get(name, (name,)))
             self._seen = graph
 
-    # What others need.
+    # Queries.
 
     def has(self, plan: PhysicalPlan) -> bool:
-        """Whether ranks hold all states of a plan, as it keeps them, and may overwrite its own."""
+        """Whether ranks hold all states of a plan as it does, and may overwrite the same states."""
         here = self.plan.ties
         return (
             state_slots(plan).keys() <= state_slots(self.plan).keys()
@@ -163,7 +163,7 @@ class ProgramStates:
         return any(state in tensors for tied in plan.ties.values() for state in tied)
 
     def counts_as(self, plan: PhysicalPlan) -> bool:
-        """Whether a plan's host numbers stand for the states that they stand for here."""
+        """Whether each host number of a plan stands for the same states as here."""
         here = self.plan.ties
         single = {state for tied in here.values() for state in tied}
         return all(
@@ -172,10 +172,10 @@ class ProgramStates:
         )
 
     def check_new(self, names: Collection[str]) -> None:
-        """See that states which are to be added are of parameters that were not trained so far.
+        """Check that the states to be added belong to parameters that were not trained so far.
 
         Raises:
-            PlanError: one is not: the optimizer would have had it from the beginning.
+            PlanError: the parameter of a state was trained without it.
         """
         updated = {one.rpartition(".")[0]: one for one in sorted(self.updated)}
         for name in sorted(names):
@@ -187,7 +187,7 @@ class ProgramStates:
                 )
 
     def check_optimizer(self, program: OneDeviceProgram) -> None:
-        """See that another program has states of its own, or the optimizer of one that is here.
+        """Check that a further program has its own states, or an optimizer of a known program.
 
         Raises:
             ConfigError: two optimizers have states of one parameter.
@@ -195,7 +195,7 @@ class ProgramStates:
         others = [one for one in self.programs if one.optimizer is not program.optimizer]
         for other in others:
             number = 1 + self.programs.index(other)
-            # Also of what is frozen, because it may be trained later.
+            # Frozen parameters count, too, because they may be trained later.
             both = _own_states(program) & _own_states(other)
             if both:
                 raise ConfigError(
@@ -209,7 +209,7 @@ class ProgramStates:
                 )
 
     def plan_with(self, states: Mapping[str, Tensor]) -> PhysicalPlan:
-        """Return the plan with further states, each like its parameter.
+        """Return the plan with further states, each stored like its parameter.
 
         Args:
             states: Whole tensors by name.
@@ -230,12 +230,12 @@ class ProgramStates:
         """Return first values for states of parameters that were not trained at a save.
 
         Args:
-            names: Of states that were not saved.
-            given: Of those that were.
-            read: Returns one that was.
+            names: The names of states that were not saved.
+            given: The names of saved states.
+            read: Returns a saved state by its name.
 
         Raises:
-            ConfigError: nothing of an optimizer was saved.
+            ConfigError: no state of an optimizer was saved.
         """
         found: dict[str, Tensor] = {}
         for number, program in enumerate(self.programs, 1):
@@ -271,7 +271,7 @@ class ProgramStates:
 
 
 def names_of(plan: PhysicalPlan) -> list[str]:
-    """Return the names of the states of a plan: those of `state_dict`."""
+    """Return the names of the states of a plan: the keys of `state_dict`."""
     return [state for name in state_slots(plan) for state in plan.ties.get(name, (name,))]
 
 
@@ -281,9 +281,9 @@ def _overwritten(plan: PhysicalPlan) -> set[str]:
 
 
 def _own_states(program: OneDeviceProgram) -> set[str]:
-    """Return the names of the states that a program has besides those of the model.
+    """Return the names of a program's states without those of the model.
 
-    Those of frozen parameters are among them.
+    They include the optimizer states of frozen parameters.
     """
     with trainable([*program.model.parameters()]):
         everything = initial_states(program.model, program.optimizer, program.update, copy=False)
@@ -291,15 +291,15 @@ def _own_states(program: OneDeviceProgram) -> set[str]:
 
 
 def held_whole(session: Session, plan: PhysicalPlan, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return states that the one rank of this process holds whole.
+    """Return states that the only rank of this process holds whole.
 
     Args:
-        session: Of that rank.
-        plan: How the states lie.
-        names: Of the states.
+        session: The session of that rank.
+        plan: Has the layouts of the states.
+        names: The names of the states.
 
     Raises:
-        RunError: ranks of other processes hold parts of one.
+        RunError: ranks of other processes hold parts of a state.
     """
     (rank,), slots = session.local_ranks, state_slots(plan)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Captures the step of a program: of a batch as a process gives it, or of any number of samples."""
+"""Capture the step of a program, for the batch that a process gives or for another batch size."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sbp_torch.graph_capture import NO_NUMBERS, flatten_batch, rebuild_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapture:
-    """Captures the step of a program, and proves what was planned of it.
+    """Captures the step of a program, and proves that its plan computes the same.
 
     Args:
-        program: Whose step.
-        degree: Of how many parts of processes a batch consists.
-        settings: How it is captured.
-        whole: An example of the batch of all processes, if it is known: then what a process gives
-            says nothing more.
-        files: Of the config that says what the model and its data are, for messages.
+        program: The program to capture.
+        degree: Number of parts of processes that make a batch.
+        settings: Settings of the capture.
+        whole: An example of the batch of all processes, if known; it replaces the batch that a
+            process gives.
+        files: The config files of the model and its data, for messages.
     """
 
     program: OneDeviceProgram
@@ -37,24 +37,24 @@ class StepCapture:
     files: tuple[str, ...] = ()
 
     def __call__(self, batch: Any, numbers: Places = NO_NUMBERS, /) -> LogicalGraph:
-        """Return the step of a batch of one process, as it is captured of the program now.
+        """Return the step of the program in its present condition, for a batch of one process.
 
         Args:
             batch: An example.
-            numbers: Of Python, that are inputs of the step.
+            numbers: Places of Python numbers that become inputs of the step.
 
         Raises:
             CaptureError: it cannot be captured.
-            ConfigError: the model asks its batch for what the data do not give.
+            ConfigError: the model reads an entry of the batch that the data do not have.
         """
         return self._captured(batch, self._example(batch), numbers)
 
     def sized(self, batch: Any, size: int) -> LogicalGraph:
-        """Return the step as it is captured on another number of samples.
+        """Return the step, captured for another number of samples.
 
         Args:
             batch: An example of what a process gives.
-            size: Samples of what is captured, of all processes together.
+            size: Number of samples in the captured batch, of all processes together.
 
         Raises:
             SbpError: see `__call__`.
@@ -62,7 +62,7 @@ class StepCapture:
         return self._captured(batch, _resized(self._everyone(batch), size), NO_NUMBERS)
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples the batch of a step has, of all processes together."""
+        """Return the number of samples in the batch of a step, of all processes together."""
         return _num_samples(self._everyone(batch))
 
     def _captured(self, batch: Any, example: Any, numbers: Places) -> LogicalGraph:
@@ -84,7 +84,7 @@ class StepCapture:
             raise error.replaced(CaptureError, todo=todo) from error
 
     def _told_samples(self, batch: Any) -> str:
-        """Say of how many samples a step is captured, if others are given than that."""
+        """Return a sentence on the captured number of samples, if it differs from the given one."""
         given, taken = (
             next((len(one) for one in flatten_batch(made).values() if one.dim()), 0)
             for made in (batch, self._example(batch))
@@ -98,14 +98,14 @@ class StepCapture:
         )
 
     def prepared(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
-        """Return what was captured in the forms that are planned.
+        """Return a captured graph, prepared for planning.
 
         Args:
-            graph: As it was captured.
-            numbers: That may be inputs of it.
+            graph: The captured graph.
+            numbers: Places of Python numbers that may be inputs of it.
 
         Raises:
-            SbpError: it cannot be brought into them.
+            SbpError: it cannot be prepared.
         """
         return Captured.of(graph, self.settings, numbers)
 
@@ -116,7 +116,7 @@ class StepCapture:
         return captured_batch(batch, self.settings.micro_batches, self.degree, 1)
 
     def _example(self, batch: Any) -> Any:
-        """Return an example of what is captured."""
+        """Return an example of the batch for which the step is captured."""
         settings, given = self.settings, batch if self.whole is None else self.whole
         degree = self.degree if self.whole is None else 1
         return captured_batch(given, settings.micro_batches, degree, settings.captured_parts)
@@ -124,13 +124,13 @@ class StepCapture:
     def proved(
         self, made: Planned, captured: LogicalGraph, batch: Any, numbers: Places = NO_NUMBERS
     ) -> Planned:
-        """Return a plan with what is proved of it.
+        """Return a plan together with the result of its proof.
 
         Args:
-            made: Of the captured step.
-            captured: The step, captured of such a batch, in the parts that the settings say.
-            batch: Of one process.
-            numbers: Of Python, that are inputs of the captured step.
+            made: The plan of the captured step.
+            captured: The step, captured for such a batch, cut into `settings.captured_parts`.
+            batch: A batch of one process.
+            numbers: Places of Python numbers that are inputs of the captured step.
         """
         program, known = self.program, self._example(batch)
 
@@ -142,13 +142,13 @@ class StepCapture:
 
 
 def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
-    """Return an example of what is captured of a step over all ranks, of the form of the batch.
+    """Return an example of the captured part of a step over all ranks, nested as the batch is.
 
     Args:
-        batch: An example of what one process gives in one step.
-        count: Micro-batches of a step.
-        degree: How many such batches a step takes over all ranks.
-        parts: Of how many parts of a step one is captured: `count`, or 1 for the whole.
+        batch: An example of the batch that one process gives in one step.
+        count: Number of micro-batches of a step.
+        degree: Number of such batches that a step takes over all ranks.
+        parts: Number of parts of a step, of which one is captured: `count`, or 1 for the whole.
 
     Raises:
         ConfigError: a tensor of the batch has no samples, or does not divide into micro-batches.
@@ -180,12 +180,12 @@ def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
 
 
 def _num_samples(batch: Any) -> int:
-    """Return how many samples a batch has; where its tensors have several, what divides them."""
+    """Return the number of samples of a batch; if its tensors differ, the greatest divisor."""
     return gcd(*(len(value) for value in flatten_batch(batch).values() if value.dim()))
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """Return a batch with so many samples, some of which are there again and again."""
+    """Return a batch of a given number of samples, some of which may repeat."""
     num = _num_samples(batch)
     if size == num:
         return batch

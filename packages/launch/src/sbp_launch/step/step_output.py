@@ -1,4 +1,4 @@
-"""What one parallel step returns."""
+"""The output of one parallel step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sbp_launch.step.missing_attributes import OF_OUTPUTS, missing_attribute
 
 
 class ReadAsFloat(Real):
-    """Calculates and compares as the float that `float(self)` is; what it makes is plain floats.
+    """Calculates and compares like the float `float(self)`; results are plain floats.
 
-    Equal to that float, with the same hash. Beside a tensor or an array it is that float, too.
+    It equals that float and has the same hash. With tensors and arrays it acts as that float, too.
     """
 
     __slots__ = ()
@@ -128,15 +128,15 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class StepOutput(ReadAsFloat):
-    """The loss of one batch, and what else was measured: equal on all ranks.
+    """The loss and the metrics of one batch, equal on all ranks.
 
-    It reads as the loss where a number is expected: `float(output)`, `f"{output:.3f}"`,
+    It acts as the loss where a number is expected: `float(output)`, `f"{output:.3f}"`,
     `total += output`, `output < best`, `sum(outputs)`. The results are floats.
 
     Args:
         loss: A 0-d tensor.
-        metrics: Tensors by name, 0-d for most: those that the loss function returns, and those of
-            the update, such as `grad_norm`.
+        metrics: Tensors by name, usually 0-d: the metrics that the loss function returns, and
+            metrics of the update, such as `grad_norm`.
     """
 
     loss: Tensor
@@ -144,15 +144,15 @@ class StepOutput(ReadAsFloat):
 
     @classmethod
     def of(cls, result: StepResult) -> StepOutput:
-        """Return what a session's step gave."""
+        """Return the output for the result of a session's step."""
         metrics = {name: value for name, value in result.outputs.items() if name != "loss"}
         return cls(loss=result.loss, metrics=metrics)
 
     def detach(self) -> Tensor:
-        """Return the tensor of the loss, which has no history."""
+        """Return the tensor of the loss, which has no autograd history."""
         return self.loss.detach()
 
-    if not TYPE_CHECKING:  # so that type checkers know which attributes there are
+    if not TYPE_CHECKING:  # type checkers see only the real attributes
 
         def __getattr__(self, name: str) -> Any:
             return missing_attribute(self, name, OF_OUTPUTS)

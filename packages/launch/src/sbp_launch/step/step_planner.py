@@ -1,7 +1,7 @@
-"""Plans a captured step: who decides, which variants there are, and how many micro-batches fit.
+"""Plan a captured step: call the planner, offer it variants, find micro-batches that fit.
 
-planner that chooses variants       is asked once, with all variants of the step
-any other, micro_batches="auto"     is asked for 1, 2, ... micro-batches until its plan fits
+a planner that chooses variants      is called once, with all variants of the step
+any other, micro_batches="auto"      is called for 1, 2, ... micro-batches until its plan fits
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Pins = Mapping[str, PinValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoice:
-    """Who decides how a step is split, and what is left to decide.
+    """The planner of a step, and the decisions that it must keep or may take.
 
     Args:
-        planner: Decides; or what was decided.
-        pins: Of the user, over what the planner says.
-        chooses_micro_batches: Whether it also chooses how many micro-batches a step has.
-        files: Of the config that says what the model, its data and the planner are, for messages.
-        planner_file: Likewise, of the planner alone.
+        planner: A planner; or a strategy, which leaves nothing to decide.
+        pins: Pins of the user, which the planner must keep.
+        chooses_micro_batches: Whether the number of micro-batches is chosen, too.
+        files: The config files of the model, its data and the planner, for messages.
+        planner_file: The config file of the planner, for messages.
     """
 
     planner: Planner | Strategy
@@ -70,17 +70,17 @@ class PlanChoice:
         family: StepFamily | None = None,
         kept: KeptPlans | None = None,
     ) -> Strategy:
-        """Return how a graph is split.
+        """Return the strategy for a graph.
 
         Args:
             graph: The step, or one of its variants.
-            settings: How it is planned.
-            more: Pins below those of the user.
+            settings: Settings of planning.
+            more: Further pins; pins of the user replace them.
             family: The variants of the step, if the planner may choose among them.
-            kept: Where the planner may leave the plans that it compiles.
+            kept: A store in which the planner may keep the plans that it compiles.
 
         Raises:
-            ConfigError: the planner refuses something; or a strategy was given, and pins with it.
+            ConfigError: the planner refuses the request; or both a strategy and pins are given.
         """
         pins = {**(more or {}), **self.pins}
         if isinstance(self.planner, Strategy):
@@ -106,16 +106,16 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanner:
-    """Plans a captured step, once or again with other pins.
+    """Plans a captured step, also repeatedly with different pins.
 
     Args:
-        choice: Who decides.
-        capture: Captures the step anew.
-        captured: The step.
+        choice: The planner, pins and further choices.
+        capture: Captures the step again.
+        captured: The captured step.
         family: The variants of the step that a planner may choose.
-        settings: How it is planned.
-        stage: Tells what is done.
-        say: Tells people lines.
+        settings: Settings of planning.
+        stage: Reports what is done.
+        say: Prints lines.
     """
 
     choice: PlanChoice
@@ -130,16 +130,16 @@ class StepPlanner:
     def plan(self, pins: Pins | None = None) -> Planned:
         """Plan, compile and check the step.
 
-        Whether it fits its memory is not checked, but where the number of micro-batches is to be
+        The plan is not checked against the memory, unless the number of micro-batches is to be
         chosen and the planner does not choose it.
 
         Args:
-            pins: What must hold beyond what the choice says; a planner that only reads its plans
-                heeds none.
+            pins: Pins in addition to those of the choice; a planner that only reads its plans
+                ignores them.
 
         Raises:
             MemoryLimitError: no number of micro-batches makes the step fit its memory.
-            SbpError: of the planner.
+            SbpError: the planner raised it.
         """
         choice = self.choice
         if not choice.chooses_micro_batches:
@@ -155,8 +155,8 @@ class StepPlanner:
     def _fewest_micro_batches(self, pins: Pins | None) -> Planned:
         """Return the plan with the fewest micro-batches that fits.
 
-        Fewer and larger micro-batches keep the ranks busier. A pipeline wants more of them than
-        memory asks for, and is told the number.
+        Fewer and larger micro-batches keep the ranks busier. A pipeline is an exception: it needs
+        more of them than the memory requires, so the user sets their number.
         """
         problem: MemoryLimitError | None = None
         for count in self.family.micro_batches:
@@ -178,7 +178,7 @@ class StepPlanner:
             MemoryLimitError,
             what=f"trainer.micro_batches=auto: not even {self.family.micro_batches[-1]} "
             f"micro-batches make the step fit: {problem.what}",
-            # That has been tried.
+            # Higher numbers of micro-batches were tried already.
             todo=problem.todo.replace("set trainer.micro_batches, ", ""),
         ) from problem
 
@@ -201,10 +201,10 @@ class StepPlanner:
             return compiled(graph, strategy, settings, kept)
 
     def captured_as(self, settings: PlanSettings) -> Captured:
-        """Return the captured step as the settings that the planner has chosen say.
+        """Return the captured step for the settings that the planner has chosen.
 
         Args:
-            settings: Of a plan that `plan` returned.
+            settings: The settings of a plan that `plan` returned.
         """
         size = self.family.batch_size // settings.captured_parts
         captured = self.captured
@@ -214,20 +214,20 @@ class StepPlanner:
         """Check that a plan fits the memory of its ranks.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not fit.
         """
         with self.stage("checking its memory"):
             check_fits(planned, planned.settings.cluster)
 
     def proved(self, planned: Planned, batch: Any) -> Planned:
-        """Return a plan with what is proved of it.
+        """Return a plan together with the result of its proof.
 
         Args:
-            planned: That `plan` returned.
-            batch: An example of what a process gives.
+            planned: A plan that `plan` returned.
+            batch: An example of the batch that a process gives.
 
         Raises:
-            GraphError: the planned step computes something else than the captured one.
+            GraphError: the planned step and the captured one compute different results.
         """
         settings = planned.settings
         capture = replace(self.capture, settings=settings)
@@ -246,16 +246,16 @@ def step_planner(
     stage: Stage = quietly,
     say: Callable[[Iterable[str]], None] = lambda lines: None,
 ) -> StepPlanner:
-    """Capture the step of a program, and return what plans it.
+    """Capture the step of a program, and return its `StepPlanner`.
 
     Args:
         capture: Captures it.
-        batch: An example of what a process gives in one step.
-        choice: Who decides how it is split.
-        following: Of the program; sees that capturing it changes nothing that it reads.
-        look: Is given what was captured, before it is cut into micro-batches; may refuse it.
-        stage: Tells what is done.
-        say: Tells people lines.
+        batch: An example of the batch that a process gives in one step.
+        choice: The planner, pins and further choices.
+        following: Checks that the capture changes nothing that the program reads.
+        look: Gets the captured graph before it is cut into micro-batches; may refuse it.
+        stage: Reports what is done.
+        say: Prints lines.
 
     Raises:
         SbpError: the step cannot be captured, or changes what it reads.

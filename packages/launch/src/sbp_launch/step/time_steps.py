@@ -1,7 +1,7 @@
-"""Batches whose dim 0 may be time, which ranks and micro-batches would cut.
+"""Batches whose dim 0 may be time, which ranks and micro-batches would then cut.
 
-told      tensors with different numbers of samples; a module that goes through dim 0 step by step
-refused   the latter, where numbers would be others than those of whole sequences
+warning   tensors differ in their size of dim 0; or a module iterates over dim 0 as time
+error     a module iterates over dim 0, and the results would differ from those of whole sequences
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sbp_torch.graph_capture import flatten_batch
 
 logger = logging.getLogger(__name__)
 
-#: Modules that go through the time steps, or positions, of their input.
+#: Modules that iterate over the time steps, or positions, of their input.
 _SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention)
 
 _WAY_OUT = "give the dim of the samples, such as batch_dim=1"
 
 
 def time_in_front(graph: LogicalGraph, model: nn.Module) -> Node | None:
-    """Return where a module goes through dim 0 of the batch, if one is known to."""
+    """Return a node where a module is known to iterate over dim 0 of the batch, or None."""
     modules = {path for path, one in model.named_modules() if isinstance(one, _SEQUENTIAL)}
     return samples_met(graph, modules)
 
@@ -37,16 +37,16 @@ def time_in_front(graph: LogicalGraph, model: nn.Module) -> Node | None:
 def refuse_cut_time(
     found: Node | None, model: nn.Module, *, micro_batches: int, processes: int
 ) -> None:
-    """Refuse time steps in parts of which each is computed by itself, or that are of others.
+    """Raise if micro-batches or parts of processes would cut or join sequences along time.
 
     Args:
-        found: Where it goes through dim 0 of the batch.
+        found: The node where a module iterates over dim 0 of the batch.
         model: Has the module.
-        micro_batches: Of a step.
-        processes: That each give a part of a batch.
+        micro_batches: Number of micro-batches of a step.
+        processes: Number of processes that each give a part of a batch.
 
     Raises:
-        ConfigError: micro-batches, or the parts of processes, would be times of one sequence.
+        ConfigError: micro-batches, or the parts of processes, would be segments of one sequence.
     """
     if found is None:
         return
@@ -71,12 +71,12 @@ def refuse_cut_time(
 
 
 def tell_cut_time(planned: Planned, batch: Any, found: Node | None, model: nn.Module) -> None:
-    """Warn, once, if what is cut may be time steps.
+    """Warn if the dim that is cut may be time.
 
     Args:
-        planned: Says what is cut.
-        batch: An example of what a process gives.
-        found: Where a module goes through dim 0 of the batch.
+        planned: The plan, which determines the cut tensors.
+        batch: An example of the batch that a process gives.
+        found: The node where a module iterates over dim 0 of the batch.
         model: Has the module.
     """
     rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
@@ -105,7 +105,7 @@ def tell_cut_time(planned: Planned, batch: Any, found: Node | None, model: nn.Mo
 
 
 def num_cuts(strategy: Strategy, name: str) -> int:
-    """Return into how many parts dim 0 of a tensor of the batch is split."""
+    """Return the number of parts into which dim 0 of a batch tensor is split."""
     stored = strategy.storage[name]
     sizes = strategy.stages[stored.stage].mesh_shape
     return prod(size for sbp, size in zip(stored.sbp, sizes, strict=True) if sbp == S(0))

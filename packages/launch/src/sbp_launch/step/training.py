@@ -1,11 +1,11 @@
-"""What the programs of a parallel step share while they are trained: states, ranks, counts.
+"""The state that the programs of a parallel step share in training: states, ranks, step counts.
 
-A step has one set of states, which live on its ranks. Its forms, and the programs that were put
-next to it, run on them in turn; what one of them needs and the others have not is added to the set.
+A step has one set of states, which live on its ranks. Its forms, and further programs, run on them
+in turn. A state that only one of them needs is added to the set.
 
-    parallelize(loss_d, optimizer_d)          parameters of both networks, moments of the one
-    step.add_step(loss_g, optimizer_g)          the moments of the other are added
-    backbone.requires_grad_(True)             and those of parameters that begin to be trained
+    parallelize(loss_d, optimizer_d)     parameters of both networks, moments of optimizer_d
+    step.add_step(loss_g, optimizer_g)   adds the moments of optimizer_g
+    backbone.requires_grad_(True)        adds the moments of the unfrozen parameters
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Training:
     """The states that programs over one model train, on the ranks of one session.
 
     Args:
-        model: Whose tensors are states.
-        has_states: Whether it is trained from states that are given, not from its own.
+        model: The model, whose tensors are states.
+        has_states: Whether training starts from given states instead of the values of the model.
         holds_interrupts: Whether Ctrl-C waits until a step is complete.
 
     Raises:
         ConfigError: another parallel step, which is not over, trains the model.
-        RunError: what an earlier one has trained is spread over other processes, or lost.
+        RunError: the states of an earlier step are spread over other processes, or lost.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class Training:
         self._model, self._holds_interrupts = model, holds_interrupts
         if (before := connected_elsewhere(model)) is not None:
             before.let_go(has_states)
-        #: Which states there are, and of which programs.
+        #: The states, and the programs that have them.
         self.states = ProgramStates()
         self.backend: BoxingBackend | None = None
-        #: Whether the states are gone, as those that were loaded in their place are damaged.
+        #: Whether the states are lost, because a damaged checkpoint was loaded in their place.
         self.has_damaged_states = False
-        #: Steps before a `load`, and those that were taken since the start, of all programs.
+        #: Steps before a `load`, and steps of all programs since the start.
         self.first_step = self.num_steps = 0
         self._session: Session | None = None
-        #: Values for states of programs that are not started so far.
+        #: Values for states of programs that are not started yet.
         self.given: dict[str, Tensor] = {}
-        #: Called when step counters come apart.
+        #: Called when parameters get separate step counters.
         self._forget_forms: list[Callable[[], None]] = []
-        #: Whether steps whose loss or gradients are infinite or no number are undone, and raise.
+        #: Whether a step whose loss or gradients are infinite or NaN is undone, and raises.
         self.only_finite = False
         #: Called after each step, in all processes.
         self.after_step: list[Callable[[], None]] = []
-        #: What the loop calls on the optimizers.
+        #: Watches for calls that the loop makes on the optimizers.
         self.optimizer_calls = OptimizerCalls()
         self._connected: ConnectedStates | None = None
-        #: All processes, once it has begun.
+        #: All processes, after the session was started.
         self.team = Team()
         self._is_open = False
-        #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
+        #: If ranks are processes, holds Ctrl-C until all of them raise it.
         self.interrupts = HeldInterrupts()
         self._process = os.getpid()
 
@@ -98,12 +98,12 @@ class Training:
 
     @property
     def steps_done(self) -> int:
-        """Steps that all programs have taken."""
+        """Number of steps that all programs together have taken, including those before a load."""
         return self.first_step + self.num_steps
 
     @property
     def started(self) -> Session:
-        """The session that has the states, whatever became of them.
+        """The session that has the states, even if they are damaged or the step is over.
 
         Raises:
             RunError: it is not started.
@@ -116,7 +116,7 @@ class Training:
         return self._session
 
     def check_open(self) -> None:
-        """See that the step is not over, and that this process takes it.
+        """Check that the step is not over, and that this process has its ranks.
 
         Raises:
             RunError: it is over; or this process was forked from the one that has the ranks.
@@ -148,20 +148,20 @@ class Training:
         return self.started
 
     def until_done(self) -> AbstractContextManager[object]:
-        """Return what holds the first interrupt in a block, until that is over."""
+        """Return a context manager that holds the first interrupt until its block ends."""
         return until_done() if self._holds_interrupts else nullcontext()
 
-    # Life.
+    # Life cycle.
 
     def add(
         self, program: OneDeviceProgram, planned: Planned, forget_forms: Callable[[], None]
     ) -> None:
-        """Note a program.
+        """Register a program.
 
         Args:
-            program: Over the model.
-            planned: How it is trained.
-            forget_forms: Called when step counters come apart.
+            program: A program over the model.
+            planned: Its plan.
+            forget_forms: Called when parameters get separate step counters.
 
         Raises:
             ConfigError: with its states, a rank would not fit its memory.
@@ -175,9 +175,9 @@ class Training:
         self._forget_forms.pop()
 
     def begin(self, session: Session, backend: BoxingBackend, team: Team) -> None:
-        """Note the session of the first program."""
+        """Register the session of the first program."""
         self._session, self.backend, self.team = session, backend, team
-        self._process = os.getpid()  # not earlier: a fork may start what was planned
+        self._process = os.getpid()  # not earlier: a forked process may start a step planned before
         self._is_open = self.optimizer_calls.is_open = True
         if not team.is_alone and self._holds_interrupts:
             self.interrupts = until_all_agree(tells=0 in session.local_ranks)
@@ -189,25 +189,25 @@ class Training:
         self._connected = ConnectedStates(self._model, read)
         self._know_states()
         self._connected.connect(self._let_go)
-        self._connected.note_step()  # states may be others: given, or those of rank 0
+        self._connected.note_step()  # the states may differ from the model: given, or of rank 0
 
     def _know_states(self) -> None:
-        """Have model and optimizers read as the states that there are."""
+        """Let model and optimizers read all states that there are."""
         if self._connected is not None:
             names = set(self.states.names)
             for one in self.states.programs:
                 self._connected.add(one.optimizer, one.update, names)
 
     def widen(self, plan: PhysicalPlan, program: OneDeviceProgram) -> None:
-        """Have the states of a plan, too; nothing if they are there.
+        """Add the states of a plan, unless they are there.
 
         Args:
-            plan: Of a program, or of one of its forms.
-            program: Gives new states their first values, if none were given.
+            plan: The plan of a program, or of one of its forms.
+            program: Gives new states their initial values, if none were given.
 
         Raises:
             PlanError: a state is new, and its parameter was trained without it.
-            RunError: they begin as copies of parameters that are spread over other processes.
+            RunError: a new state is a copy of a parameter that is spread over other processes.
         """
         if self.states.has(plan):
             return
@@ -217,7 +217,7 @@ class Training:
             copies = copied_states(program.model, program.optimizer, program.update).keys() & new
         if copies - self.given.keys():
             self._read_model(min(copies))
-        if self.states.moves(plan):  # to host numbers, which the plans so far do not know
+        if self.states.moves(plan):  # to host numbers, which the earlier plans do not have
             self._forget()
         with self.disconnected():
             states = program.own_states()
@@ -226,7 +226,7 @@ class Training:
         self._know_states()
 
     def _read_model(self, name: str) -> None:
-        """Bring the model up to date, as a new state begins as a copy of one of its tensors."""
+        """Update the model, because a new state starts as a copy of one of its tensors."""
         assert self._connected is not None, "it is connected"
         if any(one.is_meta for one in self._model.parameters()):
             raise RunError(
@@ -237,7 +237,7 @@ class Training:
         self._connected.read_model()
 
     def compare_programs(self, planned: Planned, registry: PluginRegistry) -> None:
-        """See that all processes add the same program; all of them call this.
+        """Check that all processes add the same program; all of them call this.
 
         Raises:
             ConfigError: they do not; raised in all of them.
@@ -252,13 +252,13 @@ class Training:
         self._widen(counted_apart(self.states.plan), {})
 
     def _forget(self) -> None:
-        """Let all programs forget their forms, which are planned again when they are met."""
+        """Let all programs forget their forms, which are planned again when they are needed."""
         for forget in self._forget_forms:
             forget()
         self.states.forget_forms()
 
     def keep(self, states: Mapping[str, Tensor]) -> None:
-        """Have states of parameters that are frozen, too, so that they are saved and gone on with.
+        """Add states of frozen parameters, so that they are saved, and used after unfreezing.
 
         Args:
             states: Whole tensors by name.
@@ -272,10 +272,10 @@ class Training:
         self.states.hold(plan)
 
     def _let_go(self, has_states: bool) -> None:
-        """Disconnect, as another step is to train the model.
+        """Disconnect the model, because another step will train it.
 
         Args:
-            has_states: Whether that has other states.
+            has_states: Whether the other step has its own states.
 
         Raises:
             ConfigError: this step is not over.
@@ -301,27 +301,27 @@ class Training:
         return os.getpid() != self._process
 
     def end(self) -> None:
-        """Note that the step is over; its states can still be read."""
+        """Register that the step is over; its states can still be read."""
         self._is_open = False
         self.optimizer_calls.end()
 
     # Steps.
 
     def enter(self, call: str, compared: Mapping[str, str] = MappingProxyType({})) -> None:
-        """See that all processes make the same call; all of them call this before they send.
+        """Check that all processes make the same call; all of them call this before they send.
 
         Args:
-            call: What the user calls, such as `step.evaluate(batch)`.
-            compared: What else has to be equal, by what messages call it.
+            call: The call that the user made, such as `step.evaluate(batch)`.
+            compared: Further values that must be equal, by their names in messages.
 
         Raises:
             ConfigError: they do not; names both calls. Raised in all of them.
-            BoxingError: another process has failed, or did not come.
+            BoxingError: another process has failed, or did not make a call.
             RunError: this process was forked from the one that has the ranks.
         """
         if self._is_open:
             check_not_forked(self._process)
-        # A step that is over, or has failed, sends nothing any more, and says so itself.
+        # A step that is over, or has failed, sends nothing any more, and raises its own error.
         if self.team.is_alone or self.backend is None or not self._is_open:
             return
         if self.backend.failure_reason():
@@ -332,10 +332,10 @@ class Training:
             raise error.replaced(BoxingError, what=f"{call}: {error.what}") from error
 
     def _compare(self, own: Mapping[str, str]) -> None:
-        """See that what has to be equal is; one vote of two numbers, where it is.
+        """Check that the values are equal; if they are, this sends one vote of two numbers.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: they differ.
             KeyboardInterrupt: one of the processes holds an interrupt. Raised in all of them.
         """
         compared = {name: value.partition("\0")[0] for name, value in own.items()}
@@ -353,19 +353,19 @@ class Training:
         whole: Mapping[str, Tensor] | None,
         written: Mapping[str, Tensor],
     ) -> None:
-        """See that all processes are about to take the same step; all of them call this.
+        """Check that all processes are about to take the same step; all of them call this.
 
         Args:
-            call: What the user calls.
-            problem: Why this process cannot take it.
-            form: What tells the form from others, and after a NUL words for it.
-            scalars: Of the update.
+            call: The call that the user made.
+            problem: Why this process cannot take the step.
+            form: A text that identifies the form; a NUL; and a description of the form.
+            scalars: The scalars of the update.
             whole: The batch, if each process gives the whole one.
-            written: What was taken over of model and optimizer.
+            written: Values that the loop has written to model and optimizer.
 
         Raises:
             SbpError: `problem`.
-            ConfigError: they are not; names what differs. Raised in all of them.
+            ConfigError: they are not; names the difference. Raised in all of them.
             KeyboardInterrupt: one of them holds an interrupt. Raised in all of them.
         """
         if self.team.is_alone:
@@ -387,7 +387,7 @@ class Training:
             raise problem
 
     def _voted(self, *values: int) -> list[int]:
-        """Return the highest of all processes in each place, unless one holds an interrupt."""
+        """Return the maxima of the values over all processes, unless one holds an interrupt."""
         interrupted = int(self.interrupts.error is not None)
         *found, interrupted = self.team.highest_of([*values, interrupted])
         if interrupted:
@@ -396,10 +396,10 @@ class Training:
         return found
 
     def take_over(self, *, looks_again: bool) -> dict[str, Tensor]:
-        """Take over what was written to model and optimizers; return it by the names of states.
+        """Copy values written to model and optimizers to the ranks; return them by state name.
 
         Args:
-            looks_again: Whether other tensors may be in the places of the model's.
+            looks_again: Whether tensors of the model may have been replaced by others.
         """
         connected, session = self._connected, self._session
         assert connected is not None and session is not None, "it has begun"
@@ -415,7 +415,7 @@ class Training:
         return written
 
     def _counters_differ(self, written: Mapping[str, Tensor]) -> bool:
-        """Whether parameters that share a step counter no longer do, as some begin anew."""
+        """Whether parameters that share a step counter no longer can, because some start anew."""
         rank = self.started.local_ranks[0]
         for counter, tied in self.states.plan.ties.items():
             found = {float(written[name]) for name in tied if name in written}
@@ -426,10 +426,10 @@ class Training:
         return False
 
     def note_step(self, graph: LogicalGraph) -> None:
-        """Note that a step has changed the states.
+        """Register that a step has changed the states.
 
         Args:
-            graph: Of the step.
+            graph: The graph of the step.
         """
         self.num_steps += 1
         self.states.note_updated(graph)
@@ -437,7 +437,7 @@ class Training:
             self._connected.note_step()
 
     def replaced(self) -> None:
-        """Note that the states were replaced, and with them what was written before."""
+        """Register that all states were replaced, including values written to the model before."""
         self.states.updated.update(self.states.names)
         if self._connected is not None:
             self._connected.reconnect()
@@ -446,12 +446,12 @@ class Training:
 
     @contextmanager
     def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
-        """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
+        """Return a context to capture a program: with ordinary tensors and placeholder momenta."""
         with one_at_a_time(), self.disconnected(), as_stepped(program, self.states.updated):
             yield
 
     def disconnected(self) -> AbstractContextManager[None]:
-        """Let the model's tensors be ordinary ones meanwhile."""
+        """Return a context in which the model's tensors are ordinary ones."""
         return nullcontext() if self._connected is None else self._connected.disconnected()
 
     def copied_to(
@@ -460,12 +460,12 @@ class Training:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
     ) -> bool:
-        """Give model and optimizer of a program the states; whether they are those.
+        """Copy the states to model and optimizer if they are those of the step; return whether.
 
         Args:
-            states: All of them, whole.
-            model: What states are copied to.
-            optimizer: Likewise.
+            states: All states, as whole tensors.
+            model: The model to which states are copied.
+            optimizer: The optimizer to which states are copied, if any.
         """
         connected = self._connected
         if connected is None or model is not self._model:
@@ -481,7 +481,7 @@ class Training:
         """Return whole states, without sending anything.
 
         Raises:
-            RunError: ranks of other processes hold parts of one.
+            RunError: ranks of other processes hold parts of a state.
         """
         session, plan = self.started, self.states.plan
         if alone:

@@ -1,12 +1,12 @@
-"""The training step: a program on all ranks, with its plan, its states, and what becomes of them.
+"""The training step: a program on all ranks, with its plan and its states.
 
-    TrainingStep(planned, engine, ...)     a checked plan, nothing started
-    start(), close(), or `with`            the ranks
-    step(batch)                            a training step; step.evaluate(batch) changes nothing
-    save, load, load_model, state_dict     the states
-    save_survivors                              the same after a rank has failed
+    TrainingStep(planned, engine, ...)     has a checked plan, and starts nothing
+    start(), close(), or `with`            start and end the ranks
+    step(batch)                            trains; step.evaluate(batch) changes no state
+    save, load, load_model, state_dict     write, replace or return the states
+    save_survivors                         saves them after a rank has failed
 
-`ParallelStep` is what `parallelize` returns of it; the trainer of `sbp-train` calls the same one.
+`parallelize` returns its subclass `ParallelStep`; the trainer of `sbp-train` uses the same class.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class TrainingStep(ProgramStep):
     Several processes, one a rank, make the same calls in the same order.
 
     Args:
-        planned: What is trained, planned.
-        choice: Who has decided how it is split.
-        engine: Starts it.
-        following: Says whether the program has changed.
+        planned: The planned program.
+        choice: The planner, pins and further choices.
+        engine: Starts the session.
+        following: Reports whether the program has changed.
         training: Has the states.
-        padding: Of its batches.
-        states: Values to begin with; those of model and optimizer if None.
+        padding: The preparation of batches.
+        states: Initial values of the states; the values of model and optimizer if None.
         comparison: Takes the first steps on one device, too.
 
     Attributes:
@@ -79,18 +79,18 @@ class TrainingStep(ProgramStep):
         self._choice, self._given_states = choice, states
         self._beside: list[ProgramStep] = []
         self._is_over = False
-        #: Once it is started: its processes, and what saves its states.
+        #: Set by `start`: the processes of the step, and the object that saves its states.
         self.processes = Processes()
         self._saves: StepSaves | None = None
 
-    # Life.
+    # Life cycle.
 
     def start(self, first: Mapping[str, Tensor] | None = None) -> Self:
-        """Start the ranks; `with` does it. To be ended by `close()`.
+        """Start the ranks, as `with` does. `close()` ends them.
 
         Args:
-            first: Every state, by name; made when it is asked for, or read. None takes those of
-                the program, or those that were given.
+            first: Every state by name; may be a mapping that makes or reads values on demand. None
+                for the given states, or those of the program.
 
         Raises:
             RunError: it was started before.
@@ -132,10 +132,10 @@ class TrainingStep(ProgramStep):
         return self
 
     def _first_states(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """Return the first states of this program; and those given for others, and frozen ones.
+        """Return initial states of this program, and given ones of other programs, frozen layers.
 
         Raises:
-            SbpLookupError: one is given for a name that no state has.
+            SbpLookupError: a value is given for a name that no state has.
         """
         given, states = self._given_states or {}, self._training.states
         own = set(states.names)
@@ -148,12 +148,12 @@ class TrainingStep(ProgramStep):
         return self._program.first_states(first), later
 
     def _kept(self) -> list[str]:
-        """Return the given states that no program has so far, as they are of frozen layers."""
+        """Return the names of given states that no program has, because their layers are frozen."""
         states = self._training.states
         return [name for name in self._training.given if name not in set(states.names)]
 
     def close(self) -> None:
-        """End the ranks. Safe to call twice; what this process' ranks hold can still be read.
+        """End the ranks. Safe to call twice; states on ranks of this process can still be read.
 
         Waits for the checkpoint that is being written, as the end of a `with` block does.
 
@@ -176,7 +176,7 @@ class TrainingStep(ProgramStep):
     def _close(self, error: BaseException | None) -> None:
         training = self._training
         if training.is_forked:
-            return  # a child that was forked inside of the block leaves it to its parent
+            return  # a child that was forked inside the block leaves this to its parent
         if error is None and training.has_begun and not self._is_over:
             for one in (self, *self._beside):
                 one._forms.look_at_the_end()
@@ -186,7 +186,7 @@ class TrainingStep(ProgramStep):
             closing.enter_context(training.until_done())
             closing.callback(training.interrupts.__exit__)
             if training.has_begun:
-                # Ranks of other processes are told of an error that ends the block.
+                # An error that ends the block is reported to the ranks of other processes.
                 kind = type(error) if error else None
                 closing.callback(training.started.__exit__, kind, error, None)
                 for one in (self, *self._beside):
@@ -216,14 +216,14 @@ class TrainingStep(ProgramStep):
         """Plan another program on the same states, and start it if this step is started.
 
         Args:
-            program: Over the same model.
-            batch: An example of what a process gives to one of its steps.
-            padding: Of its batches.
-            choice: Who decides how it is split.
+            program: A program over the same model.
+            batch: An example of the batch that a process gives to one of its steps.
+            padding: The preparation of its batches.
+            choice: The planner, pins and further choices.
             engine: Starts it.
 
         Raises:
-            ConfigError: it does not fit what is there.
+            ConfigError: it conflicts with the programs that are there, or with the memory.
             SbpError: it cannot be captured or planned.
         """
         training = self._training
@@ -259,7 +259,7 @@ class TrainingStep(ProgramStep):
 
     @property
     def steps_done(self) -> int:
-        """Steps taken, those before a `load` included."""
+        """Number of steps taken, including steps before a `load`."""
         return self._training.steps_done
 
     @steps_done.setter
@@ -270,19 +270,19 @@ class TrainingStep(ProgramStep):
         """Return every state as a whole tensor, a copy: parameters, buffers, optimizer states.
 
         Args:
-            to: The rank whose process gets them; all if None. Elsewhere there are none.
+            to: The rank whose process gets the states; all if None. Others get an empty dict.
         """
         return self._whole("state_dict", to)
 
     def _whole(self, call: str, to: int | None = None) -> dict[str, Tensor]:
-        """Return every state as a whole, for a call of the user's."""
+        """Return every state as a whole tensor, for the given method of the user."""
         self._training.enter(f"step.{call}({'' if to is None else f'{to=}'})")
         return self._current.state_dict(to=to)
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
-        """Replace every state by what `state_dict` returned, perhaps of another mesh."""
+        """Replace every state by the result of `state_dict`, possibly of another mesh."""
         training = self._training
-        # Of a file, each process reads what its ranks hold.
+        # From a file, each process reads the shards of its ranks.
         values = digest_of(states) if isinstance(states, dict) else "read"
         training.enter("step.load_state_dict(states)", {"the values of the states": values})
         with training.until_done():
@@ -291,22 +291,22 @@ class TrainingStep(ProgramStep):
             training.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
+        """Return a dict for `model.load_state_dict`: whole tensors on all ranks."""
         return to_model_state(self._whole("model_state_dict"), self._program.model)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
+        """Return a dict for `optimizer.load_state_dict`: whole tensors on all ranks."""
         program, states = self._program, self._whole("optimizer_state_dict")
         with self._training.disconnected():
             return to_optimizer_state(states, program.model, program.optimizer)
 
     def copy_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Load what was trained into a model, and into an optimizer over its parameters.
+        """Copy the trained states to a model, and to an optimizer over its parameters.
 
         Args:
-            model: Of the same form, with values: the one given to `parallelize`, or another, of
-                which other modules may be wrapped, such as by `torch.compile`.
-            optimizer: Likewise.
+            model: The model given to `parallelize`, or one with tensors of the same names and
+                shapes, which have values. `torch.compile` and similar wrappers may differ.
+            optimizer: The optimizer given to `parallelize`, or one over the given model.
 
         Raises:
             SbpLookupError: the model has a tensor that the step does not train.
@@ -323,23 +323,23 @@ class TrainingStep(ProgramStep):
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Save a checkpoint in a folder, with strategy and plan; all processes call it.
 
-        Each process writes what its ranks own, and nothing is sent. The checkpoint is whole and on
-        the disk when this returns, or it is not there; those of other steps stay.
+        Each process writes the pieces that its ranks own, and nothing is sent. When this returns,
+        the checkpoint is complete and on disk; if it fails, there is none. Older ones stay.
 
-        Behind a step that has failed because a process has ended, those that are left call it: they
-        save the states of the last whole step if they hold all of them, as with data parallelism.
+        After a step has failed because a process has ended, all surviving processes may call this.
+        They save the states of the last complete step, if together they hold all of them.
 
         Args:
-            folder: Is made if it is not there.
-            wait: If not, a thread writes the checkpoint while later steps run, from copies of the
-                states; it is there after one of them, or when `finish_saving` or the `with` block
-                is through. The next `save` waits for it, and logs that.
+            folder: The folder; it is created if it does not exist.
+            wait: If False, a thread writes the checkpoint from copies of the states while later
+                steps run. It is complete after one of them, after `finish_saving`, or after the
+                `with` block. The next `save` waits for it, and logs that.
 
         Raises:
-            ConfigError: the folder is no path.
+            ConfigError: the folder is not a path.
             RunError: it cannot be written, or a part of the states is lost. Without `wait`, a later
-                step raises that, in all processes the same one, or `finish_saving`, the next `save`
-                or the end of the block.
+                step (the same in all processes), `finish_saving`, the next `save` or the end of
+                the block raises it.
         """
         session, training, place = self._current, self._training, as_path(folder, "step.save")
         assert self._saves is not None, "the step is started"
@@ -358,7 +358,7 @@ class TrainingStep(ProgramStep):
         self._saves.save(place, session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
-        """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
+        """Wait until the checkpoint of `save(..., wait=False)` is on disk; all processes call this.
 
         Raises:
             RunError: it cannot be written.
@@ -368,20 +368,20 @@ class TrainingStep(ProgramStep):
             self._saves.finish()
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, perhaps of another mesh; all processes call it.
+        """Continue from a checkpoint, possibly of another mesh; all processes call this.
 
-        Each process reads, and verifies, what its ranks hold; states are replaced one after the
-        other. Before that, of a step that has been taken, all is read and verified once: if it is
-        damaged, the states are as they were. Without a step taken there are none then, until others
-        are loaded.
+        Each process reads and verifies the shards of its ranks, and replaces states one after the
+        other. If steps were taken, all is read and verified once before that, so that a damaged
+        checkpoint leaves the states unchanged. If none was taken, a damaged checkpoint leaves no
+        states until others are loaded.
 
         Args:
-            path: Of a checkpoint; or of a folder that has some, such as that of a run of
-                `sbp-train`, of which the newest is taken that is whole. Those that are damaged are
-                passed over, with a warning.
+            path: A checkpoint; or a folder of checkpoints, such as the folder of a run of
+                `sbp-train`, of which the newest complete one is loaded. Damaged ones are skipped
+                with a warning.
 
         Raises:
-            ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
+            ConfigError: there is none, or it is damaged, does not fit, or has another seed.
         """
         training, place = self._training, as_path(path, "step.load")
         training.enter("step.load(path)")
@@ -389,7 +389,7 @@ class TrainingStep(ProgramStep):
             self._saves.finish()
 
         def replacing() -> None:
-            training.has_damaged_states = True  # until all processes have read theirs whole
+            training.has_damaged_states = True  # until all processes have read all their shards
 
         with training.until_done():
             done = load_step(
@@ -409,17 +409,17 @@ class TrainingStep(ProgramStep):
     def load_model(self, path: str | Path) -> None:
         """Start from weights, by the model's own names; all processes call it.
 
-        Each process reads its ranks' parts of parameters and buffers. States of the optimizer are
-        as before the first step; moving averages begin with what was read.
+        Each process reads its ranks' parts of parameters and buffers. States of the optimizer keep
+        their initial values; moving averages start with the weights that were read.
 
         Args:
             path: A checkpoint, a run folder, a file of safetensors, or a folder of Hugging Face or
-                of `torch.distributed.checkpoint`. Names may have one more beginning, such as
-                `model.`, there or in the model.
+                of `torch.distributed.checkpoint`. Either the file's names or the model's names may
+                have an additional prefix, such as `model.`.
 
         Raises:
-            ConfigError: there is nothing there; a name is missing or unknown, or a shape another.
-            RunError: steps were taken, or it is not started.
+            ConfigError: there is nothing to load, a name is missing or unknown, or a shape differs.
+            RunError: steps were taken, or the step is not started.
         """
         session, program = self.session, self._program
         if self.steps_done:

@@ -1,12 +1,12 @@
-"""What no guard sees is found by execution: now and then, a program is captured again.
+"""Find changes that no guard sees: capture the program again from time to time, and compare.
 
-Python can read a number in more ways than anybody lists. So a program that is taken for the same
-one, because nothing that is compared has changed, is captured again now and then:
+Guards cannot cover all ways in which Python reads a number. So a program is captured again from
+time to time even if no guard has seen a change:
 
     seconds of training    0 ...... a ...... 2a ............... 4a ........................ the end
     captured again                  x        x                  x                           x
 
-`a` is so long that a capture is half a percent of it, and less with every further one.
+`a` is 200 captures long, so a capture takes half a percent of it, and less of the later periods.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_torch.graph_capture import difference
 
-#: Seconds of training before the first time, by the seconds of a capture.
+#: Seconds of training before the first repeated capture, per second that a capture takes.
 _PATIENCE = 200.0
 
-#: A capture at the end may take a second, or this part of the time since the last one.
+#: A capture at the end may take one second, or this fraction of the time since the last capture.
 _AT_THE_END_S, _AT_THE_END = 1.0, 0.05
 
 
 class UnseenChanges:
-    """Says when a program is to be captured again, and compares what comes of it.
+    """Decides when to capture a program again, and compares the result.
 
     Args:
         capture_s: Seconds that a capture takes.
-        now: Returns the seconds of a clock.
+        now: Returns the time of a clock in seconds.
     """
 
     def __init__(self, capture_s: float, now: Callable[[], float] = time.perf_counter) -> None:
@@ -39,7 +39,7 @@ class UnseenChanges:
         self._due_s = self._begun_s + _PATIENCE * capture_s
 
     def is_due(self, *, at_the_end: bool = False) -> bool:
-        """Whether it is to be captured again now.
+        """Whether to capture the program again now.
 
         Args:
             at_the_end: Whether no step follows.
@@ -50,19 +50,19 @@ class UnseenChanges:
         return self._now() >= self._due_s
 
     def look(self, before: LogicalGraph, capture: Callable[[], LogicalGraph]) -> None:
-        """See that a step is still the one that was captured.
+        """Check that a step is still the one that was captured.
 
         Args:
-            before: What was captured.
-            capture: Captures it again, of a batch of that shape and with the same inputs.
+            before: The graph that was captured before.
+            capture: Captures the step again, for a batch of the same shape and the same inputs.
 
         Raises:
-            RunError: it is another one.
+            RunError: the step is another one.
         """
         again = capture()
         self._looked_s = self._now()
         if graph_hash(again) != graph_hash(before):
-            # It stays due, so that the next step is an error, too.
+            # The capture stays due, so that the next step raises, too.
             raise RunError(
                 "the program now makes a different step from the captured one, though no compared "
                 "value has changed",

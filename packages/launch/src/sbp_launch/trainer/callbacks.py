@@ -1,4 +1,4 @@
-"""The callbacks of a run, and what they ask for together."""
+"""Make and call the callbacks of a run, and combine their requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sbp_launch.run.run import Run
 
 
 def make_callbacks(run: Run) -> dict[str, Callback]:
-    """Return the callbacks that `trainer.callbacks` names, by their names, in their order.
+    """Return the callbacks of `trainer.callbacks` by name, in their order.
 
     Raises:
         PluginError: a plugin returns something else.
@@ -32,10 +32,10 @@ def ask(
     state: TrainerState,
     metrics: Mapping[str, float],
 ) -> TrainerControl:
-    """Tell the callbacks of a run something; return what they ask for together.
+    """Call a method of all callbacks of a run; return their combined requests.
 
     Raises:
-        PluginError: one returns something else, or raises an error that is none of sbp's.
+        PluginError: one returns something else, or raises an error other than `SbpError`.
     """
     controls: list[TrainerControl | None] = []
     for name, callback in callbacks.items():
@@ -49,7 +49,7 @@ def ask(
 
 
 def together(controls: Iterable[TrainerControl | None]) -> TrainerControl:
-    """Return what several callbacks ask for; of those that would stop, the first says why."""
+    """Return the combined requests of several callbacks; the first that stops gives the reason."""
     asked = [one for one in controls if one is not None]
     return TrainerControl(
         stop=next((one.stop for one in asked if one.stop), ""),
@@ -59,10 +59,10 @@ def together(controls: Iterable[TrainerControl | None]) -> TrainerControl:
 
 
 def restore(callbacks: Mapping[str, Callback], state: TrainerState) -> None:
-    """Let callbacks go on from a checkpoint; those that were not there then begin.
+    """Restore callbacks from a checkpoint; callbacks that it does not have start afresh.
 
     Raises:
-        ConfigError: a callback cannot go on from what is there.
+        ConfigError: a callback cannot use the saved state.
     """
     for name, callback in callbacks.items():
         kept = state.callbacks.get(name)

@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves: when, what, and which of them it keeps."""
+"""The checkpoints of a run: when they are saved, their contents, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from sbp_launch.trainer.saved_settings import config_hash, settings_of
 
 logger = logging.getLogger(__name__)
 
-#: What is kept of a run whose loss is no number, apart from the checkpoints to go on from.
+#: The checkpoint of a run whose loss is NaN or infinite, kept apart from those to resume from.
 _NOT_FINITE = "not-finite"
 
 
 def run_storage(run: Run) -> CheckpointStorage:
-    """Return where a run keeps its checkpoints; nothing is made there yet."""
+    """Return the storage of a run's checkpoints, without creating anything in it."""
     storage: CheckpointStorage = run.make("storage")(run.folder)
     return storage
 
 
 def claimed(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
-    """Keep other runs from writing to the storage inside the block; the first process does."""
+    """Keep other runs from writing to the storage inside the block; only process 0 does this."""
     return storage.claim() if run.is_first else nullcontext()
 
 
@@ -49,10 +49,10 @@ class RunCheckpoints:
     Args:
         run: The run.
         planned: Its plan.
-        storage: Where they go.
-        processes: All of them.
-        first_step: Steps done when it begins.
-        clock: In seconds, one that is not set.
+        storage: The storage of the checkpoints.
+        processes: All processes of the run.
+        first_step: Number of steps done before it starts.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class RunCheckpoints:
         self._graph_hash = graph_hash(planned.graph)
         self._config_hash = config_hash(run.config)
         self._versions = versions()
-        #: What is written while steps go on, and the step that it is of.
+        #: The checkpoint that is written while steps continue, and its step.
         self._saves, self._saving_step = BackgroundSaves(), -1
-        #: Those of an earlier run in a folder that is to be overwritten: until there is a new one.
+        #: Checkpoints of an earlier run in the same folder; kept until there is a new one.
         self._earlier = [] if resumed_here else newest_first(storage)
 
     def is_due(self, step: int) -> bool:
@@ -86,16 +86,16 @@ class RunCheckpoints:
     def save(
         self, session: Session, state: TrainerState, cursor: DataCursor, *, is_finite: bool = True
     ) -> str:
-        """Save what a session has, unless that is done; all processes call it.
+        """Save the states of a session, unless that was done; all processes call this.
 
         Args:
-            session: Between two steps.
-            state: Of the trainer.
-            cursor: Where the data go on.
-            is_finite: Whether a run can go on from it; it is kept apart if not.
+            session: The session, between two steps.
+            state: The state of the trainer.
+            cursor: The place in the data where the next step continues.
+            is_finite: Whether a run can continue from it; if not, it is kept apart.
 
         Returns:
-            Where it is, for people.
+            Its place, for messages.
 
         Raises:
             RunError: it cannot be saved.
@@ -105,7 +105,7 @@ class RunCheckpoints:
             self.finish()
         except BoxingError:
             raise
-        except SbpError as error:  # in all processes; the later one makes up for it
+        except SbpError as error:  # in all processes; the checkpoint saved below replaces it
             logger.warning("%s is not saved: %s", under_way, error.what)
         name = step_name(state.step) if is_finite else f"{_NOT_FINITE}-{state.step:08d}"
         place = place_of(self._run, self.storage, name)
@@ -125,13 +125,13 @@ class RunCheckpoints:
         return self._saved_step == step
 
     def place(self, step: int) -> str:
-        """Return where the checkpoint of a step is, or would be, for people."""
+        """Return the place of the checkpoint of a step, for messages, even if there is none."""
         return place_of(self._run, self.storage, step_name(step))
 
     def abandon(self) -> str:
-        """Give up the checkpoint that is under way, as another process is lost; return its name.
+        """Abandon the checkpoint that is being written, because a process is lost; return its name.
 
-        When all that are left have done so, what was begun of it can be removed.
+        After all surviving processes have done so, its incomplete files can be removed.
         """
         name, is_there = self._saves.abandon()
         if is_there:
@@ -145,13 +145,13 @@ class RunCheckpoints:
         cursor: DataCursor,
         processes: Processes,
     ) -> str:
-        """Save what is left of a run; the processes that are left call it. See `save`.
+        """Save the surviving states of a run; all surviving processes call this. See `save`.
 
         Args:
-            pieces: What this process owns of the states, among those that are left.
-            state: Of the trainer.
-            cursor: Where the data go on.
-            processes: Those that are left.
+            pieces: The pieces of the states that this process owns among the surviving ones.
+            state: The state of the trainer.
+            cursor: The place in the data where the next step continues.
+            processes: The surviving processes.
         """
         name = step_name(state.step)
         save(self.storage, name, self._metadata(state, cursor), pieces, processes)
@@ -163,19 +163,19 @@ class RunCheckpoints:
     def begin(
         self, session: Session, state: TrainerState, cursor: DataCursor, tell: Callable[[str], None]
     ) -> None:
-        """Begin to save what a session has, which is written while it goes on; all processes call.
+        """Start to save the states of a session while it continues; all processes call this.
 
-        From then on, they tell each other after each step whether one `is_busy`, and call
-        `go_on` if none is. With `trainer.checkpoint.wait` it is written when this returns.
+        Afterwards, the processes exchange after each step whether one `is_busy`, and call `go_on`
+        if none is. With `trainer.checkpoint.wait`, the checkpoint is written when this returns.
 
         Args:
-            session: Between two steps.
-            state: Of the trainer.
-            cursor: Where the data go on.
-            tell: Is told if this has to wait for a checkpoint that is still being written.
+            session: The session, between two steps.
+            state: The state of the trainer.
+            cursor: The place in the data where the next step continues.
+            tell: Called with a message if this must wait for an earlier checkpoint.
 
         Raises:
-            RunError: it, or the one before it, cannot be saved.
+            RunError: this checkpoint, or the one before it, cannot be saved.
         """
         if self._settings.wait:
             self.save(session, state, cursor)
@@ -200,11 +200,11 @@ class RunCheckpoints:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this process writes."""
+        """Whether this process is writing."""
         return self._saves.is_busy
 
     def go_on(self) -> None:
-        """Go on with the checkpoint that is under way, if there is one, because no process is busy.
+        """Continue the checkpoint that is being written, if any, when no process is busy.
 
         Raises:
             RunError: it cannot be saved.
@@ -213,7 +213,7 @@ class RunCheckpoints:
             self._saved_step = self._saving_step
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is under way, if there is one; all processes call it.
+        """Wait for the checkpoint that is being written, if any; all processes call this.
 
         Raises:
             RunError: it cannot be saved.
@@ -234,7 +234,7 @@ class RunCheckpoints:
         )
 
     def _remove_others(self, name: str, state: TrainerState) -> None:
-        """Remove checkpoints that are not to be kept next to a new one."""
+        """Remove the checkpoints that a new one replaces."""
         kept = [] if state.best_step is None else [step_name(state.best_step)]
         remove(self.storage, [one for one in self._earlier if one != name])
         self._earlier = []
@@ -242,17 +242,17 @@ class RunCheckpoints:
 
     @property
     def newest(self) -> str:
-        """Where the checkpoint is that was saved last, for people; empty if none was."""
+        """The place of the checkpoint that was saved last, for messages; empty if there is none."""
         if self._saved_step < 0:
             return ""
         return self.place(self._saved_step)
 
     def read(self, names: set[str]) -> Mapping[str, Tensor]:
-        """Return states of the checkpoint that was saved last, whole."""
+        """Return whole states of the checkpoint that was saved last."""
         with Checkpoint(self.storage, step_name(self._saved_step)) as checkpoint:
             return {name: checkpoint[name] for name in checkpoint if name in names}
 
 
 def place_of(run: Run, storage: CheckpointStorage, name: str) -> str:
-    """Return where a checkpoint is: relative to the run folder, if it is there."""
+    """Return the path of a checkpoint, relative to the run folder if it is inside it."""
     return storage.place(name).removeprefix(f"{run.folder}/")

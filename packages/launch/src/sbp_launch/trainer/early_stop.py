@@ -1,4 +1,4 @@
-"""The callback `early_stop`: ends a run that is evaluated and no longer becomes better."""
+"""The callback `early_stop`: ends a run whose evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class EarlyStopConfig:
 
 
 class EarlyStop(Callback):
-    """Ends a run whose held-out loss, or another metric, has not become better for a while."""
+    """Ends a run whose held-out loss, or another metric, has stopped improving."""
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
         self._best: float | None = None
-        self._worse = 0  # evaluations since the best one
+        self._worse = 0  # number of evaluations since the best one
 
     def on_evaluate(
         self, state: TrainerState, metrics: Mapping[str, float]
     ) -> TrainerControl | None:
-        """Count the evaluations that were no better."""
+        """Count evaluations without improvement, and stop the run after `patience` of them."""
         config = self.config
         if config.monitor not in metrics:
             raise ConfigError(
@@ -81,11 +81,11 @@ class EarlyStop(Callback):
         return TrainerControl(stop=f"{config.monitor} has not become better for {times}")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the best one so far, and how many came after it."""
+        """Return the best value so far, and the number of evaluations since then."""
         return {"best": self._best, "worse": self._worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where the run was saved."""
+        """Continue counting from a saved state."""
         best, worse = state["best"], state["worse"]
         if not (best is None or isinstance(best, float)) or not isinstance(worse, int):
             raise SbpValueError(f"best={best!r}, worse={worse!r}", accepted="a number, an integer")

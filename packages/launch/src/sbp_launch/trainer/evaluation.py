@@ -1,6 +1,6 @@
-"""The mean loss of a run over held-out data, by the step that trains.
+"""The mean loss of a run over held-out data, computed on the states of the training step.
 
-Where parameters are averaged (`trainer.update.ema_decay`), the averages are evaluated.
+If parameters have moving averages (`trainer.update.ema_decay`), the averages are evaluated.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sbp_launch.trainer.run_program import RunProgram
 
 
 class Evaluator:
-    """Evaluates what a step trains, as often as it is asked.
+    """Evaluates the states that a step trains.
 
-    It is planned and started when it is first asked. Its batches are the same each time.
+    The evaluation is planned and started at its first call. It uses the same batches each time.
 
     Args:
         run: The run.
-        program: Gives the batches.
-        step: Whose states are evaluated, where they are.
+        program: Provides the batches.
+        step: The step that trains, whose states are evaluated in place.
     """
 
     def __init__(self, run: Run, program: RunProgram, step: TrainingStep) -> None:
@@ -32,7 +32,7 @@ class Evaluator:
     def metrics(self) -> dict[str, float]:
         """Return `held_out_loss`, and `held_out_NAME` for each metric of the model: their means.
 
-        All processes of the run call this. A micro-batch is evaluated at a time, by all ranks.
+        All processes of the run call this. All ranks together evaluate one micro-batch at a time.
 
         Raises:
             RunError: a rank failed.
@@ -65,7 +65,7 @@ class Evaluator:
         return {f"held_out_{name}": total / count for name, total in totals.items()}
 
     def _next(self, loader: BatchLoader) -> LocalBatch:
-        """Return the next batch, if all processes of the run have theirs."""
+        """Return the next batch, after all processes of the run have loaded theirs."""
         problem: SbpError | None = None
         try:
             batch = loader.next()

@@ -17,19 +17,19 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.run.speed import MIN_STEPS, median_of, warm_up_steps
 from sbp_torch.memory import MemoryMeter
 
-#: A step that takes so many times longer or shorter than predicted is far off.
+#: A prediction is far off if a step takes longer or shorter by at least this factor.
 _FAR_OFF = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """The predictions for a step; None where there is none, and what they rest on.
+    """The predictions for a step (None if unknown), and their basis.
 
     Args:
         step_s: Its time, in seconds.
-        peak_bytes: Most bytes that a rank holds at once, of the rank that holds most.
+        peak_bytes: Peak memory of the rank with the highest peak, in bytes.
         sent_bytes: Bytes that all ranks together send.
-        basis: What the time rests on, and what to do if it is far off; see `prediction_basis`.
+        basis: The basis of the time, and what to do if it is far off; see `prediction_basis`.
     """
 
     step_s: float | None
@@ -40,11 +40,11 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredUsage:
-    """What ranks held and sent.
+    """The memory that ranks used, and the bytes that they sent.
 
     Args:
-        peak_bytes: Most bytes that one of them held at once; 0 if that was not counted.
-        sent_bytes: Bytes that they sent together in a step, on average.
+        peak_bytes: The highest peak memory of a rank, in bytes; 0 if it was not measured.
+        sent_bytes: Bytes that all ranks together sent in a step, on average.
     """
 
     peak_bytes: int
@@ -52,28 +52,28 @@ class MeasuredUsage:
 
     @classmethod
     def of_all(cls, texts: Sequence[str]) -> MeasuredUsage:
-        """Return what the ranks of several processes did, of their `to_text`."""
+        """Return the usage of the ranks of several processes, from their `to_text`."""
         parts = [json.loads(text) for text in texts]
         return cls(
             peak_bytes=max(peak for peak, _ in parts), sent_bytes=sum(sent for _, sent in parts)
         )
 
     def to_text(self) -> str:
-        """Return a text that `of_all` reads."""
+        """Return this usage as text, for `of_all`."""
         return json.dumps([self.peak_bytes, self.sent_bytes])
 
 
 class StepMeter:
     """Measures time, memory and bytes sent of the steps of a session.
 
-    Every step is timed, and what boxing has counted is read. What ranks hold is counted in the
-    first step only, as watching makes every operator call some 50 µs slower.
+    Every step is timed, and the byte counters of boxing are read. The memory of ranks is measured
+    in the first step only, because this makes every operator call about 50 µs slower.
 
     Args:
-        plan: What the session runs.
+        plan: The plan that the session runs.
         backend: Not yet open; the session is started with `self.backend` in its place.
         counts_memory: Whether operators are called one by one, so that they can be watched.
-        ranks: That live in this process; all, if None.
+        ranks: The ranks in this process; all if None.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class StepMeter:
         self.ranks = tuple(part.rank for part in plan.ranks if ranks is None or part.rank in ranks)
         self.meter = MemoryMeter(plan, ranks) if counts_memory else None
         self.backend = self.meter.backend(backend) if self.meter else backend
-        #: Steps that were done before, of a run that goes on.
+        #: Steps done before, if the run was resumed.
         self.begun = 0
         self.step_s: list[float] = []
         self.sent_bytes: list[int] = []
 
     def take(self, session: Session, take: Callable[[], StepResult]) -> StepResult:
-        """Take a step of a session by calling a function, and return what that returns."""
+        """Take a step of a session by calling a function, and return its result."""
         is_first = not self.step_s
         sent = self._total_sent_bytes()
         began = time.perf_counter()
         with self.meter.watching(session) if self.meter and is_first else nullcontext():
             found = take()
-            # A device may still be at work on it.
+            # Wait until the device has computed the loss.
             found.loss.item()
         self.step_s.append(time.perf_counter() - began)
         self.sent_bytes.append(self._total_sent_bytes() - sent)
@@ -107,7 +107,7 @@ class StepMeter:
 
     @property
     def measured(self) -> MeasuredUsage:
-        """What the ranks of this process held and sent."""
+        """The memory that the ranks of this process used, and the bytes that they sent."""
         peaks = [self.meter.peak(rank) for rank in self.ranks] if self.meter else []
         # In their first step, ranks of several processes also compare their plans.
         compared = self.backend.spans_processes and len(self.sent_bytes) > 1
@@ -117,11 +117,11 @@ class StepMeter:
         )
 
     def lines(self, predicted: Predicted, measured: MeasuredUsage | None = None) -> list[str]:
-        """Return a line for each figure that was measured, with the prediction after it.
+        """Return a line for each measured figure, with the prediction after it.
 
         Args:
             predicted: The predictions.
-            measured: What the ranks of all processes held and sent; those of this one if None.
+            measured: The usage of the ranks of all processes; of this process if None.
         """
         measured = measured or self.measured
         expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
@@ -133,7 +133,7 @@ class StepMeter:
             peak = format_bytes(measured.peak_bytes)
             text = f"a rank held at most {peak} (in step {self.begun + 1})"
             lines.append(_with_prediction(text, expected))
-        # A runtime that moves data by itself leaves the backend closed: nothing is counted.
+        # A runtime that moves data by itself never opens the backend, so nothing is counted.
         if measured.sent_bytes:
             sent = format_bytes(measured.sent_bytes)
             expected = "" if predicted.sent_bytes is None else format_bytes(predicted.sent_bytes)
@@ -146,11 +146,11 @@ class StepMeter:
 
 
 def time_text(step_s: Sequence[float], begun: int = 0) -> str:
-    """Return how long a step took, of several; the first ones do not count.
+    """Return the typical time of a step as text; the first steps do not count.
 
     Args:
         step_s: The time of each step, in seconds.
-        begun: Steps that were done before, of a run that goes on.
+        begun: Steps done before, if the run was resumed.
     """
     if len(step_s) < MIN_STEPS:
         return f"too few steps to time one: {len(step_s)} of at least {MIN_STEPS}"
@@ -163,8 +163,8 @@ def far_off(step_s: Sequence[float], predicted_s: float, basis: str) -> list[str
 
     Args:
         step_s: The time of each step, in seconds.
-        predicted_s: Of a step, in seconds, > 0.
-        basis: What the prediction rests on.
+        predicted_s: The predicted time of a step, in seconds, > 0.
+        basis: The basis of the prediction.
     """
     if len(step_s) < MIN_STEPS:
         return []
@@ -178,13 +178,13 @@ def far_off(step_s: Sequence[float], predicted_s: float, basis: str) -> list[str
 
 
 def prediction_basis(cluster: Cluster, profile: str, file: str = "", boxing: str = "local") -> str:
-    """Say what predicted times rest on, and what to do where they are far off.
+    """Return the basis of predicted times as text, and what to do if they are far off.
 
     Args:
-        cluster: Whose rates they are, with the ranks of the run.
+        cluster: The cluster whose rates were used, with the ranks of the run.
         profile: The option of the group `cluster`, such as `local`.
         file: The cluster file, if the profile reads one.
-        boxing: The backend that the run boxes through.
+        boxing: The boxing backend of the run.
     """
     ranks = cluster.num_devices
     again = f"sbp-calibrate boxing={boxing} ranks={ranks}"

@@ -1,4 +1,4 @@
-"""What becomes of a run whose loss is no finite number."""
+"""Stop a run, or warn, if its loss or gradients are infinite or NaN."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sbp_core.errors import RunError
 from sbp_core.units import format_count
 from sbp_launch.settings.config import RunConfig
 
-#: So many steps that loss scaling skips in a row are no longer its search for a scale.
+#: If loss scaling skips more steps than this in a row, it is no longer searching for a scale.
 MOST_SKIPPED = 30
 
 
 class NotFiniteError(RunError):
-    """The loss or the norm of the gradients is infinite or no number: training has diverged.
+    """The loss or the norm of the gradients is infinite or NaN: training has diverged.
 
-    `is_undone` says whether the states are those from before that step, and so finite.
+    `is_undone` is whether the step was undone, so that the states are finite.
     """
 
     is_undone = False
@@ -25,11 +25,11 @@ class NotFiniteError(RunError):
 class FiniteLoss:
     """Watches the metrics of a run.
 
-    A step that loss scaling skips has changed nothing but the scale: what overflowed in it is no
-    error, unless that never ends.
+    A step that loss scaling skips changes only the scale, so an overflow in it is not an error,
+    unless more than `MOST_SKIPPED` steps in a row are skipped.
 
     Args:
-        config: Of the run; `trainer.on_nan` says what to do.
+        config: The config of the run; `trainer.on_nan` chooses between stopping and a warning.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -40,7 +40,7 @@ class FiniteLoss:
 
     @property
     def undoes(self) -> bool:
-        """Whether a step that is not finite is to be undone, where that can be."""
+        """Whether a step that is not finite should be undone."""
         trainer = self.config.trainer
         return trainer.on_nan == "stop" and trainer.update.loss_scaling is None
 
@@ -51,19 +51,19 @@ class FiniteLoss:
         rates: Mapping[str, float],
         bad_value: Sequence[str] = (),
     ) -> str:
-        """Look at a step, counted from 1.
+        """Check the metrics of a step, counted from 1.
 
         Args:
             step: Its number.
-            metrics: Its `loss`, and perhaps `grad_norm` and `skipped`.
+            metrics: Its `loss`, and optionally `grad_norm` and `skipped`.
             rates: Its learning rates.
-            bad_value: Of a step that was undone, where the first bad value was.
+            bad_value: Where the first bad value was, if the step was undone.
 
         Returns:
-            A warning, once, if the run is to go on; else "".
+            A warning, once, if the run is to continue; otherwise "".
 
         Raises:
-            NotFiniteError: it is to stop.
+            NotFiniteError: the run must stop.
         """
         wrong = [
             (name, metrics[name])

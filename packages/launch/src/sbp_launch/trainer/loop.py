@@ -1,11 +1,11 @@
-"""The loop of training: one step after the other until the budget is spent.
+"""The training loop: it takes steps until the budget is spent.
 
     step -> metrics -> callbacks -> next batch -> vote ┬─────────────────────────────────> next step
                                                        └-> evaluation -> callbacks -> vote ┘
 
-A checkpoint that is due follows the last vote. All processes vote, in one small all-reduce: whether
-one has to stop, what callbacks ask for, how long the run has trained. So all of them stop, evaluate
-and save after the same steps, and the state of the run (`TrainerState`) is equal in all.
+A checkpoint that is due follows the last vote. All processes vote in one small all-reduce: whether
+one must stop, requests of callbacks, and the time of training. So all of them stop, evaluate and
+save after the same steps, and the state of the run (`TrainerState`) is equal in all.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from sbp_launch.trainer.phases import PhaseTimes
 from sbp_launch.trainer.run_program import RunProgram
 from sbp_launch.trainer.step import StepTaker
 
-#: Seconds that processes agree on are sent as whole numbers of these.
+#: The unit, in seconds, in which processes send times on which they agree, as integers.
 _TICK_S = 1e-6
 
 
 def allowance_of(run: Run, program: RunProgram) -> Allowance:
-    """Return the budget of a run, as its steps are counted against it.
+    """Return the budget of a run, with which its steps are counted.
 
     Raises:
-        ConfigError: it is one of tokens, and the data have none.
+        ConfigError: it is a number of tokens, and the data have no tokens.
     """
     settings, (unit, units) = run.config.trainer, program.counted
     return settings.budget.counted(
@@ -60,18 +60,18 @@ def allowance_of(run: Run, program: RunProgram) -> Allowance:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Takes the steps of a run; `state` says at any time how far it is.
+    """Takes the steps of a run; `state` always has the progress of the run.
 
     Args:
         run: The run.
-        program: Gives the batches.
+        program: Provides the batches.
         step: Takes the steps; its processes stop together.
-        step_meter: Measures them.
-        tracer: Traces those that are to be traced.
+        step_meter: Measures the steps.
+        tracer: Traces the steps that are selected for it.
         comparison: Takes the first steps on one device, too.
-        signals: May ask to stop after a step.
+        signals: May request a stop after a step.
         checkpoints: Saves the states.
-        state: Where the run goes on.
+        state: The state with which the run starts or continues.
     """
 
     run: Run
@@ -91,20 +91,20 @@ class TrainingLoop:
         self.speed = Speed(unit, begun=self.state.step)
         self.step_meter.begun = self.state.step
         self.phases = PhaseTimes()
-        #: Loss of the newest step; None before the first.
+        #: Loss of the latest step; None before the first.
         self.loss: float | None = None
-        #: The newest held-out metrics, and the step after which they were found.
+        #: The latest held-out metrics, and the step after which they were computed.
         self.held_out: dict[str, float] = {}
         self.evaluated_step: int | None = None
-        #: Why callbacks have ended the run, if they have.
+        #: The reason that callbacks gave for ending the run, if any.
         self.stopped_for = ""
-        self._saved_s = 0.0  # seconds of saving that are logged
+        self._saved_s = 0.0  # seconds of saving that were logged already
         self._begun_s = self.state.train_s
         self._steps = StepTaker(self.run.config, self.step, self.speed, self._step_units)
 
     @property
     def planned(self) -> Planned:
-        """What the ranks run."""
+        """The plan that the ranks run."""
         return self.step.planned
 
     @property
@@ -113,18 +113,18 @@ class TrainingLoop:
         return self.step.team
 
     def saved_state(self) -> TrainerState:
-        """Return the state that a checkpoint is to keep, with that of the callbacks."""
+        """Return the state of the run and of its callbacks, for a checkpoint."""
         kept = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         return replace(self.state, callbacks={name: own for name, own in kept.items() if own})
 
     def save(self, *, is_finite: bool = True) -> str:
-        """Save what the ranks have; all processes call this. Return where it is, for people.
+        """Save the states of the ranks; all processes call this. Return the place, for messages.
 
         Args:
-            is_finite: Whether a run can go on from it.
+            is_finite: Whether a run can continue from it.
 
         Raises:
-            RunError: it cannot be saved; earlier checkpoints are still there.
+            RunError: it cannot be saved; earlier checkpoints are kept.
         """
         self.count_done()
         with self.phases.timing("saving"):
@@ -133,7 +133,7 @@ class TrainingLoop:
             )
 
     def count_done(self) -> None:
-        """Count steps that are done, where an interrupt has come before they were counted."""
+        """Count completed steps that were not counted because of an interrupt."""
         while self.state.step < self.step.steps_done:
             self._advance()
 
@@ -149,7 +149,7 @@ class TrainingLoop:
 
     @property
     def cursor(self) -> DataCursor:
-        """How far the run is in its data: where the step after the newest one goes on."""
+        """The place in the data at which the next step continues."""
         return DataCursor(position=self.state.samples, order=self._order)
 
     @cached_property
@@ -161,8 +161,8 @@ class TrainingLoop:
         """Take all steps, and evaluate after the last one.
 
         Raises:
-            ConfigError: a callback cannot be made, or cannot go on from the state.
-            NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
+            ConfigError: a callback cannot be made, or cannot continue from the state.
+            NotFiniteError: the loss is infinite or NaN, and `trainer.on_nan=stop`.
             RunError: the metrics cannot be written, or a rank failed.
             SbpError: a sample cannot be loaded; names it.
         """
@@ -204,7 +204,7 @@ class TrainingLoop:
             callback.on_train_end(self.state)
 
     def _loader(self, total_steps: int | None) -> BatchLoader:
-        """Return what loads the batches of the steps that are left."""
+        """Return a loader of the batches of the remaining steps."""
         settings, plan = self.run.config.trainer, self.planned.plan
         return BatchLoader(
             self.program.source,
@@ -218,7 +218,7 @@ class TrainingLoop:
         )
 
     def _load(self, loader: BatchLoader) -> Exception | None:
-        """Wait for the batch of the next step; return why there is none, if it cannot be loaded."""
+        """Wait for the batch of the next step; return the error if it cannot be loaded."""
         if self._is_over:
             return None
         began = time.perf_counter()
@@ -232,7 +232,7 @@ class TrainingLoop:
     def _step(
         self, loader: BatchLoader, sink: MetricSink, evaluator: Evaluator, progress: StepProgress
     ) -> None:
-        """Take one step and all that follows it."""
+        """Take one step, and do all that follows it."""
         settings, step = self.run.config.trainer, self.state.step + 1
         batch = self._batch
         place = self.allowance.place(self.state)
@@ -249,7 +249,7 @@ class TrainingLoop:
         problem: Exception | None = None
         control = TrainerControl()
         try:
-            self.tracer.finish(step)  # first, as the ranks of all processes meet there
+            self.tracer.finish(step)  # first, because the ranks of all processes wait there
             if compared is not None:
                 with self.phases.timing("comparison"):
                     whole = partial(self.program.batch, batch.begin, settings.batch_size)
@@ -266,7 +266,7 @@ class TrainingLoop:
         try:
             control = self._agree(problem, control)
         except BaseException:
-            if is_due:  # what is known of the step is kept
+            if is_due:  # log the known metrics of the step
                 with suppress(Exception):
                     self._log(sink, step, row)
             raise
@@ -279,7 +279,7 @@ class TrainingLoop:
             control = together([control, after])
             if not is_last:
                 progress.say(step, f"held-out loss {self.held_out['held_out_loss']:.4f}")
-        if control.save and not self._is_over:  # else the run saves when it is over
+        if control.save and not self._is_over:  # otherwise the run saves at its end
             with self.phases.timing("saving"):
                 self.checkpoints.begin(
                     self.step.session,
@@ -289,7 +289,7 @@ class TrainingLoop:
                 )
 
     def _advance(self) -> None:
-        """Count the step that is done."""
+        """Count the completed step."""
         state, end = self.state, self.cursor.advanced(self.run.config.trainer.batch_size)
         self.state = replace(
             state,
@@ -300,7 +300,7 @@ class TrainingLoop:
         )
 
     def _times(self) -> dict[str, float]:
-        """Return what is logged of the speed of the newest step, and count its time."""
+        """Return the speed metrics of the latest step, and count its time."""
         step_s, data_s = self.speed.step_s, self.speed.data_s
         self.phases.add("data", data_s)
         self.phases.add("steps", step_s - data_s)
@@ -319,7 +319,7 @@ class TrainingLoop:
         return bool(self.stopped_for) or self.allowance.is_spent(self.state)
 
     def _evaluation_is_due(self) -> bool:
-        """Whether an evaluation follows the newest step, as all processes know by themselves."""
+        """Whether an evaluation follows the latest step; equal in all processes without a vote."""
         evaluate, every = self.run.config.trainer.evaluate, self.run.config.trainer.evaluate.every
         is_turn = every is not None and self.state.step % every == 0
         return evaluate.batches > 0 and (is_turn or self._is_over)
@@ -327,14 +327,14 @@ class TrainingLoop:
     def _evaluate(
         self, sink: MetricSink, evaluator: Evaluator, row: Mapping[str, float] | None = None
     ) -> TrainerControl:
-        """Evaluate after the newest step, and tell callbacks and the metric sink of it.
+        """Evaluate after the latest step, and pass the metrics to callbacks and sink.
 
-        Returns what callbacks ask for.
+        Returns the requests of callbacks.
 
         Args:
-            sink: For the metrics.
-            evaluator: Evaluates.
-            row: Metrics of the step, if they are not logged yet.
+            sink: The sink of the metrics.
+            evaluator: Computes the metrics.
+            row: Metrics of the step, if they were not logged yet.
         """
         step = self.state.step
         before_s = self.phases["evaluation"]
@@ -356,27 +356,27 @@ class TrainingLoop:
         return self._agree(problem, control)
 
     def _log(self, sink: MetricSink, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand metrics to the sink; raises as `calling_sink`."""
+        """Pass metrics to the sink; raises as `calling_sink` does."""
         with calling_sink(self.run, "log"):
             sink.log(step, metrics)
 
     def _call(self, metrics: Mapping[str, float]) -> TrainerControl:
-        """Tell the callbacks of the newest step; return what they ask for together."""
+        """Call the callbacks after the latest step; return their combined requests."""
         return ask(self.run, self.callbacks, "on_step_end", self.state, metrics)
 
     @cached_property
     def work(self) -> ModelWork:
-        """What the model computes in a step."""
+        """The work of the model in a step."""
         mesh, cluster = self.program.mesh, self.program.cluster
         return ModelWork.of(self.planned.graph, cluster.device, mesh.size)
 
     @property
     def _train_s(self) -> float:
-        """Seconds of training over all stops, by the clock of this process."""
+        """Seconds of training, including those before a resume, by the clock of this process."""
         return self._begun_s + self.phases.total_s
 
     def _agree(self, problem: Exception | None, control: TrainerControl) -> TrainerControl:
-        """Agree with all processes on how the run goes on; return what any of them asks for.
+        """Agree with all processes on how the run continues; return the requests of all of them.
 
         Raises:
             Exception: see `stop_together`.

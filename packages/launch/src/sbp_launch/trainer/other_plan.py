@@ -1,4 +1,4 @@
-"""The plan of a strategy that was made elsewhere, perhaps for another mesh, of a run's model."""
+"""Compile a strategy of a run's model that was made elsewhere, possibly for another mesh."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.run_program import RunProgram
 
-#: Names that a message lists.
+#: The largest number of names that a message lists.
 _MOST_NAMES = 3
 
 
 def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: RunProgram) -> Planned:
-    """Return the checked plan of a strategy, on as many ranks and micro-batches as it says.
+    """Return the checked plan of a strategy, with the strategy's ranks and micro-batches.
 
     Args:
-        strategy: That was read.
-        planner: Of the run; its captured step is taken again where it fits.
+        strategy: A strategy that was read from a file.
+        planner: The planner of the run; its captured step is reused if it fits.
         run: The run.
         program: The one-device program.
 
@@ -51,24 +51,24 @@ def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: RunP
 
 
 def _captured_for(strategy: Strategy, run: Run, program: RunProgram) -> StepPlanner:
-    """Capture the step as the mesh and the micro-batches of a strategy ask for it.
+    """Capture the step for the mesh and the number of micro-batches of a strategy.
 
     Raises:
-        ConfigError: the batch has no so many micro-batches.
+        ConfigError: the batch does not divide into that number of micro-batches.
     """
-    # Refused, if the batch has no so many parts.
+    # The config refuses a number that does not divide the batch.
     trainer = replace(run.config.trainer, micro_batches=strategy.num_micro_batches)
     known = replace(run, config=replace(run.config, trainer=trainer))
     return planner_of(known, replace(program, mesh=_mesh_of(strategy)))
 
 
 def _mesh_of(strategy: Strategy) -> Placement:
-    """Return the mesh of all stages; their positions are those of the axis `pipe`."""
+    """Return the mesh of all stages, which are the positions along the axis `pipe`."""
     first = strategy.stages[0]
     if len(strategy.stages) == 1:
         return first
     if len({stage.mesh_shape for stage in strategy.stages}) > 1:
-        # Stages of several sizes: what a graph depends on is that there are some.
+        # Stages differ in size: a graph depends only on the fact that there are several stages.
         ranks = [[stage.rank_list[0]] for stage in strategy.stages]
         return Placement(ranks, (PIPE_AXIS, "rank"), first.device)
     distinct = {stage.rank_list: stage for stage in strategy.stages}
@@ -77,7 +77,7 @@ def _mesh_of(strategy: Strategy) -> Placement:
 
 
 def _fits(captured: Captured, strategy: Strategy) -> LogicalGraph | None:
-    """Return the form of a step that a strategy decides on; None if it is for neither."""
+    """Return the version of a step that a strategy fits; None if it fits neither."""
     forms = [captured.graph, *([captured.whole] if captured.whole is not None else [])]
     for graph in forms:
         nodes = {node.name for node in graph.nodes if not node.is_host}

@@ -1,4 +1,4 @@
-"""Where the time of training goes: to data, steps, evaluation, saving, and the rest."""
+"""The shares of training time: data, steps, evaluation, saving, and the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from sbp_core.units import format_seconds
 
-#: What a run is at between its first step and its last, in the order in which it is told.
+#: The phases of a run between its first step and its last, in the order of the report.
 Phase = Literal["steps", "data", "comparison", "evaluation", "saving"]
 
 
@@ -22,7 +22,7 @@ class PhaseTimes:
 
     @contextmanager
     def timing(self, phase: Phase) -> Iterator[None]:
-        """Count the seconds of the `with` block to a phase, also if it fails."""
+        """Add the seconds of the `with` block to a phase, even if the block raises."""
         began = time.perf_counter()
         try:
             yield
@@ -30,7 +30,7 @@ class PhaseTimes:
             self.add(phase, time.perf_counter() - began)
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Count so many seconds to a phase."""
+        """Add seconds to a phase."""
         self._seconds[phase] = self[phase] + seconds
 
     def __getitem__(self, phase: Phase) -> float:
@@ -44,8 +44,8 @@ class PhaseTimes:
     def line(self) -> str:
         """Return the time so far and the shares in it: `12 s: steps 93.1%, data 4.2%, ...`.
 
-        Phases that took place are in it, in one order, so that the lines of two runs compare. The
-        rest is what the trainer itself takes: votes, metrics, callbacks, printing.
+        The line has the phases that occurred, in a fixed order, so that two runs can be compared.
+        The rest is the time of the trainer itself: votes, metrics, callbacks, printing.
         """
         total_s = self.total_s
         told = [phase for phase in get_args(Phase) if phase in self._seconds]

@@ -1,4 +1,4 @@
-"""The plan of a run: what its config says of how the step is planned, and who decides."""
+"""The plan of a run: settings of planning, the planner and the engine, from its config."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sbp_launch.step.step_capture import StepCapture
 from sbp_launch.step.step_planner import PlanChoice, StepPlanner, step_planner
 from sbp_launch.trainer.run_program import RunProgram
 
-#: How a run saves to another place, for messages.
+#: How to save a run to another place, for messages.
 ELSEWHERE = "name another place: hydra.run.dir=FOLDER"
 
 
 def plan_settings(run: Run, program: RunProgram) -> PlanSettings:
-    """Return what the config of a run says of planning."""
+    """Return the settings of planning, from the config of a run."""
     config, trainer = run.config, run.config.trainer
     names = config.compile.plugins
     return PlanSettings(
@@ -41,7 +41,7 @@ def plan_settings(run: Run, program: RunProgram) -> PlanSettings:
 
 
 def plan_choice(run: Run) -> PlanChoice:
-    """Return who decides, as the config of a run says."""
+    """Return the planner and pins that the config of a run chooses."""
     config = run.config
     return PlanChoice(
         planner=CheckedPlanner(planner=run.make("planner"), entry=run.entry("planner")),
@@ -52,12 +52,12 @@ def plan_choice(run: Run) -> PlanChoice:
 
 
 def engine_of(run: Run, program: RunProgram, backend: BoxingBackend) -> Engine:
-    """Return what starts the step of a run.
+    """Return the engine that starts the step of a run.
 
     Args:
         run: The run.
         program: The one-device program.
-        backend: Not yet open.
+        backend: The boxing backend, not yet open.
     """
     runtime: Runtime = run.make("runtime")
     return Engine(
@@ -77,11 +77,12 @@ def engine_of(run: Run, program: RunProgram, backend: BoxingBackend) -> Engine:
 
 
 def planner_of(run: Run, program: RunProgram) -> StepPlanner:
-    """Capture the training step of a run, and return what plans it.
+    """Capture the training step of a run, and return its `StepPlanner`.
 
     Raises:
         CaptureError: it cannot be captured.
-        ConfigError: the model asks its batch for what the data do not give; names both files.
+        ConfigError: the model reads an entry of the batch that the data do not have; names both
+            config files.
     """
     choice, whole = plan_choice(run), whole_example(run, program)
     capture = StepCapture(
@@ -96,12 +97,12 @@ def planner_of(run: Run, program: RunProgram) -> StepPlanner:
 
 
 def whole_example(run: Run, program: RunProgram) -> dict[str, Tensor]:
-    """Return what has the shapes of the batch of a step, over all ranks."""
+    """Return an example with the shapes of a step's batch, over all ranks."""
     return program.example(run.config.trainer.batch_size)
 
 
 def with_micro_batches(run: Run, planned: Planned) -> Run:
-    """Return a run with as many micro-batches as its plan has, also where they were `auto`."""
+    """Return a run with the number of micro-batches of its plan, which replaces `auto`."""
     count = planned.settings.micro_batches
     trainer: Any = replace(run.config.trainer, micro_batches=count)
     return replace(run, config=replace(run.config, trainer=trainer))

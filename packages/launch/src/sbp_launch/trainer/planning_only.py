@@ -20,12 +20,12 @@ from sbp_launch.trainer.trainer import show_plan
 
 
 class PlanningOnly:
-    """Plans a run, and keeps what is asked for afterwards, also of a plan that was refused.
+    """Plans a run, and keeps planner and plan for reports, even if the plan was refused.
 
     Args:
-        config: What was chosen.
+        config: The config of the run.
         registry: The plugins.
-        console: Where it prints; the standard output if None.
+        console: The console to print on; standard output if None.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class PlanningOnly:
     ) -> None:
         self.run = Run(config=config, registry=registry, console=console or make_console())
         self.program = make_program(self.run)
-        #: What planned the step last, and the plan, whether or not it fits.
+        #: The latest planner of the step, and its plan, whether or not it fits.
         self.planner: StepPlanner | None = None
         self.planned: Planned | None = None
-        #: Seconds of planning and compiling it.
+        #: Seconds of planning and compiling.
         self.planning_s = 0.0
 
     def plan(self) -> Planned:
         """Return a plan that fits the memory of its ranks.
 
         Raises:
-            ConfigError: there is none; the last one that did not fit is kept.
+            ConfigError: there is none; the last plan that did not fit is kept.
         """
         self.planned = None
         self.planner = planner_of(self.run, self.program)
@@ -60,7 +60,7 @@ class PlanningOnly:
         """Print the plan.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no plan.
         """
         if self.planned is None:
             raise ConfigError("nothing was planned", todo="call plan first")

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint that is whole, and what is other than it was."""
+"""Resume a run from the newest complete checkpoint, and report settings that have changed."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from sbp_launch.trainer.saved_settings import differences, settings_of
 
 
 class Resume:
-    """Where a run goes on: the newest checkpoint that is whole, of those that it may take.
+    """The checkpoint from which a run continues: the newest complete one of those allowed.
 
     Attributes:
-        states: What a session is started with, in parts.
+        states: The states with which a session is started, read in parts.
 
     Args:
         run: The run.
-        storage: Of the checkpoints.
-        names: Those to try, one after the other.
+        storage: The storage of the checkpoints.
+        names: The names of the checkpoints to try, in this order.
 
     Raises:
-        ConfigError: none of them has a whole manifest, or another seed than the run.
+        ConfigError: none of them has a complete manifest, or its seed is not the run's.
     """
 
     def __init__(self, run: Run, storage: CheckpointStorage, names: list[str]) -> None:
         self._run, self._storage, self._names = run, storage, list(names)
         self._num_given = len(names)
-        #: What was said of the checkpoint that was passed over last.
+        #: The warning about the checkpoint that was skipped last.
         self._skipped_last = ""
-        #: What the run calls its states.
+        #: The names of the states in the run.
         self._own: Collection[str] = ()
         self.states = self._next()
 
     @classmethod
     def of(cls, run: Run, storage: CheckpointStorage) -> Resume | None:
-        """Return where a run goes on as `trainer.resume` says; None if it begins.
+        """Return the checkpoint that `trainer.resume` selects; None if the run starts at step 0.
 
         Raises:
-            ConfigError: it is to go on, and there is no checkpoint that is whole.
+            ConfigError: a checkpoint is required, and there is no complete one.
         """
         wanted = run.config.trainer.resume
         if wanted is None:
@@ -70,15 +70,15 @@ class Resume:
 
     @property
     def metadata(self) -> Metadata:
-        """Where the run was."""
+        """The state of the run at the checkpoint."""
         return self.states.checkpoint.manifest.metadata
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Say of states that do not fit in the block which checkpoint they are of.
+        """Return a context that adds the checkpoint to errors on states that do not fit.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: a state does not fit.
         """
         try:
             yield
@@ -86,12 +86,12 @@ class Resume:
             raise self._misfit(error.what, error.where, error.accepted) from error
 
     def check_data(self, order: SampleOrder) -> None:
-        """See that the run goes on in the data, and in the order, in which it was.
+        """Check that data and sample order are those of the checkpoint.
 
-        With `trainer.allow_other_data` it goes on in others, and says so.
+        With `trainer.allow_other_data`, differences are printed instead.
 
         Raises:
-            ConfigError: it would not.
+            ConfigError: they differ.
         """
         if self.metadata.cursor is None:
             return
@@ -103,10 +103,10 @@ class Resume:
             self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])
 
     def check_states(self, program: RunProgram) -> None:
-        """See that the checkpoint has the states that a run begins with; before it is planned.
+        """Check, before planning, that the checkpoint has the states that the run starts with.
 
         Raises:
-            ConfigError: one is missing, unknown, or of another shape or dtype.
+            ConfigError: a state is missing, unknown, or has another shape or dtype.
         """
         own = program.made.states(program.optimizer, self._run.config.trainer.update)
         self._own = own.keys()
@@ -133,13 +133,13 @@ class Resume:
         )
 
     def agree(self, session: Session, processes: Processes) -> TrainerState:
-        """See that all processes have read all of a checkpoint; take the next one if not.
+        """Check that all processes have read a checkpoint completely; otherwise try the next one.
 
         Returns:
-            Where the trainer was.
+            The state of the trainer at the checkpoint.
 
         Raises:
-            ConfigError: none is whole.
+            ConfigError: no checkpoint is complete.
         """
         self._follow_others(session, processes)
         while (problem := self.states.agree(processes)) is not None:
@@ -150,13 +150,13 @@ class Resume:
         return self._trainer_state()
 
     def _follow_others(self, session: Session, processes: Processes) -> None:
-        """Take the checkpoint that the others have, if these have found a newer one damaged.
+        """Use the checkpoint of the other processes, if these have found a newer one damaged.
 
-        Each process has opened what was whole for it, by itself: before the session, nobody can be
-        asked. Where they differ for another reason, `ReadTogether.agree` says so.
+        Before the session starts, processes cannot communicate, so each has opened the newest
+        checkpoint that it found complete. `ReadTogether.agree` reports other differences.
 
         Raises:
-            ConfigError: none is whole.
+            ConfigError: no checkpoint is complete.
         """
         while True:
             texts = processes.gather(f"{self.states.checkpoint.name}\n{self._skipped_last}")
@@ -180,10 +180,10 @@ class Resume:
             session.load_state_dict(self.states)
 
     def _trainer_state(self) -> TrainerState:
-        """Return where the trainer was; of a step of `parallelize`, as if it had been this one.
+        """Return the state of the trainer; also from a checkpoint of a step of `parallelize`.
 
         Raises:
-            ConfigError: the checkpoint says what cannot be.
+            ConfigError: the checkpoint has an impossible state.
         """
         metadata = self.metadata
         if metadata.trainer is None:
@@ -218,7 +218,7 @@ class Resume:
         """Warn of a damaged checkpoint.
 
         Raises:
-            DamagedError: there was no other.
+            DamagedError: it was the only one.
         """
         if self._num_given == 1:
             raise error
@@ -227,10 +227,10 @@ class Resume:
         self._run.warn(f"{error.what}{where}; it is passed over")
 
     def _check(self, metadata: Metadata, name: str) -> None:
-        """See that the run draws the same random numbers; tell what else is other.
+        """Check that the run has the same seed; print other settings that differ.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the seeds differ.
         """
         seed = self._run.config.trainer.seed
         if metadata.seed != seed:

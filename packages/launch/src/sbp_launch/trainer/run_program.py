@@ -1,6 +1,6 @@
 """The one-device program of a run.
 
-The model is made without memory: its parameters are made shard by shard when a session starts.
+The model is built without memory; its parameters are made shard by shard when a session starts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Mappin
     """Return the model's own loss of a batch: a 0-d tensor, or the loss and metrics by name.
 
     Raises:
-        ConfigError: the model asks the batch for what is not in it.
+        ConfigError: the model reads an entry that the batch does not have.
     """
     given = _GivenBatch(batch)
     if isinstance(model, _ModelWithMetrics):
@@ -51,7 +51,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Mappin
 
 
 class _GivenBatch(dict[str, Tensor]):
-    """A batch that says what it has when it is asked for something else."""
+    """A batch whose error for a missing entry lists the entries that it has."""
 
     def __missing__(self, name: str) -> Tensor:
         given = [
@@ -67,15 +67,15 @@ class _GivenBatch(dict[str, Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgram:
-    """The one-device program and the machine it is for.
+    """The one-device program of a run, its data, and the machine to run on.
 
-    `model` is without data; `made` can make it whole.
+    `model` has no values; `made` can make them.
 
     Args:
-        update: What happens once a step, besides the optimizer.
+        update: Operations once a step in addition to the optimizer.
         source: The samples of `data`.
-        order: In which they are trained on.
-        seed: Of that order.
+        order: The order in which the samples are used in training.
+        seed: The seed of that order.
     """
 
     made: DeferredModel
@@ -92,7 +92,7 @@ class RunProgram:
 
     @property
     def one_device(self) -> OneDeviceProgram:
-        """Model, loss and optimizer, as a step takes them."""
+        """Model, loss and optimizer, in the form that a step takes."""
         return OneDeviceProgram(
             model=self.model,
             loss=model_loss,
@@ -102,14 +102,14 @@ class RunProgram:
         )
 
     def cursor(self, split: str = "train") -> DataCursor:
-        """Return the beginning of a split.
+        """Return a cursor at the beginning of a split.
 
-        Held-out data are shuffled, and alike in all runs, so that a part of them tells of all.
+        Held-out data are shuffled, in the same order in all runs, so that a part represents all.
 
         Raises:
-            PluginError: the data set does not say how many samples it has.
+            PluginError: the data set does not return its number of samples.
             SbpLookupError: it has no such split.
-            SbpError: one of the samples that are looked at cannot be loaded; names it.
+            SbpError: a sample that this reads cannot be loaded; names it.
         """
         size = self.source.num_samples(split)
         if split != "train":
@@ -122,7 +122,7 @@ class RunProgram:
         )
 
     def batch(self, cursor: DataCursor, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        """Return the whole batch that begins at a cursor.
+        """Return the whole batch that starts at a cursor.
 
         Raises:
             SbpError: a sample cannot be loaded; names it.
@@ -131,12 +131,12 @@ class RunProgram:
         return self.source.load(cursor.numbers(rows), split, cursor.epochs(rows))
 
     def example(self, batch_size: int) -> dict[str, Tensor]:
-        """Return what has the shapes of a batch of the train split: one sample again and again."""
+        """Return an example with the shapes of a training batch: one sample, repeated."""
         return self.source.load(np.zeros(batch_size, np.int64), "train")
 
     @property
     def counted(self) -> tuple[str, int]:
-        """What is counted of the data, tokens or samples, and how many of them a sample is."""
+        """The unit in which data are counted, tokens or samples, and the number per sample."""
         if not isinstance(self.data, TextDataset):
             return "samples", 1
         return "tokens", next(iter(self.example(1).values())).numel()
@@ -147,7 +147,7 @@ def make_program(run: Run) -> RunProgram:
 
     Raises:
         ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
-        PluginError: a plugin returns what it may not.
+        PluginError: a plugin returns an object of the wrong type.
     """
     config = run.config
     dtype: torch.dtype = getattr(torch, config.trainer.dtype)
@@ -158,7 +158,7 @@ def make_program(run: Run) -> RunProgram:
             raise run.entry("model").returned(model, "an nn.Module")
         return model.to(dtype).train()
 
-    # First, as a path that is wrong is soon seen, and making a model takes longer.
+    # The data come first: this finds a wrong path quickly, and making a model takes longer.
     data = checked_dataset(run.make("data"), run.entry("data"))
     made = deferred(build, config.trainer.seed)
     _check_patterns(config, made.model)
@@ -188,7 +188,7 @@ def _check_patterns(config: RunConfig, model: nn.Module) -> None:
     """Check the patterns of parameters that would be ignored if they matched nothing.
 
     Raises:
-        ConfigError: one matches no parameter.
+        ConfigError: a pattern matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
     apart = config.compile.passes.accumulate_addends

@@ -9,9 +9,9 @@ from sbp_torch.kinds import LanguageModel, TextDataset
 
 
 def printable(text: str) -> str:
-    r"""Return a text with what is neither printable nor a line feed or tab escaped.
+    r"""Return a text in which characters are escaped unless printable, a line feed or a tab.
 
-    A terminal would obey it.
+    A terminal would interpret control characters.
 
     >>> printable("a\x1b[2J\n")
     'a\\x1b[2J\n'
@@ -30,14 +30,14 @@ def sample_text(
     """Return `prompt` and its continuation, drawn token by token at temperature 0.8.
 
     Args:
-        model: With the trained parameters; sees at most its `context` newest tokens.
-        data: Turns text to tokens and back.
-        prompt: Not empty.
-        num_tokens: Tokens to draw.
-        seed: Of the draws.
+        model: The model with trained parameters; it gets at most the last `context` tokens.
+        data: Converts text to tokens and back.
+        prompt: The beginning of the text; not empty.
+        num_tokens: Number of tokens to draw.
+        seed: The seed of the draws.
 
     Raises:
-        SbpValueError: the model gives scores that are infinite or no numbers.
+        SbpValueError: the model returns logits that are infinite or NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(data.encode(prompt))

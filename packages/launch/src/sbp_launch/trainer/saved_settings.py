@@ -1,4 +1,4 @@
-"""The settings that a checkpoint keeps, as JSON: a run that goes on from it should share them."""
+"""The settings that a checkpoint keeps, as JSON: a run that resumes from it should share them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbp_launch.settings.config import RunConfig
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings that a run should share with the one that it goes on from, as JSON."""
+    """Return, as JSON, the settings that a run should share with the run that it continues."""
     config, trainer = run.config, run.config.trainer
     values = {
         "model": _choice(config.model),
@@ -36,10 +36,10 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what is said of settings that are not what they were: a line for each.
+    """Return a line for each setting that has changed.
 
-    Those of another plugin are not compared, but for its name; nor is what only one of them has,
-    nor what is to be derived (`trainer.micro_batches=auto`).
+    If the plugin has changed, only its name is compared. Settings that only one run has, and
+    derived settings (`trainer.micro_batches=auto`), are not compared.
 
     >>> differences({"data": {"name": "text", "seed": 0}}, {"data": {"name": "text", "seed": 1}})
     ['data.seed was 0, and is 1']
@@ -65,9 +65,9 @@ def _shown(value: Any) -> str:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return a hash of what a run is: equal for runs that differ only in what they print.
+    """Return a hash of the settings of a run, without those of its output.
 
-    Nor is it a part of that whether the run was stopped.
+    The hash does not change when a run is stopped and resumed.
     """
     trainer = replace(
         config.trainer,
@@ -92,7 +92,7 @@ def _choice(choice: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    # JSON has no infinities: `norm_type` may be one.
+    # JSON has no infinities, but `norm_type` may be infinite.
     return json.dumps(_finite(value), sort_keys=True, default=str)
 
 

@@ -1,4 +1,4 @@
-"""What a run checks before it captures anything, and what is saved of it at its end."""
+"""The checks of a run before it captures anything, and saving its states at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_backend(run: Run) -> BoxingBackend:
     """Return the chosen boxing backend, not yet open.
 
     Raises:
-        ConfigError: it connects processes, and its config does not say so.
+        ConfigError: it connects processes, and its config does not declare that.
     """
     backend: BoxingBackend = run.make("boxing")
     if backend.spans_processes and run.world.is_alone:
@@ -35,20 +35,20 @@ def make_backend(run: Run) -> BoxingBackend:
 
 
 def check_devices(run: Run) -> None:
-    """See that this process can run plans for the chosen cluster, before anything is captured.
+    """Check, before anything is captured, that this process can run plans for the chosen cluster.
 
     Raises:
-        ConfigError: it is of GPUs, and there are none here.
+        ConfigError: the cluster has GPUs, and this process has none.
     """
     make_cluster: ClusterFactory = run.make("cluster")
     check_device(make_cluster(math.prod(run.config.mesh)).device.kind)
 
 
 def check_traces(run: Run) -> None:
-    """See that the chosen runtime traces steps, if any are to be traced.
+    """Check that the chosen runtime can trace steps, if steps are to be traced.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it cannot.
     """
     runtime: Runtime = run.make("runtime")
     if run.config.trainer.traced_steps and not runtime.traces:
@@ -68,11 +68,11 @@ def check_traces(run: Run) -> None:
 
 
 def save_states(run: Run, loop: TrainingLoop) -> None:
-    """Save the states as they are; all processes of the run call this.
+    """Save the present states; all processes of the run call this.
 
     Raises:
-        RunError: they cannot be saved; earlier ones are still there.
-        BoxingError: a rank has failed meanwhile; those that are left have saved what they could.
+        RunError: they cannot be saved; earlier checkpoints are kept.
+        BoxingError: a rank has failed meanwhile; the surviving ranks have saved what they could.
     """
     try:
         loop.save()
@@ -85,12 +85,12 @@ def save_states(run: Run, loop: TrainingLoop) -> None:
 
 
 def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) -> None:
-    """Save the states of a run that ended early, or say why that cannot be.
+    """Save the states of a run that ended early, or report why they cannot be saved.
 
-    A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
-    it. States after a loss that is no number are kept under another name, unless that step was
-    undone. Where each rank is a process and they have not stopped together, because one of them
-    has failed, those that are left save what they can (`survivors`).
+    A failure to save never replaces the error that ended the run; nor does Ctrl-C, which abandons
+    saving. States after an infinite or NaN loss are kept under another name, unless that step was
+    undone. If each rank is a process and they have not stopped together, because one has failed,
+    the surviving processes save what they can (`survivors`).
     """
     is_finite = error.is_undone if isinstance(error, NotFiniteError) else True
     ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
@@ -113,7 +113,7 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
 
 
 def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool) -> str:
-    """Save with all processes, or with those that are left; return where.
+    """Save with all processes, or with the surviving ones; return the place.
 
     Raises:
         RunError, BoxingError: see `TrainingLoop.save` and `save_with_survivors`.
@@ -125,6 +125,6 @@ def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool
             if not is_finite:
                 raise
             return save_with_survivors(run, loop, other)
-    if not isinstance(error, Exception):  # Ctrl-C that does not wait for the step
+    if not isinstance(error, Exception):  # Ctrl-C that did not wait for the step
         raise RunError("the ranks of the other processes did not stop after the same step")
     return save_with_survivors(run, loop, error)

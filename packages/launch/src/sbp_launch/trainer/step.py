@@ -1,4 +1,4 @@
-"""One step of training: its learning rates, the step itself, what is measured of it."""
+"""One training step of a run: its learning rates, the step itself, and its metrics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TakenStep:
     """A step that was taken.
 
     Args:
-        metrics: Its loss, and what the model and the update give as well.
-        factor: Of the learning rate.
+        metrics: Its loss, and metrics of the model and the update.
+        factor: The factor of the schedule for the learning rates.
         rates: The learning rates.
-        bad_value: Where the first bad value was, of a step that was undone; else empty.
+        bad_value: Where the first bad value was, if the step was undone; otherwise empty.
     """
 
     metrics: Mapping[str, float]
@@ -39,9 +39,9 @@ class StepTaker:
     """Takes the steps of a run, with the learning rates of its schedule.
 
     Args:
-        config: Of the run.
-        step: Takes the steps; is told whether it is to undo those that are not finite.
-        speed: Is told of each step.
+        config: The config of the run.
+        step: Takes the steps; its `only_finite` is set here.
+        speed: Gets the time and size of each step.
         step_units: Tokens or samples of a step, as `speed` counts them.
     """
 
@@ -60,12 +60,12 @@ class StepTaker:
         """Take a step.
 
         Args:
-            batch: What this process holds of its batch.
-            place: Where the step is in the run, as schedules take it.
+            batch: The batch, or the part of it that this process has.
+            place: The progress of the run, in the form that schedules take.
             waited_s: Seconds that the step has waited for its batch.
 
         Raises:
-            RunError: a rank failed; or what the program reads has changed, and cannot be followed.
+            RunError: a rank failed; or the program has changed and cannot be followed.
         """
         self._speed.begin(waited_s)
         factor = self._schedule.factor(*place)
@@ -81,9 +81,9 @@ class StepTaker:
         return TakenStep(metrics=metrics, factor=factor, rates=rates, bad_value=bad_value)
 
     def check(self, step: int, taken: TakenStep) -> str:
-        """Look whether a step, counted from 1, is finite; return a warning, or "".
+        """Check whether a step, counted from 1, is finite; return a warning, or "".
 
         Raises:
-            NotFiniteError: it is not, and the run is to stop.
+            NotFiniteError: it is not, and the run must stop.
         """
         return self._finite.check(step, taken.metrics, taken.rates, taken.bad_value)

@@ -1,4 +1,4 @@
-"""What is said of a run at its end: to people as lines, to programs as `result.json`."""
+"""The result of a run at its end: printed lines for people, `result.json` for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbp_launch.trainer.run_program import RunProgram
 
 
 def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:
-    """Leave what came of the run in its folder, if that can be written; the first process does."""
+    """Write the result of a run to its folder, if possible; only the first process does this."""
     if not run.is_first:
         return
     state, typical_s = loop.state, loop.speed.typical_s
@@ -42,7 +42,7 @@ def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:
 
 
 def speed_lines(run: Run, loop: TrainingLoop) -> list[str]:
-    """Return what is told of the steps of this process: speed, utilization."""
+    """Return lines on the steps of this process: speed, utilization."""
     steps = format_count(loop.state.step, "step")
     lines = [", ".join(filter(None, [steps, loop.speed.summary()]))]
     if loop.speed.typical_s is not None:
@@ -51,7 +51,7 @@ def speed_lines(run: Run, loop: TrainingLoop) -> list[str]:
 
 
 def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
-    """Return what evaluation has found: the newest held-out loss, and the best one."""
+    """Return lines on the evaluations: the latest held-out loss, and the best one."""
     if not loop.held_out:
         return []
     loss, state = loop.held_out["held_out_loss"], loop.state
@@ -66,14 +66,14 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
 
 
 def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
-    """Return where the states of a run are that has ended, and how it trains further."""
+    """Return lines on where the states of an ended run are, and how to continue training."""
     unit = run.config.trainer.budget.unit
     more = "" if loop.stopped_for else f" trainer.{unit}=MORE"
     return [f"saved: {loop.checkpoints.newest}", f"  to go on: {resume_command(run.folder)}{more}"]
 
 
 def predicted_of(run: Run, program: RunProgram, planned: Planned) -> Predicted:
-    """Return what was predicted of a step of the run, and what the prediction rests on."""
+    """Return the predictions for a step of the run, and their basis."""
     peak = None
     if isinstance(planned.memory, MemoryReport):
         peak = max(rank.peak for rank in planned.memory.ranks.values())

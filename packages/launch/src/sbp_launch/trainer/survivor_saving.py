@@ -1,4 +1,4 @@
-"""What is saved of a run in which a rank has failed: see `checkpoint.survivors`."""
+"""Save the states of a run after a rank has failed; see `checkpoint.survivors`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sbp_launch.trainer.loop import TrainingLoop
 
 
 def save_with_survivors(run: Run, loop: TrainingLoop, error: Exception) -> str:
-    """Save the states of a run that failed, with the processes that are left; each calls this.
+    """Save the states of a failed run with the surviving processes; each of them calls this.
 
     Returns:
-        Where they are, for people.
+        The place of the checkpoint, for messages.
 
     Raises:
         RunError: the states are not those of one step, a part of them is lost, or they cannot be
             written.
-        BoxingError: the processes cannot reach each other, or another one has ended, too.
+        BoxingError: the processes cannot reach each other, or another one has ended too.
     """
     run.say([SAVING])
     left = loop.team.survivors(error, MEET_S)
@@ -36,7 +36,7 @@ def save_with_survivors(run: Run, loop: TrainingLoop, error: Exception) -> str:
 
 def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     loop.count_done()
-    # Before the others are told: what they begin to write must not be removed with it.
+    # Abandon it before the other processes know: else removing it could remove their new files.
     under_way = loop.checkpoints.abandon()
     pieces, is_saved = surviving_pieces(
         loop.planned.plan,

@@ -1,6 +1,6 @@
 """The flow of a run: program, plan, session, steps, evaluation, summary.
 
-Everything that can be swapped is asked of the registry; what happens in between is `sbp_core`'s.
+The registry makes everything that can be swapped; `sbp_core` does the work in between.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from sbp_launch.trainer.summary import (
 from sbp_launch.world import World
 from sbp_torch.kinds import LanguageModel, TextDataset
 
-#: Where a run keeps every row of its plan.
+#: The file of a run that has every row of its plan, for messages.
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
@@ -77,19 +77,19 @@ def train(
     world: World | None = None,
     console: Console | None = None,
 ) -> None:
-    """Train as the config says; print the plan, the progress, and what came of it.
+    """Train as configured; print the plan, the progress, and the result.
 
-    Leaves in the run folder: `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
-    `plan.txt`, `memory.txt`, the metrics, and checkpoints of the trained states in `checkpoints`,
-    the last of them also if the run is interrupted, terminated or fails.
+    The run folder gets `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
+    `plan.txt`, `memory.txt`, the metrics, and checkpoints of the trained states in `checkpoints`;
+    the last checkpoint is also written if the run is interrupted, terminated or fails.
 
     Args:
-        config: What was chosen.
+        config: The config of the run.
         registry: The plugins.
-        folder: Of the run.
-        world: This process among those of the run, one a rank; alone, with all ranks, if None. All
-            of them call this. Rank 0 writes the files.
-        console: Where this process prints; the standard output if None.
+        folder: The run folder.
+        world: This process among the processes of the run, each with one rank; if None, a single
+            process has all ranks. All processes call this, and rank 0 writes the files.
+        console: The console to print on; standard output if None.
     """
     run = Run(
         config=config,
@@ -99,7 +99,7 @@ def train(
         world=world or World(),
     )
     check_devices(run)  # first, because it may be refused
-    backend = make_backend(run)  # likewise
+    backend = make_backend(run)  # may be refused, too
     check_traces(run)
     storage = run_storage(run)
     status = StatusSignal(folder / LOGS, run.world)
@@ -142,13 +142,13 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """The step of a run, planned and not started, and what measures and traces it.
+    """The step of a run, planned but not started, with its meter and tracer.
 
     Args:
         step: The step.
-        meter: Measures what it takes.
-        tracer: Traces steps that are to be traced.
-        comparison: Takes its first steps on one device, too, if that is asked for.
+        meter: Measures its time, memory and bytes sent.
+        tracer: Traces the steps that are selected for it.
+        comparison: Takes the first steps on one device, too, if that is requested.
     """
 
     step: TrainingStep
@@ -163,7 +163,7 @@ def make_step(run: Run, program: RunProgram, backend: BoxingBackend) -> Measured
     Args:
         run: The run.
         program: The one-device program.
-        backend: Not yet open.
+        backend: The boxing backend, not yet open.
 
     Raises:
         SbpError: it cannot be planned, or does not fit its memory.
@@ -173,7 +173,7 @@ def make_step(run: Run, program: RunProgram, backend: BoxingBackend) -> Measured
     training = Training(one.model, has_states=False, holds_interrupts=engine.holds_interrupts)
     following, whole = Following(one), whole_example(run, program)
     found = plan_program(one, whole, choice, engine, following, training, whole=whole)
-    # Compiled segments call no operators that could be watched.
+    # Compiled segments do not call single operators, whose memory could be measured.
     eager = config.runtime.settings.get("compile", "eager") == "eager"
     here = [run.world.rank] if backend.spans_processes else None
     meter = StepMeter(found.planned.plan, backend, counts_memory=eager, ranks=here)
@@ -204,7 +204,7 @@ def make_step(run: Run, program: RunProgram, backend: BoxingBackend) -> Measured
 
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
-    """Print the plan's table and its summary; `todo` says how to see the rest."""
+    """Print the plan's table and its summary; `todo` is the hint on how to see omitted rows."""
     if not planned.knows_memory:
         with run.stage("predicting the memory of each rank"):
             _ = planned.memory
@@ -221,10 +221,10 @@ def train_states(
     storage: CheckpointStorage,
     begin: Resume | StartingWeights | None,
 ) -> TrainingLoop:
-    """Make or load the states, train, save and evaluate them; say what was measured and predicted.
+    """Make or load the states, train, save and evaluate them; print measured figures.
 
     Returns:
-        The loop, which is through.
+        The completed loop.
     """
     step, meter, tracer, planned = made.step, made.meter, made.tracer, made.step.planned
     resume = begin if isinstance(begin, Resume) else None
@@ -287,10 +287,10 @@ def train_states(
 
 
 def starting_weights(run: Run, program: RunProgram) -> StartingWeights | None:
-    """Return the weights that the run starts from, if it is to start from some; say which.
+    """Return the weights that the run starts from, if it is to start from some; print their source.
 
     Raises:
-        ConfigError: they are not there, or are not the model's.
+        ConfigError: they do not exist, or do not fit the model.
     """
     path = run.config.trainer.init_from
     if path is None:
@@ -302,7 +302,7 @@ def starting_weights(run: Run, program: RunProgram) -> StartingWeights | None:
 
 
 def show_sample(run: Run, program: RunProgram, checkpoints: RunCheckpoints) -> None:
-    """Print a text that the trained model writes, if it is one that writes."""
+    """Print a text that the trained model generates, if it is a language model."""
     settings, data = run.config.trainer, program.data
     if not settings.sample_tokens or not isinstance(data, TextDataset):
         return

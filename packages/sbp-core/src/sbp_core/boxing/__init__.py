@@ -1,13 +1,13 @@
-"""Boxing: how a tensor gets from one (placement, nd-SBP) to another, and what that costs.
+"""Boxing: how a tensor gets from one (placement, nd-SBP) to another, and at what cost.
 
-In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
-by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
-`memory`), `backend` (the contract of transports). What a rank does in
-a step: `collective_call` (one call and its deadline), `manifest` (what it sends and receives,
-and how many bytes it hands over).
+In the order in which they are used: `step` (the values), `slices` (which rank needs which slice),
+`price` (time, by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by
+`routing` and `memory`), `backend` (the contract of transports). The work of one rank in a step:
+`collective_call` (one call and its deadline), `manifest` (what it sends and receives, and how many
+bytes it hands over).
 
-What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
-`sbp_torch.boxing`.
+The parts of backends of several processes are in `sbp_core.processes`, the code that touches
+tensors is in `sbp_torch.boxing`.
 """
 
 from __future__ import annotations

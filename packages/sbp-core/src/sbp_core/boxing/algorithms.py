@@ -18,12 +18,12 @@ they share, L = ceil(log2 n). On links of one speed that nobody shares:
 
 and, where a group has several ranks on each of several nodes, `hierarchical`: inside the nodes,
 between ranks of the same place in their nodes, inside the nodes again; likewise at every level of
-the tree of links, where the parts are done in the fastest way again. Whoever shares a link in a
-round divides its bandwidth, so a ring, which crosses each boundary once, can beat an algorithm
-of fewer rounds. Adding up is not counted: `calibration` measures it.
+the tree of links, where each part again uses its fastest algorithm. Messages that share a link in a
+round divide its bandwidth, so a ring, which crosses each boundary once, can be faster than an
+algorithm of fewer rounds. Additions are not counted: `calibration` measures them.
 
-Here nodes are the groups of the innermost level of the tree (see `cluster`), whatever they are
-called there.
+Here a node is a group of the innermost level of the tree (see `cluster`), whatever the cluster
+calls that level.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 to 4.5 and, for n that are no powers of two, 4.5; Patarasuk
@@ -62,7 +62,7 @@ class LinkRates(NamedTuple):
         """Return the links of a cluster."""
         if cluster.groups:
             return cls(tuple((level.link, level.shared) for level in cluster.levels))
-        # Asked for each step that is priced, and mostly of such a machine.
+        # Called for each step that is priced, mostly for such a machine.
         return cls(
             (
                 (cluster.intra_node, cluster.intra_node_shared),
@@ -72,7 +72,7 @@ class LinkRates(NamedTuple):
 
     @property
     def paths(self) -> tuple[Link, ...]:
-        """What a message takes that goes up to each level, if no other one shares a link."""
+        """For each level, the path of a message up to that level if it shares no link."""
         links = tuple(link for link, _ in self.levels)
         if len(links) == 2:
             return links
@@ -80,11 +80,11 @@ class LinkRates(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """In which groups of a level ranks are, as far as the time of a collective depends on it.
+    """The groups of a level that some ranks are in, as far as a collective's time depends on them.
 
     Args:
-        groups: That of each rank, in order, numbered by first appearance.
-        neighbours: Collectives that go on at the same time and have ranks in one of these groups,
+        groups: The group of each rank, in order, numbered by first appearance.
+        neighbours: Collectives that run at the same time and have ranks in one of these groups,
             this one included.
     """
 
@@ -101,7 +101,7 @@ class RankGroup(NamedTuple):
     """Ranks that do a collective together, as far as its time depends on them.
 
     Args:
-        memberships: Of the ranks, by level, innermost first, but for the whole cluster.
+        memberships: By level, innermost first, without the whole cluster.
     """
 
     memberships: tuple[Membership, ...]
@@ -124,10 +124,10 @@ class _Round:
     """Every rank sends one message, `times` times in a row.
 
     Args:
-        size_bytes: Of the message.
-        shift: It goes to the rank this many further on, ...
-        flips: ... or to the one whose number differs in this bit.
-        times: How often.
+        size_bytes: Bytes of the message.
+        shift: It goes to the rank this many places further on, ...
+        flips: ... or to the rank whose number differs in these bits.
+        times: How often it is sent.
     """
 
     size_bytes: float
@@ -166,7 +166,7 @@ def _rounds(kind: StepKind, n: int, size: float) -> Iterator[tuple[str, list[_Ro
     elif kind is StepKind.ALL_REDUCE:
         yield "ring", [*ring, *ring]
         yield "tree", [_Round(size_bytes=S / bits, shift=1, times=2 * bits)]
-        # The ranks beyond the largest power of two give theirs to a neighbour, and get the result.
+        # Ranks beyond the largest power of two give their parts to a neighbour, and get the result.
         fold = [] if even else [_Round(size_bytes=S, shift=1, times=2)]
         power = n if even else 1 << (bits - 1)
         flips = [1 << bit for bit in range(power.bit_length() - 1)]
@@ -194,8 +194,8 @@ class _Load(NamedTuple):
     """Messages of one round at one level.
 
     Args:
-        at_once: The most that pass one link there.
-        ends_here: Whether any goes no further out.
+        at_once: The most messages that pass one link there.
+        ends_here: Whether any message goes no further out.
     """
 
     at_once: int
@@ -207,14 +207,14 @@ def _loads(levels: tuple[tuple[int, ...], ...], shift: int, flips: int) -> tuple
     """Return the load of each level in one round.
 
     Args:
-        levels: The group of each rank, level by level, but for the whole cluster.
+        levels: The group of each rank, level by level, without the whole cluster.
         shift: See `_Round`.
         flips: See `_Round`.
     """
     n, outermost = len(levels[0]), len(levels)
-    # Where n is no power of two only the ranks below one flip bits; the others look on.
+    # If n is not a power of two, only ranks below the largest one flip bits; the others are idle.
     power = n if n & (n - 1) == 0 else 1 << ((n - 1).bit_length() - 1)
-    # By level: messages inside of each node, and then those that leave each group of the level
+    # By level: messages inside each node, and then messages that leave each group of the level
     # below, however far out they go.
     passing: list[Counter[int]] = [Counter() for _ in range(outermost + 1)]
     ends: set[int] = set()
@@ -236,7 +236,7 @@ def _loads(levels: tuple[tuple[int, ...], ...], shift: int, flips: int) -> tuple
 def _round_time_s(one: _Round, group: RankGroup, links: LinkRates) -> float:
     """Return the time of the slowest message.
 
-    It takes its turn on a shared link among all that are under way there, and is as fast as the
+    Messages that are under way on a shared link take turns there. A message is as fast as the
     slowest link that it passes; see `cluster`.
     """
     memberships = group.memberships
@@ -255,12 +255,12 @@ def _round_time_s(one: _Round, group: RankGroup, links: LinkRates) -> float:
 def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
     """Return the time if each rank sends each other its part, one after the other.
 
-    A rank is busy with its own messages; a shared link with all that use it.
+    A rank is busy with its own messages, a shared link with the messages of all its users.
     """
     n = group.size
     message = size / n**2
     memberships = group.memberships
-    # Ranks of the same numbers of members, in their groups of each level, take the same time.
+    # Ranks whose groups have equal numbers of members at each level take the same time.
     counts = [Counter(of.groups) for of in memberships]
     alike = {
         tuple(count[of.groups[place]] for count, of in zip(counts, memberships, strict=True))
@@ -280,7 +280,7 @@ def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
         for level, (link, is_shared) in enumerate(levels):
             if not is_shared:
                 continue
-            # Those of the group whose link it is; what is sent inside a node goes no further.
+            # Messages of the group whose link it is; a message inside a node goes no further.
             load = members[max(level - 1, 0)] * message * memberships[max(level - 1, 0)].neighbours
             passing = range(level, len(levels) if level else 1)
             times.append(
@@ -293,12 +293,12 @@ def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
 
 
 class _Split(NamedTuple):
-    """A group in equal parts that are done one inside the other.
+    """A group in equal parts, for an algorithm inside the parts and one between them.
 
     Args:
         inside: Ranks of one group of a level; the distinct ones.
         between: One rank of each such group.
-        num_members: Ranks of one group: so many `between` go on at once.
+        num_members: Ranks of one group: as many `between` run at once.
     """
 
     inside: tuple[RankGroup, ...]
@@ -327,7 +327,7 @@ def _splits(group: RankGroup) -> tuple[_Split, ...]:
         ]
         inside = {RankGroup(tuple(_part(of, part) for of in memberships)): None for part in parts}
         heads = [part[0] for part in parts]
-        # All ranks of a group of this level, or of a smaller one, are in collectives of their own.
+        # Each rank of a group of this level, or of a smaller one, is in a separate collective.
         at_once = [max(Counter(of.groups).values()) for of in memberships[:level]]
         at_once += [len(parts[0])] * (len(memberships) - level)
         between = RankGroup(
@@ -338,7 +338,7 @@ def _splits(group: RankGroup) -> tuple[_Split, ...]:
 
 
 def _part(of: Membership, places: list[int], at_once: int = 1) -> Membership:
-    """Return the membership of some of the ranks, `at_once` such parts being at work."""
+    """Return the membership of some of the ranks, with `at_once` such parts at work."""
     numbers: dict[int, int] = {}
     groups = tuple(numbers.setdefault(of.groups[place], len(numbers)) for place in places)
     return Membership(groups, of.neighbours * at_once)
@@ -350,14 +350,14 @@ def _hierarchical_time_s(kind: StepKind, split: _Split, size: int, links: LinkRa
     Args:
         kind: The whole collective.
         split: Its parts.
-        size: S of the whole.
-        links: Of the machine.
+        size: S of the whole collective.
+        links: Links of the machine.
     """
 
     def inside_s(kind: StepKind) -> float:
         return max(timed_algorithms(kind, one, size, links)[0].time_s for one in split.inside)
 
-    # The ranks of one place in their groups share one part of S, of which there are `num_members`.
+    # Ranks with one place in their groups share one part of S, of which there are `num_members`.
     part = -(-size // split.num_members)
     between_s = timed_algorithms(kind, split.between, part, links)[0].time_s
     if kind is not StepKind.ALL_REDUCE:

@@ -1,10 +1,9 @@
 """The contract of boxing backends: one transport, one process or many.
 
-A backend opens one `Communicator` for each rank that lives in this process. Everything above
-(routes, prices, order, buffers) is shared; a communicator only executes one step for one rank.
-Tensors are never changed in place by either side, save a shard that was donated: a communicator
-may hand several ranks the same tensor, and may keep what it was given until the step is over on
-every rank.
+A backend opens one `Communicator` for each rank in this process. Everything above it (routes,
+prices, order, buffers) is shared; a communicator only executes one step for one rank. Neither side
+changes tensors in place, except a shard that was donated: a communicator may hand several ranks the
+same tensor, and may keep its inputs until the step is over on every rank.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class LaunchSpec:
 
     Args:
         command: Program and arguments.
-        ranks: The rank that the process is; several where their threads live in it, or where it is
-            a launcher that starts their processes.
-        environment: Variables that it gets whatever the environment says.
-        defaults: Variables that it gets where the environment has none of the name.
-        forwards_signals: Of a launcher: whether it passes SIGINT, SIGTERM and SIGHUP on to its
-            ranks, and waits for them. Otherwise the ranks are sent them directly.
-        failure_patterns: Regular expressions of lines by which a launcher names a rank that failed,
-            the surest first; their group `rank` is its number.
+        ranks: The rank of the process; several if their threads live in it, or if it is a launcher
+            that starts their processes.
+        environment: Variables that it gets, overriding the environment.
+        defaults: Variables that it gets if the environment does not have them.
+        forwards_signals: For a launcher: whether it passes SIGINT, SIGTERM and SIGHUP on to its
+            ranks, and waits for them. Otherwise the signals are sent to the ranks directly.
+        failure_patterns: Regular expressions of lines in which a launcher names a rank that failed,
+            the most reliable first; their group `rank` is its number.
 
     Raises:
         SbpValueError: there is no command, or no rank.
@@ -57,7 +56,7 @@ class LaunchSpec:
 
     @property
     def name(self) -> str:
-        """How messages call it: `rank 3`, `ranks 0-3`."""
+        """Its name in messages: `rank 3`, `ranks 0-3`."""
         first, last = self.ranks[0], self.ranks[-1]
         if len(self.ranks) == 1:
             return f"rank {first}"
@@ -73,17 +72,17 @@ def thread_share(num_processes: int) -> dict[str, str]:
 
 
 class Pending(ABC):
-    """A collective or a receive that has begun on one rank; its result is asked for once.
+    """A collective or a receive that has begun on one rank; `wait` is called once.
 
-    Several of one rank may be under way, and be waited for in any order. One that nobody waits for
+    A rank may have several under way, and wait for them in any order. One that is never waited for
     does no harm: it ends with its backend.
     """
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """Wait until it is over; return what `Communicator.collective` or `receive` would have.
+        """Wait until it has ended; return the result of `Communicator.collective` or `receive`.
 
-        Its deadline counts from here: what the rank did since it began is no one's absence.
+        Its deadline counts from here: the time of this rank's other work does not count.
 
         Raises:
             BoxingError: see `Communicator`.
@@ -91,10 +90,10 @@ class Pending(ABC):
 
 
 class Postponed(Pending):
-    """One of which all is done when it is waited for, or was as soon as it had begun.
+    """A call that runs when it is waited for, or that ran when it began.
 
     Args:
-        run: Does it, and returns the result.
+        run: Runs it, and returns the result.
     """
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
@@ -106,22 +105,22 @@ class Postponed(Pending):
 
 
 class Delivery(ABC):
-    """What a rank has sent in one call. Nobody has to wait for it."""
+    """The messages that a rank has sent in one call. Waiting for them is optional."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until every receiver has it, and the sender no copy any more.
+        """Wait until every receiver has its message, and the sender has no copy left.
 
         So a sender that waits for its message before last holds two at most, however late the
         receivers are.
 
         Raises:
-            BoxingError: see `Communicator`; the deadline is that of `Communicator.send`.
+            BoxingError: see `Communicator`; the deadline is `deadline_s` of `Communicator.send`.
         """
 
 
 class Delivered(Delivery):
-    """One of which the sender has made no copy."""
+    """A delivery of which the sender has made no copy."""
 
     def wait(self) -> None:
         """See `Delivery.wait`."""
@@ -139,7 +138,7 @@ class Communicator(ABC):
 
     `tag` names the firing (actor and micro-batch) and is equal on all ranks of the step's group;
     every rank issues or begins the steps of one group in the same order. `deadline_s` is the time a
-    call may wait for others, in seconds.
+    call may wait for other ranks, in seconds.
 
     Raises (all methods):
         BoxingError: the deadline passed, another rank failed, or the backend was closed; names the
@@ -148,12 +147,12 @@ class Communicator(ABC):
 
     rank: int
 
-    #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
-    #: is handed, to be compared with `BoxingStep.size_bytes`; a collective counts as its
-    #: definition says, whatever the transport does inside (`boxing.manifest`).
+    #: Bytes this rank has sent to other ranks so far: counted from the sizes that the transport is
+    #: called with, to be compared with `BoxingStep.size_bytes`; a collective counts by its
+    #: definition, whatever the transport does inside (`boxing.manifest`).
     sent_bytes: int
 
-    #: Where the tensors live that it takes and makes: `cpu`, or `cuda:N`.
+    #: The device of the tensors that it takes and makes: `cpu`, or `cuda:N`.
     device: str = "cpu"
 
     @abstractmethod
@@ -166,9 +165,9 @@ class Communicator(ABC):
             step: Any kind but `TRANSFER` and `LOCAL`.
             shard: This rank's part, of the local shape that `step.source` gives.
             tag: Name of the firing, see the class.
-            deadline_s: Seconds to wait for others.
-            donate: Nobody else uses the memory of `shard`, now or later: it may be overwritten, and
-                may become the result.
+            deadline_s: Seconds to wait for other ranks.
+            donate: Whether nobody else uses the memory of `shard`, now or later: then it may be
+                overwritten, and may become the result.
 
         Returns:
             This rank's part under `step.target`.
@@ -177,40 +176,40 @@ class Communicator(ABC):
     def begin(
         self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Pending:
-        """Begin what `collective` does; it goes on while this rank does something else.
+        """Begin a `collective`; it continues while this rank does other work.
 
         A transport that cannot do so runs it here, so a plan must be live even if each rank waits
-        where it begins. The first collective of a group may wait here, too, for its ranks to
+        where it begins. The first collective of a group may also wait here for its ranks to
         connect.
 
         Args:
             step: As in `collective`.
-            shard: Likewise; nobody may write to it until the collective is over.
-            tag: Likewise.
-            deadline_s: Seconds that `Pending.wait` may wait for others.
+            shard: As in `collective`; not to be written to until the collective has ended.
+            tag: As in `collective`.
+            deadline_s: Seconds that `Pending.wait` may wait for other ranks.
             donate: As in `collective`.
         """
         result = self.collective(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
         return Postponed(lambda: result)
 
     def progress(self) -> None:  # noqa: B027 (most transports need none)
-        """Move on what has begun, without waiting; called now and then while it is under way.
+        """Advance the work that has begun, without waiting; called now and then meanwhile.
 
         For transports that move data only while they are called.
         """
 
     @abstractmethod
     def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
-        """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers.
+        """Send this rank's pieces of a `TRANSFER`, without waiting for the receivers.
 
         Args:
             step: A `TRANSFER` whose source has this rank.
             shard: Its part of the source.
             tag: Name of the firing, see the class.
-            deadline_s: Seconds that the receivers have to ask for it.
+            deadline_s: Seconds within which the receivers have to post their receives.
 
         Returns:
-            What waits for them.
+            The delivery, to wait for the receivers.
         """
 
     @abstractmethod
@@ -229,14 +228,14 @@ class Communicator(ABC):
     def begin_receive(
         self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
     ) -> Pending:
-        """Begin what `receive` does: ask for the messages, which come while this rank goes on.
+        """Begin a `receive`: post it; the messages come while this rank does other work.
 
-        A transport that cannot do so receives when the result is asked for.
+        A transport that cannot do so receives in `Pending.wait`.
 
         Args:
             step: As in `receive`.
-            shard: Likewise; nobody may write to it until the receive is over.
-            tag: Likewise.
+            shard: As in `receive`; not to be written to until the receive has ended.
+            tag: As in `receive`.
             deadline_s: Seconds that `Pending.wait` may wait for the senders.
         """
         return Postponed(lambda: self.receive(step, shard, tag=tag, deadline_s=deadline_s))
@@ -251,21 +250,21 @@ class SurvivingRanks(Protocol):
     ranks: tuple[int, ...]
 
     def gather(self, text: str, limit_s: float) -> list[str]:
-        """Return a text of each, by `ranks`; all of them call this.
+        """Return a text from each rank, in the order of `ranks`; all of them call this.
 
         Raises:
-            BoxingError: another one has ended too, or did not come within `limit_s` seconds.
+            BoxingError: another rank has ended too, or did not come within `limit_s` seconds.
         """
 
     def leave(self) -> None:
-        """Wait a moment for the others to read what was said last."""
+        """Wait a moment for the other ranks to read the last text."""
 
 
 class BoxingBackend(ABC):
     """A transport. Kind `boxing`: `build(config)` returns one, not yet open.
 
-    `spans_processes` says whether its ranks live in several processes. Its config says so, too, if
-    they do: so a launcher is chosen before anything is made.
+    `spans_processes` says whether its ranks live in several processes. If they do, its config says
+    so, too, so that a launcher can be chosen before anything is made.
     """
 
     spans_processes: bool = True
@@ -273,7 +272,7 @@ class BoxingBackend(ABC):
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return how to start `command` as the processes of a run on this machine.
 
-        Here: one process, which holds all ranks. See `sbp_core.processes.supervise`.
+        By default, one process holds all ranks. See `sbp_core.processes.supervise`.
 
         Args:
             num_ranks: Ranks of the run, >= 1.
@@ -281,13 +280,13 @@ class BoxingBackend(ABC):
 
         Raises:
             BoxingError: the launcher that is needed is not installed.
-            ConfigError: the settings are those of one process, and cannot start several.
+            ConfigError: the settings are for a single process, and cannot start several.
         """
         return (LaunchSpec(command=tuple(command), ranks=tuple(range(num_ranks))),)
 
     @abstractmethod
     def open(self, ranks: Sequence[int]) -> None:
-        """Connect all `ranks` of the run (those of this process and others).
+        """Connect all `ranks` of the run, in this process and in others.
 
         Raises:
             BoxingError: they cannot be connected.
@@ -306,22 +305,22 @@ class BoxingBackend(ABC):
         """Unblock every waiting call of this process with a `BoxingError` caused by `error`."""
 
     def failure_reason(self) -> str:
-        """Return what broke the backend, in the words of the rank that said so first; "" if well.
+        """Return why the backend failed, as the first rank to notice put it; "" if it has not.
 
-        Asks nobody: what another process has announced is known, what it has not is not.
+        Does not communicate: only failures that other processes have announced are known.
         """
         return ""
 
     def survivors(self, limit_s: float) -> SurvivingRanks:
-        """Return the ranks whose processes are left when the backend has failed; each of them asks.
+        """Return the ranks whose processes still run after a failure; each of them calls this.
 
-        They can still say short texts to each other. Here: nobody can.
+        They can still exchange short texts. By default no rank can.
 
         Args:
-            limit_s: Seconds to wait for ranks of which it is not known whether they run.
+            limit_s: Seconds to wait for ranks that may or may not run.
 
         Raises:
-            BoxingError: it has not failed, or the others cannot be reached.
+            BoxingError: the backend has not failed, or the other ranks cannot be reached.
         """
         raise BoxingError("the ranks that are left cannot reach each other")
 
@@ -330,6 +329,6 @@ class BoxingBackend(ABC):
         """Release everything; further calls raise `BoxingError`. Safe to call twice.
 
         Raises:
-            BoxingError: a rank of another process ended, or hangs, and had not closed its
-                backend; no call of this one has said so. Everything is released.
+            BoxingError: a rank of another process ended, or hangs, without closing its backend,
+                and no call of this one has reported it. Everything is released even so.
         """

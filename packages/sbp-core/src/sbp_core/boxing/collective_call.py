@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.errors import BoxingError
 
-#: Ranks -> what is known about each of them, one a line.
+#: Ranks -> what is known about each of them, one line each.
 DescribeRanks = Callable[[Collection[int]], Sequence[str]]
 
 
@@ -20,7 +20,7 @@ _AFTER_A_FAILURE = (
 
 
 def _nothing_known(ranks: Collection[int]) -> Sequence[str]:
-    """Say nothing about any rank."""
+    """Return nothing about any rank."""
     return ()
 
 
@@ -31,11 +31,11 @@ class CollectiveCall:
     Not frozen: there is one for every step that runs, and freezing triples the time to make it.
 
     Args:
-        step, tag: What is done, and for which firing.
-        rank: The rank that does it.
+        step, tag: The step, and the firing that it belongs to.
+        rank: The rank that makes the call.
         deadline_s: Seconds that it may wait.
-        end_s: When they are over, on the clock of `time.monotonic`.
-        describe_ranks: Asked about the ranks that an error names.
+        end_s: When its deadline is, on the clock of `time.monotonic`.
+        describe_ranks: Called with the ranks that an error names.
     """
 
     step: BoxingStep
@@ -54,12 +54,12 @@ class CollectiveCall:
         deadline_s: float,
         describe_ranks: DescribeRanks = _nothing_known,
     ) -> CollectiveCall:
-        """Make a call whose time begins now."""
+        """Make a call whose deadline counts from now."""
         end_s = time.monotonic() + deadline_s
         return cls(step, tag, rank, deadline_s, end_s, describe_ranks)
 
     def restart(self) -> None:
-        """Let its time begin anew: it was begun some while ago, and is waited for from now on."""
+        """Count the deadline from now: the call began some time ago, and is waited for now."""
         self.end_s = time.monotonic() + self.deadline_s
 
     @property
@@ -69,12 +69,12 @@ class CollectiveCall:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, above 0."""
+        """Seconds until the deadline, above 0."""
         return max(1e-3, self.end_s - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.end_s
 
     def missing(self, ranks: Iterable[int]) -> BoxingError:
@@ -91,7 +91,7 @@ class CollectiveCall:
     def failed(
         self, why: str, *, todo: str = _AFTER_A_FAILURE, involved: Iterable[int] = ()
     ) -> BoxingError:
-        """Make the error for a call that was cut short, with what is known about the involved."""
+        """Make the error for a call that was cut short, with what is known about those ranks."""
         others = [rank for rank in involved if rank != self.rank]
         known = self.describe_ranks(others) if others else ()
         return BoxingError(

@@ -1,17 +1,17 @@
-"""What every route on a mesh takes at least, in seconds for each byte of the tensor, all at once.
+"""Lower bounds of the time of routes on a mesh, in seconds per byte, for all pairs of states.
 
-Routes have the fewest bytes (`boxing.router`), so between two states no route is faster than the
-fastest of those with the fewest bytes, and none of these faster than its steps without latencies:
+Routes have the fewest bytes (`boxing.router`). So between two states, no route is faster than the
+fastest of all routes with the fewest bytes, computed without latencies:
 
     local step    writing its result
     collective    the fastest algorithm on links without latency, and writing its result
-    transfer      what the fullest rank receives, as near as can be, and on average what has to
-                  cross nodes; and writing its result
+    transfer      the bytes that the fullest rank receives, from its own node where possible, and
+                  on average the bytes that have to cross nodes; and writing its result
 
-All of this grows with the tensor, so it is found once for all tensors whose dims are split alike:
-shortest paths between all states, by bytes, then by seconds. What is boxed by itself takes launches
-and latencies, too, which do not grow, so that paths are looked for once for each size
-(`LeastTimes.alone_s`). Who sends which of several copies is left out.
+All of this is proportional to the size of the tensor, so it is computed once for all tensors whose
+dims are split alike: shortest paths between all states, by bytes, then by seconds. A tensor that is
+boxed alone also takes launches and latencies, which are constant, so its paths are computed once
+for each size (`LeastTimes.alone_s`). Which of several copies is sent is not modelled.
 
 Source: Floyd, "Algorithm 97: shortest path", Communications of the ACM 5 (1962).
 """
@@ -52,18 +52,18 @@ Floats = NDArray[np.float64]
 #: Bits of the numbers that paths are compared by: bytes in the upper ones, seconds in the lower.
 _BITS = 57
 
-#: Of the seconds of a path, that the sum of the longest of a few steps stays below.
+#: Bits of the seconds of a path that are left free, for sums of the longest of a few steps.
 _SPARE_BITS = 4
 
-#: Ranks whose messages are counted, at most; the fullest of them counts.
+#: Most ranks whose messages are counted; the fullest of them counts.
 _NUM_RANKS = 8
 
-#: Of a message that is so large that rounding it to bytes is nothing.
+#: Bytes of a message that is so large that rounding to bytes is negligible.
 _LARGE_BYTES = 1 << 40
 
 _LOCAL = KINDS.index(StepKind.LOCAL)
 
-#: Numbers that are no powers of two are divided with a rest.
+#: Division by numbers that are not powers of two is rounded by at most this share.
 _ROUNDING = 1e-9
 
 
@@ -72,8 +72,8 @@ class LeastTimes:
 
     Args:
         mesh: The placement.
-        cluster: Rates and links; calibrations are not looked at.
-        extents: Of the dims of the tensor; of a dim that every split divides evenly, any such.
+        cluster: Rates and links; calibrations are ignored.
+        extents: Extents of the tensor's dims; for a dim that every split divides evenly, any such.
         partials: Codes of the reductions that states may have.
     """
 
@@ -93,14 +93,14 @@ class LeastTimes:
         direct = transfers(layout, layout, self._sizes, same, kept)
         self._moved = direct.moved(every, every)
         steps = collectives(layout, self._sizes, kept)
-        # Of each collective and local step: the state before, the state after, the elements that it
-        # moves, and those that a group of it shares.
+        # For each collective and local step: the state before, the state after, the elements that
+        # it moves, and the elements that a group of it shares.
         before, after = steps.number.nonzero()
         number = steps.number[before, after]
         self._before, self._after, self._elements = before, after, steps.elements[number]
         self._kinds, self._axes = steps.kind[number], steps.axes[number]
         self._shared = self._shared_elements()
-        #: What it takes to write each state, in seconds for elements of one byte.
+        #: The time to write each state, in seconds for elements of one byte.
         self._written_s: Floats = self._volumes[0][layout.form] / cluster.device.memory_bytes_per_s
         #: Elements of the tensor that both tables count.
         self.num_elements = prod(extents)
@@ -110,16 +110,16 @@ class LeastTimes:
         collective_s = rates * self._shared + self._written_s[after]
         self.elements, self.seconds = self._shortest(transfer_s, collective_s)
         self._by_size: dict[int, Floats] = {}
-        #: What it takes from each state until nothing is partial, whatever bytes that moves.
+        #: The time from each state until nothing is partial, whatever bytes that moves.
         self.reduced_s = self._reduced_s(transfer_s, collective_s)
 
     def alone_s(self, num_bytes: int) -> Floats:
-        """Return the least seconds of tensors of a size that are boxed by themselves.
+        """Return the least seconds of tensors of a size that are boxed alone.
 
         Each step has its launches, and the latencies of its algorithm.
 
         Args:
-            num_bytes: Of the whole tensor.
+            num_bytes: Bytes of the whole tensor.
         """
         if num_bytes in self._by_size:
             return self._by_size[num_bytes]
@@ -129,7 +129,7 @@ class LeastTimes:
             launch_s = 0.0 if kind == _LOCAL else device.boxing_launch_s
             return self._least_time_s(kind, mask, size, self._links) + (device.launch_s + launch_s)
 
-        # A rank's messages follow each other; on a link that is shared their latencies overlap.
+        # A rank's messages follow each other; on a shared link their latencies overlap.
         port_s = scale * self._port_s + self._messages_s()
         launch_s = device.launch_s + device.boxing_launch_s
         transfer_s = np.maximum(port_s, scale * self._link_s) + launch_s
@@ -140,7 +140,7 @@ class LeastTimes:
         return self._by_size[num_bytes]
 
     def _of_each(self, keys: list[Ints], time_s: Callable[..., float]) -> Floats:
-        """Return the time of each collective and local step, which equal keys have in common."""
+        """Return the time of each collective and local step, computed once for equal keys."""
         different, place = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
         times = np.array([time_s(*one) for one in different.tolist()], dtype=np.float64)
         return times[place.ravel()]
@@ -149,13 +149,13 @@ class LeastTimes:
         """Return the fewest elements between all states, and the least seconds with so few."""
         moved, elements = self._moved, self._elements
         possible = moved < NEVER
-        # Counts are multiples of some shard, and so small numbers.
+        # Counts are multiples of some shard, so they are small numbers in that unit.
         unit = max(1, int(np.gcd(np.gcd.reduce(moved[possible]), np.gcd.reduce(elements))))
         most = max(int(moved[possible].max(initial=0)), int(elements.max(initial=0))) // unit
         bits = _BITS - most.bit_length()
         longest_s = max(transfer_s.max(initial=0.0), collective_s.max(initial=0.0))
         scale = (1 << (bits - _SPARE_BITS)) / longest_s
-        # Rounded down, so that the sums are no more than what they stand for.
+        # Rounded down, so that the sums never exceed the exact values.
         both = np.full(moved.shape, NEVER, dtype=np.int64)
         both[possible] = ((moved // unit) << bits)[possible]
         both[possible] += (transfer_s * scale).astype(np.int64)[possible]
@@ -172,7 +172,7 @@ class LeastTimes:
     def _messages_s(self) -> Floats:
         """Return the latencies of the messages that a rank receives from other nodes, by state.
 
-        It receives one for each tile that it needs a part of, but for those that its node may have.
+        A rank receives one for each tile that it needs a part of, except tiles its node may have.
         """
         layout, shape = self.layout, self._mesh.mesh_shape
         beyond = self._links.paths[self._cluster.node_level + 1 :]
@@ -186,7 +186,7 @@ class LeastTimes:
         return found
 
     def _shared_elements(self) -> Floats:
-        """Return the elements that a group of each step shares: most, or in a mean."""
+        """Return the elements that a group of each step shares: the most, or the mean."""
         kinds, form, before = self._kinds, self.layout.form, self._before
         most, mean = self._volumes.max(axis=0)[form], self._volumes.mean(axis=0)[form]
         ranks = numbers(self._mesh.mesh_shape).max(axis=1)[self._axes] + 1
@@ -198,11 +198,11 @@ class LeastTimes:
         return shared
 
     def _reduced_s(self, transfer_s: Floats, collective_s: Floats) -> Floats:
-        """Return the least from each state to any without partial values.
+        """Return the least time from each state to any state without partial values.
 
-        Local steps are taken to be free, so it holds as well where other axes have partial values
-        of another kind on the way: with `B` in their place, what is done to these is at most a
-        local step.
+        Local steps are assumed to be free. So the bound also holds if other axes have partial
+        values of another kind on the way: with `B` in their place, any work on these axes is at
+        most a local step.
         """
         length = np.where(self._moved < NEVER, transfer_s, np.inf)
         ends = self._before, self._after
@@ -221,12 +221,13 @@ class LeastTimes:
         return self._least_time_s(kind, mask, _LARGE_BYTES, free) / _LARGE_BYTES * (1 - _ROUNDING)
 
     def _least_time_s(self, kind: int, mask: int, num_bytes: int, links: LinkRates) -> float:
-        """Return what a collective takes at least whose groups share so many bytes each."""
+        """Return the least time of a collective whose groups share this many bytes each."""
         if kind == _LOCAL or num_ranks(self._mesh.mesh_shape, mask) < 2:
             return 0.0
         axes = [axis for axis in range(self._mesh.num_axes) if mask >> axis & 1]
         groups = {*rank_groups(self._mesh.groups(*axes), self._cluster.group_sizes)}
-        # The slowest group counts; where they are unequal, that with the largest shard may be any.
+        # The slowest group counts. If groups are unequal, any of them may have the largest shard,
+        # so the fastest one is taken.
         return min(timed_algorithms(KINDS[kind], one, num_bytes, links)[0].time_s for one in groups)
 
     def _transfer_s(self, direct: Transfers) -> tuple[Floats, Floats]:
@@ -243,15 +244,15 @@ class LeastTimes:
             if is_shared:
                 num_nodes = len({self._cluster.node(rank) for rank in self._mesh.rank_list})
                 link_s = crossing / num_nodes / link.bytes_per_s
-        # Who adds up what, if the result is partial, is not known here.
+        # If the result is partial, it is not known here which rank adds up what.
         fullest = self._fullest_s(near, far)[direct.before][:, layout.form]
         fullest[:, layout.partial > 0] = 0.0
         return np.maximum(mean, fullest) + self._written_s, link_s + self._written_s
 
     def _fullest_s(self, near: float, far: float) -> Floats:
-        """Return what a rank takes to receive, by class of the state before and form after.
+        """Return the time of a rank to receive, by class of the state before and form after.
 
-        What a rank wants comes from its own node, as far as any rank there has it.
+        A slice comes from the rank's own node, if any rank there has it.
         """
         layout, volumes = self.layout, self._volumes
         # One state of each class of `Transfers.before`, in their order.
@@ -280,7 +281,7 @@ class LeastTimes:
         return found
 
     def _common(self, source: int, target: int) -> Floats:
-        """Return what one rank has of what another one wants, by form before and after."""
+        """Return the elements of one rank that another one needs, by form before and after."""
         found = np.ones((1, 1))
         for dim, extent in enumerate(self._sizes.extents):
             start, stop = intervals(extent, self._mesh.mesh_shape)
@@ -292,9 +293,9 @@ class LeastTimes:
         return found
 
     def _crossing(self) -> Ints:
-        """Return the elements that cross nodes in a transfer, at least, by state.
+        """Return the least elements that cross nodes in a transfer, by state.
 
-        Nodes are as ranks of a mesh of their own, which hold all that any of theirs does.
+        Nodes are treated as ranks of a mesh, which hold everything that any of their ranks holds.
         """
         layout, shape = self.layout, self._mesh.mesh_shape
         nothing = np.zeros((len(layout), len(layout)), dtype=np.int64)
@@ -306,7 +307,7 @@ class LeastTimes:
         kept = overlaps(nodes, nodes, self._sizes, positions(same))
         every = np.arange(len(nodes))
         moved = transfers(nodes, nodes, self._sizes, same, kept).moved(every, every)
-        # Uneven slices of a node need not be what its ranks have together.
+        # An uneven slice of a node need not be the union of its ranks' slices.
         is_even = np.ones(len(layout), dtype=np.bool_)
         parts = numbers(shape).max(axis=1) + 1
         for dim, extent in enumerate(self._sizes.extents):
@@ -317,7 +318,7 @@ class LeastTimes:
 
 @lru_cache(maxsize=256)
 def _num_slices(extent: int, mesh_shape: tuple[int, ...]) -> Ints:
-    """Return how many slices of a dim before a rank needs parts of after, at least.
+    """Return the least number of slices of a dim before that a rank needs parts of after.
 
     Returns:
         By mask of the axes that split the dim before, and after.
@@ -333,7 +334,7 @@ def _num_slices(extent: int, mesh_shape: tuple[int, ...]) -> Ints:
 
 
 def _nodes_of(mesh: Placement, node_size: int) -> tuple[int, ...] | None:
-    """Return the shape of the mesh of nodes, whose ranks are successive; None if it is no mesh.
+    """Return the shape of the mesh of nodes, with successive ranks; None if it is no mesh.
 
     Of 4 x 4 x 2 ranks on nodes of 4: two of the second axis and both of the third are on one node,
     so the nodes are 4 x 2 x 1.

@@ -1,8 +1,8 @@
-"""What one rank sends and receives in one collective, and where that is in its memory.
+"""What one rank sends and receives in one collective, and where it is in the rank's memory.
 
-Worked out once for each step and rank. Pieces that are one after the other, in the order of the
-group, in the row-major memory of a shard need no packing, and no unpacking. Of an all-gather of
-S(1) on two ranks, rank 0 sends its shard as it is, and has to unpack what it receives:
+Worked out once for each step and rank. Pieces need no packing or unpacking if they follow each
+other, in the order of the group, in the row-major memory of a shard. In an all-gather of S(1) on
+two ranks, rank 0 sends its shard as it is, and has to unpack the data that it receives:
 
     sent by 0    a0 a1             received   a0 a1 b0 b1        shard after   a0 b0
     sent by 1    b0 b1                                                         a1 b1
@@ -35,18 +35,20 @@ class Manifest:
             nothing for it.
         incoming: The piece from each rank of the group, likewise.
         sent_sizes, received_sizes: Elements of these pieces.
-        packed: The outgoing pieces, one after the other, are the shard's own memory.
-        unpacked: The incoming pieces, one after the other, are the memory of the shard after it;
-            never in a reduce-scatter.
-        apart: The rank's own piece can be left out on both sides, and what remains is one piece of
-            memory wherever nothing is packed: it stays, or is at an end of the others.
-        others_out, others_in: Where the others lie then, among all pieces: (start, stop).
-        gathers: Every rank of the group receives the whole shards of all. Equal on all ranks.
-        is_even: Every rank of the group sends every rank as many elements. Equal on all ranks.
-        is_flat: That, and on every rank the outgoing pieces, one after the other, are the memory of
-            the shard before the step (or each is, of an all-gather), and the incoming ones that
-            after it. Equal on all ranks.
-        is_idle: No rank of the group sends another one anything. Equal on all ranks.
+        packed: Whether the outgoing pieces, one after the other, are the shard's own memory.
+        unpacked: Whether the incoming pieces, one after the other, are the memory of the shard
+            after the step; never in a reduce-scatter.
+        apart: Whether the rank's own piece can be left out on both sides, so that the rest is one
+            piece of memory wherever nothing is packed: it stays, or is at an end of the others.
+        others_out, others_in: Place of the other pieces then, among all pieces: (start, stop).
+        gathers: Whether every rank of the group receives the whole shards of all. Equal on all
+            ranks.
+        is_even: Whether every rank of the group sends every rank as many elements. Equal on all
+            ranks.
+        is_flat: Whether `is_even` holds and, on every rank, the outgoing pieces in order are the
+            memory of the shard before (in an all-gather, each piece is), and the incoming pieces in
+            order are the memory of the shard after. Equal on all ranks.
+        is_idle: Whether no rank of the group sends another one anything. Equal on all ranks.
     """
 
     place: int
@@ -95,7 +97,7 @@ def manifest_of(step: BoxingStep, rank: int) -> Manifest:
     is_even = len(pieces) == len(group) ** 2 and len({piece.size_bytes for piece in pieces}) == 1
 
     def is_flat(one: int) -> bool:
-        """Say whether the pieces of one rank are in order in its memory."""
+        """Return whether the pieces of one rank are in order in its memory."""
         arriving = [by_ends[other, one].target for other in group]
         leaving = [by_ends[one, other].source for other in group]
         return _tiles(_shape(after[one]), arriving) and (
@@ -127,12 +129,12 @@ def span(shape: Sequence[int], bounds: Bounds) -> tuple[int, int] | None:
     """Return where a slice is in row-major memory: (start, stop) in elements; None if in parts.
 
     Args:
-        shape: Of what it is a slice of.
+        shape: Shape of the tensor that it is a slice of.
         bounds: The slice, not empty.
     """
     start, whole = 0, True
     for extent, (first, last) in zip(reversed(shape), reversed(bounds), strict=True):
-        # Inner dims must be whole, up to one that may be a range; of the outer ones, one index.
+        # Inner dims must be whole, then one may be a range; outer dims have a single index.
         if not whole and last - first != 1:
             return None
         whole = whole and (first, last) == (0, extent)
@@ -142,7 +144,7 @@ def span(shape: Sequence[int], bounds: Bounds) -> tuple[int, int] | None:
 
 
 def _tiles(shape: tuple[int, ...], slices: Sequence[Bounds]) -> bool:
-    """Say whether slices, none empty, are one after the other and fill a tensor of a shape."""
+    """Return whether slices, none of them empty, follow each other and fill a tensor of a shape."""
     end = 0
     for bounds in slices:
         where = span(shape, bounds)
@@ -153,12 +155,12 @@ def _tiles(shape: tuple[int, ...], slices: Sequence[Bounds]) -> bool:
 
 
 def _is_at_an_end(sizes: Sequence[int], place: int) -> bool:
-    """Say whether no chunk before, or none after, the one at a place has elements."""
+    """Return whether all chunks before a place, or all chunks after it, are empty."""
     return not any(sizes[:place]) or not any(sizes[place + 1 :])
 
 
 def _others(sizes: Sequence[int], place: int) -> tuple[int, int]:
-    """Return where all chunks but the one at a place lie, if that is at an end."""
+    """Return (start, stop) of all chunks except the one at a place, if that is at an end."""
     before = sum(sizes[:place])
     return (0, before) if before else (sizes[place], sum(sizes))
 
@@ -170,18 +172,18 @@ def _shape(bounds: Bounds) -> tuple[int, ...]:
 class TrafficCounter:
     """The bytes of one rank in one group.
 
-    What a library does inside is its own affair: a collective counts as its definition says.
+    The inner working of a library does not matter: a collective counts by its definition.
 
-    | the library is asked for | and counts |
+    | call of the library | counted bytes |
     |---|---|
     | exchange | the chunks for other ranks |
     | all-gather | the part, once for each other rank |
     | reduce-scatter | the addends of the other ranks' parts |
-    | all-reduce | that, and the sum of the rank's own part, once for each other rank |
+    | all-reduce | those addends, and the sum of the rank's own part, once for each other rank |
 
     Args:
-        num_ranks: Of the group.
-        place: Of the rank in it.
+        num_ranks: Ranks of the group.
+        place: Position of the rank in it.
     """
 
     __slots__ = ("_bytes", "_num_ranks", "_place")
@@ -196,11 +198,11 @@ class TrafficCounter:
         self._bytes += size_bytes
 
     def even_exchange(self, size_bytes: int) -> None:
-        """Count as many bytes for each rank, this one included; or a reduce-scatter of them."""
+        """Count equal chunks for all ranks, this one included; or a reduce-scatter of them."""
         self._bytes += size_bytes - size_bytes // self._num_ranks
 
     def all_gather(self, part_bytes: int) -> None:
-        """Count a part that each rank gets."""
+        """Count a part that each other rank gets."""
         self._bytes += part_bytes * (self._num_ranks - 1)
 
     def all_reduce(self, elements: int, item_bytes: int) -> None:
@@ -209,6 +211,6 @@ class TrafficCounter:
         self._bytes += item_bytes * (elements + (self._num_ranks - 2) * (stop - start))
 
     def take(self) -> int:
-        """Return the bytes since the last time."""
+        """Return the bytes since the last call, and reset the count."""
         taken, self._bytes = self._bytes, 0
         return taken

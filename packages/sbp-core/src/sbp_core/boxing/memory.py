@@ -1,21 +1,20 @@
-"""What memory a route needs on the way: the second criterion of the router.
+"""The memory that a route needs while it runs: a criterion of the router.
 
 While a step runs, a rank holds its shard from before, its shard from after, and buffers:
 
 | step | buffers |
 |---|---|
-| local | none; and where the slice stays, the shard after takes the place of the one before |
+| local | none; if the slice is unchanged, the shard after takes the place of the shard before |
 | all-reduce | none: the result is a copy of the shard, reduced in place |
 | reduce-scatter | the shard once more, cut into the parts for each rank |
-| all-gather | what the others send, before it is put together |
-| all-to-all | what goes to others, packed, and what comes from them |
-| transfer | likewise; a packed copy for each receiver, and every term before it is reduced |
+| all-gather | the data of the other ranks, before they are put together |
+| all-to-all | the packed data for other ranks, and the data received from them |
+| transfer | a packed copy for each receiver, and every received term before it is reduced |
 
-This is the most that an executor of `sbp_torch.boxing` takes; one may
-share memory where that is safe (a slice that is a view, a shard that was donated). A transport may
-hold more: bool and int16 sums over gloo are exchanged and over NCCL converted, up to two shards
-more; MPI keeps up to 16 MB of scratch for each group, and its all-reduces below 64 KB hold the
-shards of all ranks.
+This is the most that an executor of `sbp_torch.boxing` takes; it may share memory where that is
+safe (a slice that is a view, a shard that was donated). A transport may hold more. Sums of bool and
+int16 are exchanged over gloo and converted over NCCL, which takes up to two shards more. MPI keeps
+up to 16 MB of scratch for each group, and its all-reduces below 64 KB hold the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ Amount = TypeVar("Amount", int, npt.NDArray[np.int64])
 def held_at_once(
     kind: StepKind, before: Amount, after: Amount, sent: Amount, received: Amount
 ) -> Amount:
-    """Return what a rank holds while a step runs; numbers or arrays, all in one unit.
+    """Return the memory of a rank while a step runs; numbers or arrays, all in one unit.
 
     Args:
-        kind: Of the step.
+        kind: Kind of the step.
         before: The rank's shard under the step's source.
         after: The rank's shard under its target.
-        sent: What goes to other ranks, once for each; in a local step, what is dropped.
-        received: What comes from other ranks; in a local step, what is filled up with zeros.
+        sent: The data for other ranks, once for each; in a local step, the dropped data.
+        received: The data from other ranks; in a local step, the zeros that are filled in.
     """
     shards = before + after
     if kind is StepKind.LOCAL:
@@ -65,7 +64,7 @@ def held_at_once(
 
 
 def step_memory_bytes(step: BoxingStep) -> dict[int, int]:
-    """Return what each rank holds at most while a step runs, in bytes, shards included."""
+    """Return the most memory of each rank while a step runs, in bytes, shards included."""
     size = itemsize(step.dtype)
     held, wanted = bounds_of(step.shape, *step.source), bounds_of(step.shape, *step.target)
     ranks = dict.fromkeys((*held, *wanted))

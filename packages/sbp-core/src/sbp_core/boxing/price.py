@@ -1,20 +1,20 @@
-"""What a route costs in time on a machine.
+"""The time of a route on a machine.
 
-S is what the ranks of one group share: the bytes of the tensor piece that each holds before an
-all-reduce or reduce-scatter and after an all-gather, and of all that they hold together before an
-all-to-all. The groups of one step work at the same time; the slowest one counts, and those that
-share a link divide its bandwidth.
+S is the number of bytes that the ranks of one group share: the size of the piece that each of them
+holds before an all-reduce or reduce-scatter and after an all-gather, or of all pieces together
+before an all-to-all. The groups of one step work at the same time; the slowest one counts, and
+groups that share a link divide its bandwidth.
 
-A step takes
+The time of a step is
 
-* what `Cluster.calibration` predicts, if there is one that knows such calls: it measured whole
-  calls, so the start of the call and the writing of its result are in it;
-* else what the fastest of `algorithms` takes on the links;
-* a transfer: as long as its busiest rank or shared link. A rank sends one message after the other,
-  all pieces from one rank to another being one; likewise it receives;
-* a local step: nothing here (see `cost` for what it reads and writes).
+* the prediction of `Cluster.calibration`, if there is one that covers such calls. It measured whole
+  calls, so it includes the start of the call and the writing of its result;
+* else the time of the fastest of `algorithms` on the links;
+* for a transfer, the time of its busiest rank or shared link. A rank sends one message after the
+  other, and receives them likewise; all pieces from one rank to another are one message;
+* for a local step, nothing here (see `cost` for the bytes that it reads and writes).
 
-Bytes are in the steps themselves.
+The steps themselves have their bytes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class StepTime:
     """The time of one step, and where it comes from.
 
     Args:
-        step: Which.
+        step: The step.
         time_s: In seconds.
-        algorithm: How the step is taken to be done, such as `ring`; `measured` or the like where a
-            calibration says the time.
-        reason: Why that, in a few words.
-        is_whole_call: Whether starting the call and writing its result are in the time.
+        algorithm: The algorithm that is assumed, such as `ring`; `measured` or the like if a
+            calibration gives the time.
+        reason: Why this algorithm, in a few words.
+        is_whole_call: Whether the time includes starting the call and writing its result.
     """
 
     step: BoxingStep
@@ -97,7 +97,7 @@ def _calibrated(
     calibration: Calibration,
     node_level: int,
 ) -> StepTime | None:
-    """Return what a calibration says of a collective; None if it does not know such calls."""
+    """Return a calibration's time of a collective; None if it does not cover such calls."""
     slowest_s, origin = -1.0, None
     for group, size in calls:
         at = group.memberships[node_level]
@@ -129,10 +129,10 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
     if len(groups[0]) < 2:
         return ()
     placement, sbp = step.target if step.kind is StepKind.ALL_GATHER else step.source
-    # Of an all-to-all S is what all ranks have together.
+    # In an all-to-all, S is the sum over all ranks.
     num_counted = len(groups[0]) if step.kind is StepKind.ALL_TO_ALL else 1
     if uniform_bytes(step) is not None:
-        # Every rank of every group has as much as rank 0: no need to look at each, of which there
+        # Every rank of every group has as much as rank 0: no need to examine each of them, which
         # may be thousands.
         first = local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes)
         shared = [volume(first) * num_counted] * len(groups)
@@ -149,14 +149,14 @@ def rank_groups(
 ) -> tuple[RankGroup, ...]:
     """Return how groups that do a collective at the same time are placed on a machine.
 
-    Tensors of all shapes ask for those of the same few groups.
+    Tensors of all shapes use the same few groups, so results are cached.
 
     Args:
-        groups: The ranks of each.
+        groups: The ranks of each group.
         group_sizes: See `Cluster`.
     """
-    # How many groups of the step have a rank on a node: so many share its links at once. Likewise
-    # of each other level.
+    # Counted: the groups of the step with a rank on a node, which share its links at once; and
+    # likewise at each other level.
     #
     #     mesh 2 x 4, nodes of 4    step on axis 0: groups {0 4} {1 5} {2 6} {3 7}, 4 on a node
     #                               step on axis 1: groups {0 1 2 3} {4 5 6 7}, 1 on a node
@@ -169,9 +169,8 @@ def rank_groups(
         memberships = []
         for num_ranks, at_once in zip(group_sizes, neighbours, strict=True):
             at = [rank // num_ranks for rank in ranks]
-            # Nodes are numbered by appearance: what a group takes depends on which of its ranks
-            # are together, not on which nodes they are on. So groups that lie alike are priced
-            # once.
+            # Nodes are numbered by appearance: the time of a group depends on which of its ranks
+            # are together, not on which nodes they are on. So groups placed alike are priced once.
             numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
             memberships.append(
                 Membership(
@@ -186,8 +185,8 @@ def transfer_messages(step: BoxingStep) -> Ints:
     """Return the bytes of the message from each rank to each other one in a `TRANSFER`.
 
     Returns:
-        By position in the source placement (row) and the target placement (column); 0 where there
-        is no message, so from a rank to itself.
+        By position in the source placement (row) and the target placement (column); 0 without a
+        message, such as from a rank to itself.
     """
     ranks = [placement.rank_list for placement, _ in (step.source, step.target)]
     ends = [
@@ -211,12 +210,12 @@ class _Load(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """What a transfer asks of ranks and groups of ranks.
+    """The messages and bytes of a transfer on ranks and groups of ranks.
 
-    `ports` has each distinct load of a rank that sends or receives. `groups` has by level that of a
-    group whose ranks would share a link there (see `LinkLevel`), in one direction, with what passes
-    that link only. `senders` is the most ranks of one node that send inside it, `far_senders` the
-    most that send to other nodes or receive from them.
+    `ports` has each distinct load of a rank that sends or receives. `groups` has, by level, the
+    load of a group whose ranks would share a link there (see `LinkLevel`), in one direction, only
+    of messages that pass that link. `senders` is the most ranks of one node that send inside it,
+    `far_senders` the most ranks that send to other nodes or receive from them.
     """
 
     ports: tuple[_Load, ...]
@@ -229,7 +228,7 @@ class _Traffic(NamedTuple):
 def _traffic(step: BoxingStep, group_sizes: tuple[int, ...], node_level: int) -> _Traffic:
     sizes = transfer_messages(step)
     there, here = (np.array(placement.rank_list) for placement, _ in (step.source, step.target))
-    # The level that a message goes to: how many kinds of groups its ranks do not share.
+    # The level that a message goes to: the number of kinds of groups that its ranks do not share.
     levels = sum((there[:, None] // size != here // size).astype(np.int8) for size in group_sizes)
     numbers = np.arange(len(group_sizes) + 1)
     by_level = np.stack([sizes * (levels == level) for level in numbers])
@@ -237,11 +236,11 @@ def _traffic(step: BoxingStep, group_sizes: tuple[int, ...], node_level: int) ->
     groups: list[list[Ints]] = [[] for _ in numbers]
     senders = []
     for moved, ranks in ((by_level, there), (by_level.transpose(0, 2, 1), here)):
-        # By rank: messages of each level, then bytes of each.
+        # By rank: the messages of each level, then their bytes.
         load = np.concatenate([(moved > 0).sum(axis=2), moved.sum(axis=2)]).T
         ports.append(load)
         for level, of_level in enumerate(groups):
-            # What goes farther leaves the group below, too; level 0 has what stays inside.
+            # A message that goes farther leaves the group below, too; level 0 has inner messages.
             passes = np.tile(numbers >= level if level else numbers == 0, 2)
             of_level.append(_by_group(load * passes, ranks // group_sizes[max(level - 1, 0)]))
         near, far = np.split(load[:, : len(numbers)], [node_level + 1], axis=1)
@@ -260,7 +259,7 @@ def _by_group(rows: Ints, groups: Ints) -> Ints:
     """Return the sum of the rows of each group.
 
     Args:
-        rows: One for each rank.
+        rows: One row for each rank.
         groups: The group of each rank.
     """
     _, number = np.unique(groups, return_inverse=True)
@@ -297,9 +296,9 @@ def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
             )
     links = LinkRates.of(cluster)
     paths = links.paths
-    # A rank works off its messages one after the other, near and far through one port; a link that
+    # A rank handles its messages one after the other, near and far through one port. A link that
     # ranks of a group share carries their bytes together, but their latencies overlap. Sending and
-    # receiving do not disturb each other, so each direction is a load of its own.
+    # receiving do not disturb each other, so each direction is a separate load.
     port_s = 0.0
     for load in traffic.ports:
         rank_s = 0.0
@@ -323,7 +322,7 @@ def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
 def _calibrated_transfer_s(
     traffic: _Traffic, calibration: Calibration, node_level: int
 ) -> float | None:
-    """Return the time of the busiest rank, its messages being equal; None if not measured."""
+    """Return the time of the busiest rank, for equal messages; None if not measured."""
     busiest_s = 0.0
     for load in traffic.ports:
         total_s = 0.0

@@ -16,13 +16,13 @@ as many bytes as a transfer of parts and an all-gather on the other side:
     (B) on 0-7 -> (B) on 8-15      transfer 8 T
     with the fewest between them   slice 0, transfer T, all-gather 7 T
 
-The second is the faster one where links between the stages are slow and those inside fast;
+The second route is faster where links between the stages are slow and links inside them fast;
 `cost.fastest_route` compares both on a machine (source: Narayanan et al. 2021, section 4.1, the
 scatter/gather optimisation).
 
-Here are the ways in, and the steps of the answer. What the answer depends on is
-`boxing.routing.canonical_problem`, the states `boxing.routing.layout`, what each step moves
-`boxing.routing.step_tables`, the search `boxing.routing.shortest_path`, prices in seconds
+This module has the entry points, and makes the steps of the answer. In `boxing.routing`,
+`canonical_problem` reduces a conversion to what its route depends on, `layout` has the states,
+`step_tables` what each step moves, `shortest_path` the search. Prices in seconds are in
 `boxing.price`.
 """
 
@@ -48,16 +48,16 @@ def route(
     """Find the best route of a logical tensor: the fewest bytes, then the least memory and effort.
 
     All nd-SBPs of both placements are searched if they are few enough: up to 700 of each, such as
-    5 dims and two reductions on 3 mesh axes. Beyond that a tensor is split on the way only along
-    dims that an end splits and one more, and is `P` only on axes where an end is.
+    5 dims and two reductions on 3 mesh axes. Beyond that, intermediate states split the tensor only
+    along dims that an end splits and one more, and are `P` only on axes on which an end is.
 
     Args:
-        shape: Of the logical tensor.
+        shape: Shape of the logical tensor.
         dtype: Its dtype name, such as `float32`.
         source: (placement, nd-SBP) before.
         target: (placement, nd-SBP) after; the placements may share all, some or no ranks.
-        fewest_between: Whether, of routes with the fewest bytes, those are preferred that move the
-            fewest from one placement to the other, and the rest inside of the two.
+        fewest_between: Whether, among routes with the fewest bytes, to prefer the ones that move
+            the fewest from one placement to the other, and the rest inside of the two.
 
     Returns:
         The route; without steps if source and target are the same. Cached.
@@ -118,7 +118,7 @@ def _steps(
 
 @lru_cache(maxsize=65536)
 def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, Codes], ...]:
-    """Return the best path: each step, and the state that it leads to."""
+    """Return the best path: each step, and the state after it."""
     steps = tables(*problem.meshes, problem.shared, problem.sizes)
     start, end = steps.numbers(problem.source, problem.target)
     path = shortest_path(steps, start, end, fewest_between=fewest_between)
@@ -126,7 +126,7 @@ def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, C
 
 
 def clear_routes(*, meshes: bool = False) -> None:
-    """Forget all cached routes, and optionally their meshes; for measurements."""
+    """Drop all cached routes, and optionally their meshes; for measurements."""
     _route.cache_clear()
     _solve.cache_clear()
     if meshes:

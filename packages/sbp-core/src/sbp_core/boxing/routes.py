@@ -24,7 +24,7 @@ _MOST_LISTED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a logical tensor gets from one (placement, nd-SBP) to another."""
+    """The steps by which a logical tensor gets from one (placement, nd-SBP) to another."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,10 +42,10 @@ class Route:
         return sum(step_time_s(step, cluster) for step in self.steps)
 
     def explain(self, cluster: Cluster | None = None) -> str:
-        """Return a table: what each step does, what a rank sends and holds at most, and the time.
+        """Return a table: each step, the most that a rank sends and holds in it, and its time.
 
         Args:
-            cluster: The machine that says the times, and how they come about; left out without.
+            cluster: The machine that determines the times and algorithms; without, no times.
 
         Example:
             >>> from sbp_core import NdSbp, Placement, boxing
@@ -87,7 +87,7 @@ class Route:
         return "\n".join([headline, total, *_aligned(rows)])
 
     def __str__(self) -> str:
-        """One line for the whole, then one a step."""
+        """One line for the whole route, then one for each step."""
         what = f"{self.dtype}{list(self.shape)} ({self.source[1]}) -> ({self.target[1]})"
         if not self.steps:
             return f"{what}: nothing to do"
@@ -105,8 +105,8 @@ def sent_by_rank(step: BoxingStep) -> str:
         return "-"
     if step.kind is not StepKind.TRANSFER and uniform_bytes(step) is not None:
         n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
-        # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike:
-        # no need to look at every rank.
+        # Each part of an all-reduce moves 2 (n - 1) times; with even parts of whole elements all
+        # ranks send the same: no need to examine every rank.
         if step.size_bytes % (2 * len(ranks) * n) == 0:
             return format_bytes(step.size_bytes / len(ranks))
     sizes = {rank: sent_bytes(step, rank) for rank in ranks}
@@ -129,7 +129,7 @@ def held_bytes(step: BoxingStep) -> int:
         for _, sbp in (step.source, step.target)
     )
     moved = step.size_bytes // placement.size
-    if step.kind is StepKind.LOCAL:  # what is dropped, or filled up with zeros
+    if step.kind is StepKind.LOCAL:  # data that is dropped, or filled up with zeros
         return held_at_once(
             step.kind, before, after, max(0, before - after), max(0, after - before)
         )
@@ -156,7 +156,7 @@ def _mesh(placement: Placement) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines whose columns start at one place; numbers stay to the left."""
+    """Return the rows as lines with aligned columns; numbers are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

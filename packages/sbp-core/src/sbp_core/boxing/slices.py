@@ -2,11 +2,11 @@
 
 Everything is worked out from the slices of the logical tensor that ranks hold (`Bounds`), so even
 and uneven splits, empty shards and any overlap of rank sets are the same case. Prices, executors
-and backends all read the pieces listed here. Moves nothing.
+and backends all read the pieces listed here. This module moves no data.
 
 Words used below: the *partials* of a `P` tensor are its addends (or arguments of max, min),
 numbered in row-major order over the mesh axes that are `P`; a *term* is one value that a receiver
-reduces. A *tile* is the slice that a rank holds before a step, a *box* the one that it wants after.
+reduces. A *tile* is the slice that a rank holds before a step, a *box* its slice after the step.
 From (P, S(0)) on a 2 x 2 mesh to (S(1)) on two other ranks, of a 4 x 4 tensor:
 
     partial 0          partial 1          boxes
@@ -31,7 +31,7 @@ from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, Split, local_bounds, split_bounds
 
-#: Half-open bounds of a slice of the logical tensor, one pair a dim.
+#: Half-open bounds of a slice of the logical tensor, one pair for each dim.
 Bounds = tuple[tuple[int, int], ...]
 
 _CACHED = 4096
@@ -44,8 +44,8 @@ class TransferPiece:
     Args:
         sender, receiver: Ranks.
         term: The receiver puts all pieces of one term together, then reduces terms in order.
-        source: Where the piece is in the sender's shard: (start, stop) of each dim.
-        target: Where it goes in the receiver's shard.
+        source: Bounds of the piece in the sender's shard: (start, stop) of each dim.
+        target: Its bounds in the receiver's shard.
         size_bytes: Bytes of the piece.
     """
 
@@ -85,7 +85,7 @@ def volume(bounds: Bounds) -> int:
 
 def intersection(one: Bounds, other: Bounds) -> Bounds:
     """Return the common slice; empty (start == stop in some dim) if there is none."""
-    # Where the slices are apart, min(b, d) is before max(a, c): no slice may stop before it starts.
+    # If the slices are apart, min(b, d) is before max(a, c): no slice may stop before it starts.
     return tuple(
         (max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)
     )
@@ -127,7 +127,7 @@ def partial_axes(sbp: NdSbp, reduction: str | None = None) -> tuple[int, ...]:
 
 
 def num_partials(placement: Placement, sbp: NdSbp) -> int:
-    """Return how many partials make one element."""
+    """Return the number of partials of each element."""
     return prod(placement.mesh_shape[axis] for axis in partial_axes(sbp))
 
 
@@ -150,7 +150,7 @@ class _Tiles:
 
     @classmethod
     def of(cls, step: BoxingStep) -> _Tiles:
-        """Sort the source ranks by what they hold."""
+        """Sort the source ranks by the slices that they hold."""
         (before, source), (after, target) = step.source, step.target
         held, wanted = bounds_of(step.shape, before, source), bounds_of(step.shape, after, target)
         axes, sums = partial_axes(source), partial_axes(target, "sum")
@@ -162,10 +162,10 @@ class _Tiles:
         homes: dict[tuple[int, Bounds, Bounds], int] = {}
         parts = prod(after.mesh_shape[axis] for axis in sums)
         for (term, tile), ranks in holders.items() if sums else ():
-            # An addend counts in any target partial, but in one only. It is best added where it
-            # need not travel: in the partial whose ranks hold most copies of it already. Of equals,
-            # the first in turn from the number of the term: so the addends of many terms spread
-            # over the target partials, and no rank receives all of them.
+            # An addend counts in any target partial, but in only one. It is best added where it
+            # need not travel: in the partial whose ranks already hold most copies of it. Among
+            # equals, the first in turn from the number of the term: so the addends of many terms
+            # spread over the target partials, and no rank receives all of them.
             saved: dict[Bounds, list[int]] = {box: [0] * parts for box in wanted.values()}
             for rank in ranks:
                 if rank in wanted:
@@ -178,11 +178,11 @@ class _Tiles:
 
 
 def _terms(step: BoxingStep) -> Mapping[int, tuple[int, ...]]:
-    """Return, for each receiver of a `TRANSFER` to no `P(sum)`, the partials that it reduces whole.
+    """Return for each receiver of a `TRANSFER` the partials that it reduces; not for a `P(sum)`.
 
-    A target without `P` reduces all of them. A target that is `P(max)` or `P(min)` shares them out:
-    its partial j takes those equal to j modulo its own number of partials; one that finds none left
-    repeats one, which does no harm.
+    A target without `P` reduces all of them. The partials of a `P(max)` or `P(min)` target share
+    them: partial j takes the ones equal to j modulo the number of target partials. If none is left
+    for it, it repeats one, which does no harm.
     """
     (before, source), (after, target) = step.source, step.target
     count, axes = num_partials(before, source), partial_axes(target)
@@ -197,7 +197,7 @@ def _terms(step: BoxingStep) -> Mapping[int, tuple[int, ...]]:
 
 
 def can_transfer(source: NdSbp, target: NdSbp) -> bool:
-    """Say whether one `TRANSFER` leads from source to target.
+    """Return whether one `TRANSFER` leads from source to target.
 
     Partials of different reductions must be reduced from the inner axis to the outer one, which
     takes a step each.
@@ -210,16 +210,16 @@ def can_transfer(source: NdSbp, target: NdSbp) -> bool:
 def transfer_bytes(step: BoxingStep) -> int:
     """Return the bytes that a `TRANSFER` moves between ranks, without listing its pieces.
 
-    A receiver needs each of its terms once, less what it holds of that term itself.
+    A receiver needs each of its terms once, less the part of that term that it already holds.
     """
     (before, source), (after, target) = step.source, step.target
     held, wanted = bounds_of(step.shape, before, source), bounds_of(step.shape, after, target)
     axes, sums = partial_axes(source), partial_axes(target, "sum")
     elements = 0
     if sums:
-        # Each addend goes to one target partial, and there to all ranks that want the box: as many
-        # as in any other partial. So all terms cost what they would if all went to partial 0, less
-        # what a rank need not be sent as it has it.
+        # Each addend goes to one target partial, and there to all ranks that need the box: as many
+        # as in any other partial. So all terms cost as much as if all went to partial 0, less the
+        # parts that a rank already has.
         tiles = _Tiles.of(step)
         homes = {rank: _index(after, at, sums) for rank, at in after.coordinates()}
         first = sum(volume(wanted[rank]) for rank, home in homes.items() if home == 0)
@@ -229,8 +229,8 @@ def transfer_bytes(step: BoxingStep) -> int:
                 if rank in wanted and homes[rank] == tiles.homes[term, tile, wanted[rank]]:
                     elements -= overlap(tile, wanted[rank])
         return elements * itemsize(step.dtype)
-    # A rank that is in both meshes holds its tile of one source partial, its own. A receiver that
-    # reduces that one need not be sent what lies both in its tile and in its box.
+    # A rank in both meshes holds its tile of one source partial. If it reduces that partial as a
+    # receiver, the part common to its tile and its box need not be sent.
     own = {rank: _index(before, at, axes) for rank, at in before.coordinates()}
     for rank, terms in _terms(step).items():
         elements += len(terms) * volume(wanted[rank])
@@ -243,10 +243,10 @@ def transfer_bytes(step: BoxingStep) -> int:
 def transfer_pieces(step: BoxingStep) -> tuple[TransferPiece, ...]:
     """Return the pieces of a `TRANSFER`, by receiver, addend (`term`) and sender's slice.
 
-    Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
-    among the copies. Empty pieces are left out; pieces that stay on their rank are listed. Where
-    the target is `P(sum)`, the pieces of a term need not fill the receiver's shard: the rest is
-    zero.
+    Among several copies of a slice, a receiver takes its own if it has one; otherwise receivers
+    take turns among the copies. Empty pieces are left out; pieces that stay on their rank are
+    listed. If the target is `P(sum)`, the pieces of a term need not fill the receiver's shard: the
+    rest is zero.
     """
     after, target = step.target
     wanted = bounds_of(step.shape, after, target)
@@ -254,7 +254,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[TransferPiece, ...]:
     ordered = sorted(tiles.holders.items())
     terms = {} if sums else _terms(step)
     pieces: list[TransferPiece] = []
-    # Many receivers want the same box.
+    # Many receivers need the same box.
     shared: dict[Bounds, list[tuple[int, Bounds, tuple[int, ...], Bounds]]] = {}
     for turn, (receiver, at) in enumerate(after.coordinates()):
         box = wanted[receiver]
@@ -288,7 +288,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[TransferPiece, ...]:
 def transfer_partners(
     step: BoxingStep,
 ) -> tuple[Mapping[int, tuple[int, ...]], Mapping[int, tuple[int, ...]]]:
-    """Return who has something for whom in a `TRANSFER`; what stays on a rank counts.
+    """Return the senders and receivers of a `TRANSFER`; a piece that stays on a rank counts.
 
     Returns:
         By sender its receivers, and by receiver its senders, both ascending. Ranks that send
@@ -307,12 +307,12 @@ def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Transfe
     """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
 
     Ordered by receiver, term and sender. In a reduce-scatter the terms are the senders, in mesh
-    order; in the others there is one term. Empty pieces are left out.
+    order; the other kinds have one term. Empty pieces are left out.
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
-    # Every sender of a reduce-scatter holds an addend of the same slice; of the others, each holds
-    # a slice of its own, and the receiver puts them side by side.
+    # In a reduce-scatter, every sender holds an addend of the same slice; in the other kinds, each
+    # holds a different slice, and the receiver puts them side by side.
     reduces, size = step.kind is StepKind.REDUCE_SCATTER, itemsize(step.dtype)
     return tuple(
         TransferPiece(
@@ -351,11 +351,11 @@ def collective_bytes(step: BoxingStep) -> int:
 
 @lru_cache(maxsize=4 * _CACHED)
 def sent_bytes(step: BoxingStep, rank: int) -> int:
-    """Return the bytes that one rank is to send; over all ranks they add up to `size_bytes`.
+    """Return the bytes that one rank has to send; over all ranks they add up to `size_bytes`.
 
-    What it does send is counted by backends (`manifest.TrafficCounter`), to which this is not
-    known. An all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of
-    the others, and the sum of its own part to each of the others.
+    Backends count the bytes that it does send separately (`manifest.TrafficCounter`). An all-reduce
+    counts as a ring: of n parts, each rank sends its addend of every other rank's part, and the sum
+    of its own part to every other rank.
     """
     if step.kind is StepKind.LOCAL or rank not in step.source[0]:
         return 0
@@ -364,7 +364,7 @@ def sent_bytes(step: BoxingStep, rank: int) -> int:
     group = step.group(rank)
     if step.kind is StepKind.ALL_REDUCE:
         total = volume(bounds_of(step.shape, *step.source)[rank])
-        # Parts of the flat tensor, as even as can be: the first ones may be larger by one.
+        # Parts of the flat tensor, as even as possible: the first ones may be larger by one.
         start, stop = split_bounds(total, len(group), group.index(rank))
         elements = (total - (stop - start)) + (len(group) - 1) * (stop - start)
         return elements * itemsize(step.dtype)
@@ -377,7 +377,7 @@ def sent_bytes(step: BoxingStep, rank: int) -> int:
 
 @lru_cache(maxsize=_CACHED)
 def _sent_in_transfer(step: BoxingStep) -> Mapping[int, int]:
-    """Return what each rank sends in a `TRANSFER`."""
+    """Return the bytes that each rank sends in a `TRANSFER`."""
     sent: Counter[int] = Counter()
     for piece in transfer_pieces(step):
         sent[piece.sender] += piece.size_bytes if piece.sender != piece.receiver else 0
@@ -393,7 +393,7 @@ def local_transition(step: BoxingStep, rank: int) -> tuple[Bounds, Bounds]:
 
 
 def is_realisable(step: BoxingStep) -> bool:
-    """Say whether ranks find all they need inside their group of the step's mesh axis.
+    """Return whether ranks find all data that they need inside their group of the step's mesh axis.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
     split the same dim; then what a rank needs may be outside its group. An all-gather on the outer
@@ -403,8 +403,8 @@ def is_realisable(step: BoxingStep) -> bool:
         hold         0    1    2    3
         want        0-1  2-3  0-1  2-3         rank 0 wants row 1, which only rank 1 holds
 
-    Checked exactly: what each rank needs must be covered by what its group holds (what it holds
-    itself, in a local step that slices); and a rank that only pads with zeros must keep all it has.
+    Checked exactly: the slice that a rank needs must be covered by the slices of its group (its own
+    slice, in a local step that slices); and a rank that only pads with zeros must keep its slice.
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
@@ -426,7 +426,7 @@ def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
     The slices of one axis group are disjoint, or all the same.
     """
     distinct = [tile for tile in dict.fromkeys(tiles) if volume(tile)]
-    # One box in place of many tiles: with n ranks in a group, that spares n * n intersections.
+    # One box instead of many tiles: with n ranks in a group, this saves n * n intersections.
     if len(distinct) < 2:
         return distinct
     hull = tuple(
@@ -437,11 +437,11 @@ def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
 
 
 def uniform_bytes(step: BoxingStep) -> int | None:
-    """Return what `collective_bytes` returns, at once, where every group moves alike.
+    """Return the result of `collective_bytes` quickly, if every group moves the same amount.
 
-    That is: every split is even, and the step changes only the innermost splits of a dim. Such a
-    step is always realisable. None for any other step, which takes a look at every group; so does
-    an all-to-all that splits a dim along one axis instead of another, in which some ranks keep all.
+    This holds if every split is even and the step changes only the innermost splits of a dim. Such
+    a step is always realisable. None for any other step, which has to examine every group; also for
+    an all-to-all that moves a split from one axis to another, in which some ranks keep all.
     """
     (placement, source), (_, target) = step.source, step.target
     parts: list[int] = []
@@ -467,8 +467,8 @@ def uniform_bytes(step: BoxingStep) -> int | None:
         parts.append(prod(step.shape) // prod(pieces))
     before, after = parts
     num_ranks, n = placement.size, prod(placement.mesh_shape[axis] for axis in step.axes)
-    # Of all ranks together. An all-to-all sends all but the part that is the rank's own; each rank
-    # of an all-gather lacks `after - before` of what it ends with.
+    # Summed over all ranks. An all-to-all sends all but each rank's own part; a rank of an
+    # all-gather lacks `after - before` of its result.
     elements = {
         StepKind.ALL_REDUCE: num_ranks // n * 2 * (n - 1) * before,
         StepKind.REDUCE_SCATTER: num_ranks // n * (n - 1) * before,

@@ -1,7 +1,7 @@
 """Steps of boxing: the values that the router makes and every backend executes.
 
-A step takes a tensor from one (placement, nd-SBP) to the next; its kind says which collective does
-it. A route is a list of steps. Nothing here moves data (`boxing.execute`, backends) or searches
+A step takes a tensor from one (placement, nd-SBP) to the next; its kind names the collective. A
+route is a list of steps. Nothing here moves data (`sbp_torch.boxing`, backends) or searches
 (`boxing.router`).
 """
 
@@ -20,8 +20,8 @@ class StepKind(StrEnum):
 
     The first four are collectives among the ranks of one mesh axis, or of several merged ones, of
     one placement.
-    `TRANSFER` sends slice intersections from the ranks of one placement to those of another, point
-    to point. `LOCAL` moves nothing: each rank slices, zero-fills or keeps what it has.
+    `TRANSFER` sends slice intersections point to point, from the ranks of one placement to the
+    ranks of another. `LOCAL` moves nothing: each rank slices, zero-fills or keeps its shard.
     """
 
     ALL_REDUCE = "all-reduce"
@@ -34,10 +34,10 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxingStep:
-    """One step of a route: a collective, a transfer, or what a rank does by itself.
+    """One step of a route: a collective, a transfer, or a local step.
 
     Args:
-        kind: Which.
+        kind: Kind of the step.
         shape, dtype: Of the logical tensor.
         source, target: (placement, nd-SBP) before and after. Only `TRANSFER` changes the
             placement; a collective changes the nd-SBP on `axes` only.

@@ -1,8 +1,8 @@
 """What is legal in a `BoxingStep`: the steps that routes are made of, and no others.
 
-A step may come from a plan that somebody edited. What executes it relies on what is checked here:
-that its kind does on its mesh axes what source and target say, and that every rank of a group finds
-there all that it needs.
+A step may come from a plan that somebody edited. Executors rely on the checks made here: that the
+kind of the step matches its source and target on its mesh axes, and that every rank of a group
+finds all of its inputs there.
 
     kind              before, on its axes          after, on its axes
     all-reduce        one P, or P(max), P(min)     B
@@ -38,12 +38,12 @@ _CACHED = 4096
 
 @lru_cache(maxsize=_CACHED)
 def verify_step(step: BoxingStep) -> None:
-    """Check that a step can be executed, and moves as many bytes as it says.
+    """Check that a step can be executed, and moves as many bytes as it declares.
 
     Raises:
-        SbpValueError: there is no such tensor, or it is not on the meshes as the step says;
-            the kind does not lead from source to target on these axes; ranks lack what they need;
-            or other bytes are moved.
+        SbpValueError: its tensor is not legal, or does not fit the meshes; its kind does not lead
+            from source to target on these axes; ranks lack data that they need; or a different
+            number of bytes is moved.
     """
     if any(extent < 0 for extent in step.shape):
         raise SbpValueError(f"a tensor {step.dtype}{list(step.shape)}", accepted="extents >= 0")
@@ -68,7 +68,7 @@ def verify_step(step: BoxingStep) -> None:
 
 
 def check_reductions(dtype: str, sbp: NdSbp) -> None:
-    """Check that values of a dtype can be reduced as an nd-SBP says.
+    """Check that values of a dtype can be reduced as in an nd-SBP.
 
     Raises:
         SbpValueError: no such dtype, or it has no such partial values.
@@ -119,7 +119,7 @@ def _moved_in_groups(step: BoxingStep) -> int:
 
 
 def _kind(mesh: Placement, source: NdSbp, target: NdSbp, axes: tuple[int, ...]) -> StepKind | None:
-    """Return what leads from source to target on these axes; None if no single step does."""
+    """Return the kind that leads from source to target on these axes; None if there is none."""
     before, after = {source[axis] for axis in axes}, {target[axis] for axis in axes}
     if all(mesh.mesh_shape[axis] == 1 for axis in axes):
         return StepKind.LOCAL if len(axes) == 1 else None
@@ -127,7 +127,7 @@ def _kind(mesh: Placement, source: NdSbp, target: NdSbp, axes: tuple[int, ...]) 
     becomes_split = all(isinstance(entry, Split) for entry in after)
     first = source[axes[0]]
     if isinstance(first, Partial):
-        # Max over a sum is no sum over a max: inner axes are reduced first.
+        # A max over a sum is not a sum over a max: inner axes are reduced first.
         inner = {entry for entry in source[axes[0] :] if isinstance(entry, Partial)}
         if before != {first} or inner != {first}:
             return None
@@ -136,7 +136,7 @@ def _kind(mesh: Placement, source: NdSbp, target: NdSbp, axes: tuple[int, ...]) 
         return StepKind.REDUCE_SCATTER if becomes_split else None
     if is_split and (becomes_split or after == {B}):
         return StepKind.ALL_TO_ALL if becomes_split else StepKind.ALL_GATHER
-    # A rank slices what it has, keeps it for all, or puts zeros around it.
+    # A rank slices its shard, keeps it for all, or puts zeros around it.
     if len(axes) == 1 and (before == {B} or (is_split and after == {P})):
         return StepKind.LOCAL
     return None

@@ -98,9 +98,9 @@ def compile_plan(
     """Compile a graph under a strategy; the result is not yet checked (see `sbp_core.check`).
 
     Raises:
-        PlanError: the strategy does not cover the graph, names a stage that is not there, or its
-            quotas admit no order.
-        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        PlanError: the strategy does not cover the graph, names a stage that does not exist, or its
+            quotas allow no order.
+        SignatureError: an op may not be cut as in the strategy, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     options = options or CompileOptions()

@@ -1,6 +1,6 @@
 """Actors: the kinds of work that the threads of a rank do, as a plan names them.
 
-Compute      operator calls, no boxing between ranks in between
+Compute      operator calls without boxing between ranks among them
 Collective   a rank's part in a boxing step of one mesh
 Send         the sending end of a transfer between meshes
 Receive      the receiving end
@@ -32,7 +32,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Actor:
-    """What every kind of actor has.
+    """The fields that every kind of actor has.
 
     Args:
         name: Unique on its rank; a collective has the same name on every rank of its group.
@@ -60,12 +60,12 @@ class _Actor:
 
     @property
     def emits(self) -> tuple[tuple[str, str], ...]:
-        """Losses and metrics that leave here, with their keys."""
+        """Losses and metrics that this actor returns from the step, with their keys."""
         return ()
 
     @property
     def writes(self) -> tuple[tuple[str, str], ...]:
-        """States whose new values leave here, with their keys."""
+        """States whose new values this actor makes, with their keys."""
         return ()
 
     @property
@@ -80,7 +80,7 @@ class _Actor:
 
     @property
     def overlaps(self) -> bool:
-        """Whether its thread goes on while data moves."""
+        """Whether its thread continues while data moves."""
         return False
 
     @property
@@ -94,7 +94,7 @@ class _Actor:
 
     @property
     def begun_s(self) -> float:
-        """When boxing is begun, in seconds from when its thread fires: then data moves."""
+        """How long after the start of the firing data begins to move, in seconds."""
         return self.busy_s
 
 
@@ -104,11 +104,11 @@ class _Maker(_Actor):
 
     Args:
         outputs: Keys it puts into registers.
-        emits: (result name, key): losses and metrics that leave here.
+        emits: (result name, key): losses and metrics that it returns from the step.
         writes: (state, key): new values of states, in force from the next step on; of an actor that
-            fires for each micro-batch, that of the last one.
+            fires for each micro-batch, the value of its last firing.
         in_place: States among `writes` whose new value goes into the memory of the old one: a
-            segment computes or copies it there, others have it copied after the firing.
+            segment computes or copies it there, other actors have it copied after the firing.
     """
 
     outputs: tuple[str, ...] = ()
@@ -119,12 +119,12 @@ class _Maker(_Actor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(_Maker):
-    """A compute segment: operator calls on one rank, with no boxing between ranks in between.
+    """A compute segment: operator calls on one rank, without boxing between ranks among them.
 
     Args:
-        instructions: In order.
-        donated: Keys among `inputs` that it may write over: copies of offloaded states that nobody
-            else takes.
+        instructions: The calls, in order.
+        donated: Keys among `inputs` that it may write over: copies of offloaded states that no
+            other actor takes.
     """
 
     instructions: tuple[Instruction, ...]
@@ -135,15 +135,16 @@ class Compute(_Maker):
 class Collective(_Maker):
     """A rank's part in a boxing step of one mesh, which fires on all ranks of its group at once.
 
-    It fires on one thread. If it `overlaps`, to fire is to begin: the thread goes on, and whoever
-    takes the result first waits until it is there.
+    It fires on one thread. If it `overlaps`, its firing only begins the step: the thread continues,
+    and the first actor that takes the result waits until it is there.
 
     Args:
         step: Index into `plan.steps`.
         makes: The key of its result, whether or not an actor of this rank takes it.
-        begin_s: How much of `time_s` its thread is busy to begin; None if the thread waits.
-        drag_s: How much of the rest its thread cannot compute in, because the transport needs its
-            core.
+        begin_s: The part of `time_s` in which its thread is busy to begin; None if the thread
+            waits.
+        drag_s: The part of the rest in which its thread cannot compute, because the transport needs
+            its core.
     """
 
     step: int
@@ -179,13 +180,13 @@ class Send(_Actor):
 
     @property
     def message(self) -> str:
-        """What both ends call what is sent."""
+        """The name of the message, the same on both ends."""
         return self.name.removeprefix("send ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive(_Maker):
-    """The receiving end of a transfer: makes its part of what the senders sent.
+    """The receiving end of a transfer: makes its shard from the senders' messages.
 
     Args:
         step: Index into `plan.steps`.
@@ -197,17 +198,17 @@ class Receive(_Maker):
 
     @property
     def message(self) -> str:
-        """What both ends call what is sent."""
+        """The name of the message, the same on both ends."""
         return self.name.removeprefix("receive ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(_Maker):
-    """Sums over micro-batches, handed over by the firing of the last one.
+    """Sums over micro-batches, put into registers by the firing of the last one.
 
     Args:
-        fills: When it hands them over: for each update, or once a step.
-        accumulates: (part, sum, how) for each value. How is the factor of the parts in their sum;
+        fills: How often it puts them there: for each update, or once a step.
+        accumulates: (part, sum, how) for each value. `how` is the factor of the parts in their sum;
             "maximum" or "minimum"; or None for the last micro-batch's part.
     """
 
@@ -227,7 +228,7 @@ Actor: TypeAlias = Compute | Collective | Send | Receive | Accumulate
 BoxingActor: TypeAlias = Collective | Send | Receive
 
 
-# When values die inside a segment, as generated code, runtimes and memory agree.
+# When values die inside a segment: generated code, runtimes and memory prediction agree on this.
 
 
 def keys_out(actor: Actor) -> tuple[str, ...]:
@@ -243,9 +244,9 @@ def keys_in(entry: Instruction) -> tuple[str, ...]:
 
 
 def dying_keys(actor: Compute) -> tuple[tuple[str, ...], ...]:
-    """Return for each instruction of a segment the keys that nobody uses after it.
+    """Return for each instruction of a segment the keys that are not used after it.
 
-    Results that nobody uses die with the instruction that makes them.
+    Unused results die with the instruction that makes them.
     """
     returned = set(keys_out(actor))
     last: dict[str, int] = {}

@@ -4,10 +4,10 @@ before: backward.0.0            dy2 = relu'(dy), dw2 = x^T dy2, dx = dy2 w^T, dy
 after:  backward.0.0            dy2, dx, dy1
         weight_gradient.0.0     dw2, dw1
 
-An item of the backward phase makes weight gradients if on each of its outputs one gradient that the
-optimizer takes, and nothing else, depends: no other stage, and not the gradients of two parameters,
-as those of activations are. The two parts then fire for themselves, so a schedule can fill bubbles
-with weight gradients. What the graph has in one op stays together: see
+An item of the backward phase makes weight gradients if each of its outputs affects exactly one of
+the gradients that the optimizer takes, and nothing else: no other stage, and not the gradients of
+two parameters, as gradients of activations do. The two parts then fire separately, so a schedule
+can fill bubbles with weight gradients. Work that the graph has in one op is not split here: see
 `sbp_aten.passes.backward_split`.
 
 Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
@@ -22,15 +22,15 @@ from dataclasses import replace
 from sbp_core.compile.items import Item, ItemKind, LoweredItems
 from sbp_core.graph.ir import Phase, Rate
 
-#: Stands for every gradient and every other stage: more than one.
+#: Stands for several gradients, or for another stage.
 _MANY = ""
 
 
 def split_backward(lowered: LoweredItems, stages: Collection[int] | None = None) -> LoweredItems:
-    """Return the items with those that make weight gradients in a phase of their own.
+    """Return the items with the makers of weight gradients in a separate phase.
 
     Args:
-        lowered: With levels.
+        lowered: The items, with levels.
         stages: The stages whose backward is split; all if None.
     """
     makers = _makers(lowered.items)
@@ -46,9 +46,9 @@ def split_backward(lowered: LoweredItems, stages: Collection[int] | None = None)
 
 
 def waited_for(lowered: LoweredItems) -> frozenset[int]:
-    """Return the stages for whose input gradients, of a micro-batch, another stage waits.
+    """Return the stages whose input gradients, of a micro-batch, another stage waits for.
 
-    Where their weight gradients w fire after the send of their input gradients b, that stage
+    If their weight gradients w fire after the send of their input gradients b, the other stage
     begins its backward B earlier, whatever the schedule:
 
         before  rank 0  F F . . B B . B B      after  rank 0  F F . B B . B B
@@ -66,7 +66,7 @@ def _is_backward(item: Item) -> bool:
 
 
 def _makers(items: Sequence[Item]) -> frozenset[str]:
-    """Return the names of the backward items that make nothing but weight gradients."""
+    """Return the names of the backward items that make only weight gradients."""
     many = frozenset((_MANY,))
     users: dict[str, list[Item]] = defaultdict(list)
     # For each backward item, the gradients that depend on it: none, one, or `_MANY`.
@@ -79,14 +79,14 @@ def _makers(items: Sequence[Item]) -> frozenset[str]:
             if user.stage != item.stage or user.kind is ItemKind.TRANSFER:
                 found |= many
             elif _is_backward(user):
-                # What leaves the phase in no gradient, such as a metric, stays where it is.
+                # A value that leaves the phase without a gradient, such as a metric, is not moved.
                 found |= reached[user.name] or many
             else:
                 found |= frozenset((key,))
         return found
 
     for item in reversed(items):
-        # A sum over micro-batches, and what the optimizer takes of the only one, ends the phase.
+        # A sum over micro-batches ends the phase, and so does the optimizer if there is only one.
         if item.kind is ItemKind.ACCUMULATE:
             outputs = [frozenset((key,)) for key in item.outputs]
         else:

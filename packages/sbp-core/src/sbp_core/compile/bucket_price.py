@@ -1,14 +1,14 @@
-"""How large buckets are, and what a tensor that travels in one is taken to cost.
+"""The size of buckets, and the price of a tensor that travels in one.
 
     price of a small tensor = b / F * (time of the step of F bytes + copying them into a buffer)
                               + copying b bytes out of it, where they are gathered               [s]
 
-b are the bytes that a rank has of the tensor in the buffer, F those of the bucket that it finds a
-place in: if all travel that could travel with it, they are shared out to as few buckets as
-`most_bucket_bytes` leaves, F each. So tensors that fill buckets cost together what the buckets do,
-latency and starting once for each; and none costs more than it would alone. What else travels is
-not known when one is priced: if only few of them do, they take up to one latency more than this
-says, and never less.
+b is the number of bytes of the tensor that a rank puts into the buffer, F the size of its bucket in
+bytes. All tensors that could travel together are assumed to do so. They are distributed over as few
+buckets as `most_bucket_bytes` allows, of F bytes each. So tensors that fill buckets cost together
+what the buckets cost, with one latency and one start for each bucket; and no tensor costs more than
+alone. When one tensor is priced, it is not known which others travel: if only few of them do, they
+take up to one latency more than predicted here, and never less.
 
 `buckets` forms them.
 """
@@ -27,13 +27,13 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile.packing import PackedPart, flat_step
 from sbp_core.cost import boxing_step_time_s, copy_time_s
 
-#: Of the time of a call, the part that its latency may take; below that, packing more gains little.
+#: The most that latency may take of a call's time; below this share, packing more gains little.
 _LATENCY_SHARE = 0.1
 
-#: The bucket where no machine is known: what takes ten latencies of 100 us at 10 GB/s.
+#: The bucket for an unknown machine: the bytes that take ten latencies of 100 us at 10 GB/s.
 _ROUGH_BUCKET_BYTES = 10_000_000
 
-#: Sizes that a price is asked for: powers of two.
+#: Sizes of which prices are computed: powers of two.
 _SMALLEST, _LARGEST = 1 << 12, 1 << 28
 
 #: Kinds of steps that buckets are made of.
@@ -41,17 +41,17 @@ _KINDS = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER, StepKind.ALL_GATHER)
 
 
 def packed_part(step: BoxingStep) -> PackedPart | None:
-    """Return the layout in a buffer of what a step boxes; None if it could not."""
+    """Return the layout of a step's tensor in a buffer; None if it cannot be packed."""
     if step.kind not in _KINDS or uniform_bytes(step) is None:
         return None
     return PackedPart.of(step)
 
 
 def most_bucket_bytes(step: BoxingStep, cluster: Cluster | None) -> int:
-    """Return the least bytes of a buffer of which latency takes only a small part of the time.
+    """Return the least size of a buffer at which latency takes only a small part of the time.
 
     Args:
-        step: One that may travel in a bucket; its size does not matter.
+        step: A step that may travel in a bucket; its size does not matter.
         cluster: The machine; None for a rough number.
     """
     if cluster is None:
@@ -62,10 +62,10 @@ def most_bucket_bytes(step: BoxingStep, cluster: Cluster | None) -> int:
         flat = flat_step(step.kind, mesh, step.axes, step.dtype, size_bytes // unit)
         return step_time_s(flat, cluster)
 
-    # So large that latency no longer shows: the time of the bytes alone.
+    # So large that latency is negligible: the time of the bytes alone.
     per_byte_s = time_s(_LARGEST) / _LARGEST
     size = _SMALLEST
-    # Tried, not solved for: the algorithm of a collective may change with the size.
+    # Sizes are tried, because the algorithm of a collective may change with the size.
     while size < _LARGEST and time_s(size) * (1 - _LATENCY_SHARE) > size * per_byte_s:
         size *= 2
     return size
@@ -76,7 +76,7 @@ class Companions:
     """Tensors that could travel in buckets together.
 
     Args:
-        kinds: By which kinds of steps.
+        kinds: Kinds of the steps that box them.
         sizes: Bytes of each, ascending.
     """
 
@@ -88,17 +88,17 @@ class Companions:
         object.__setattr__(self, "_sums", (0, *accumulate(self.sizes)))
 
     def bytes_within(self, limit_bytes: int) -> int:
-        """Return the bytes of those that are no larger than a bucket, together."""
+        """Return the total bytes of the tensors that are no larger than a bucket."""
         return self._sums[bisect_right(self.sizes, limit_bytes)]
 
 
 class BucketPrices:
-    """What steps take of the time of buckets, on one machine.
+    """Prices of steps as shares of the time of buckets, on one machine.
 
     Args:
         cluster: Links and rates.
-        bucket_bytes: As the compiler is told: most bytes of a bucket, 0 for none, None for what the
-            price of the step says.
+        bucket_bytes: As in the compiler's options: most bytes of a bucket, 0 for no buckets, None
+            for the size that the price of the step suggests.
     """
 
     def __init__(self, cluster: Cluster, bucket_bytes: int | None = None) -> None:
@@ -107,11 +107,11 @@ class BucketPrices:
         self._flat_s: dict[object, float] = {}
 
     def step_time_s(self, step: BoxingStep, companions: Companions | None) -> float:
-        """Return the time of a step in seconds, as a share of a bucket's where it travels in one.
+        """Return the time of a step in seconds; if it travels in a bucket, its share of that.
 
         Args:
-            step: Of one tensor.
-            companions: What could travel with it; None for nothing.
+            step: The step of one tensor.
+            companions: The tensors that could travel with it; None for none.
         """
         alone_s, limit = boxing_step_time_s(step, self._cluster), self._limit(step, companions)
         part = packed_part(step) if limit else None
@@ -120,14 +120,14 @@ class BucketPrices:
         own_bytes = part.num_elements * itemsize(step.dtype)
         if not 0 < own_bytes <= limit:
             return alone_s
-        # Of the others a rank has the same part in the buffer as of this one.
+        # A rank puts the same fraction of each companion into the buffer as of this tensor.
         whole_bytes = prod(step.shape) * itemsize(step.dtype)
         together = companions.bytes_within(limit * whole_bytes // own_bytes)
         together_bytes = max(own_bytes, together * own_bytes // whole_bytes)
         num_buckets = -(-together_bytes // limit)
         full_bytes = max(own_bytes, together_bytes // num_buckets)
         share_s = own_bytes / full_bytes * self._bucket_s(step, full_bytes)
-        if step.kind is StepKind.ALL_GATHER:  # of other kinds views come out
+        if step.kind is StepKind.ALL_GATHER:  # other kinds are unpacked as views
             share_s += copy_time_s(2 * own_bytes, 1, self._cluster.device)
         return min(alone_s, share_s)
 
@@ -142,7 +142,7 @@ class BucketPrices:
         return self._limits[what]
 
     def _bucket_s(self, step: BoxingStep, size_bytes: int) -> float:
-        """Return the time of a bucket like a step, and of copying into it."""
+        """Return the time of a bucket for steps like this one, and of the copies into it."""
         mesh = step.source[0]
         what = step.kind, mesh, step.axes, step.dtype, size_bytes
         if what not in self._flat_s:

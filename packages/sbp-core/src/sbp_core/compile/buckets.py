@@ -8,7 +8,7 @@ after:  flat = pack(g1, g2)                          one copy of each
 
 Also reduce-scatters of gradients, reductions of several arguments of one node, and all-gathers: of
 new parameter values whose updates are sharded, and of the parameters of one block that are gathered
-for their use. `packing` says how they are laid out there.
+for their use. `packing` defines their layout in the buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType, block_of
 from sbp_core.sbp import Partial
 
-#: What may travel in a bucket, and how it is laid out there.
+#: An item that may travel in a bucket, and its layout there.
 _Member = tuple[Item, PackedPart]
 
 
@@ -37,19 +37,19 @@ def bucket(
     bucket_bytes: int | None,
     cluster: Cluster | None = None,
 ) -> LoweredItems:
-    """Return the items with buckets; bytes moved stay the same.
+    """Return the items with buckets; the bytes moved stay the same.
 
     Args:
-        graph: What was lowered.
-        lowered: Without buckets.
+        graph: The graph that was lowered.
+        lowered: The items, without buckets.
         bucket_bytes: Most bytes of a buffer on a rank; 0 for no buckets, None for as many as the
-            price of the step says: more would save less than a tenth of its time.
-        cluster: The machine that says prices; rough ones without.
+            price of the step suggests: more would save less than a tenth of its time.
+        cluster: The machine whose prices count; rough prices without.
     """
     if bucket_bytes == 0:
         return lowered
     inputs = {entry.name for entry in graph.inputs}
-    # What makes keys of parameters alone, by key: it may go before all that use it.
+    # Items that make keys of parameters alone, by key: they may go before all users.
     from_states = {
         key: item
         for item in lowered.items
@@ -60,8 +60,8 @@ def bucket(
     groups = list(_groups(graph, lowered, from_states, bucket_bytes, cluster))
     if not groups:
         return lowered
-    # A bucket takes the place of its first member: nothing before that uses what any of them makes,
-    # and `_groups` sees to it that all their inputs are there.
+    # A bucket takes the place of its first member. No item before that uses a result of any member,
+    # and `_groups` makes sure that all their inputs are there.
     #
     #     g1  g2  all-reduce(g1)  update(g1)  all-reduce(g2)  update(g2)
     #     g1  g2  pack  all-reduce  unpack  update(g1)  update(g2)
@@ -77,11 +77,11 @@ def bucket(
         for_use = _is_for_use(graph, first)
         block = block_of(first.inputs[0])
         name = f"{block}.bucket_{number}" if for_use else f"bucket.{number}"
-        # A value of the graph may already be called so.
+        # A value of the graph may already have this name.
         while {name, f"{name}.packed"} & held.keys():
             name += "'"
         made = _bucket_items(name, bucketed, held, users, is_apart=for_use)
-        # The cast of a shard, say, stands where its own gather did, which may be after the bucket.
+        # The cast of a shard, say, stands where its own gather was, which may be after the bucket.
         makers = (from_states[key] for item in members for key in item.inputs if key in from_states)
         moved = [
             item
@@ -110,11 +110,11 @@ def _groups(
 ) -> Iterator[list[_Member]]:
     """Yield the members of each bucket, in the order in which their inputs are made.
 
-    What gathers parameters for their use comes in the order of its use.
+    Gathers of parameters come in the order in which the parameters are used.
     """
     place = {item.name: number for number, item in enumerate(lowered.items)}
     maker = {key: number for number, item in enumerate(lowered.items) for key in item.outputs}
-    # What is made of parameters alone can be moved before any bucket, as if it were there at first.
+    # Items that depend on parameters alone can move before any bucket, as if they were first.
     maker |= dict.fromkeys(from_states, -1)
     alike: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
     runs = _runs(graph, lowered.items)
@@ -126,8 +126,8 @@ def _groups(
             alike[key].append((item, part))
     limits: dict[object, int] = {}
     for members in alike.values():
-        # Neighbours in the backward phase share a bucket, so that it leaves when they are made and
-        # does not wait for a gradient of the other end of the model.
+        # Neighbours in the backward phase share a bucket, so that it is sent when they are made and
+        # does not wait for a gradient from the other end of the model.
         members.sort(key=lambda member: maker.get(member[0].inputs[0], -1))
         like = members[0][0].step
         assert like is not None, "only boxing travels in buckets"
@@ -142,7 +142,7 @@ def _groups(
         first_use = len(place)
         for item, part in members:
             own = part.num_elements * itemsize(like.dtype)
-            # It travels alone: latency is a small part of its time as it is.
+            # It travels alone: latency is already a small part of its time.
             if own > limit:
                 continue
             use = min(first_use, place[item.name])
@@ -162,10 +162,10 @@ def _groups(
 def _bucket_key(
     graph: LogicalGraph, lowered: LoweredItems, item: Item, runs: Mapping[str, int]
 ) -> tuple[object, ...] | None:
-    """Return what the items of a bucket have in common; None if an item goes alone."""
+    """Return a key that the items of a bucket share; None if an item travels alone."""
     step = item.step
     assert step is not None, "only boxing travels in buckets"
-    # Why it may travel with others, and with which.
+    # Why it may travel with other items, and with which.
     reason: tuple[object, ...] = ()
     if step.kind is StepKind.ALL_GATHER:
         if item.name in runs:
@@ -173,7 +173,7 @@ def _bucket_key(
         elif not item.asked_by and item.phase is Phase.OPTIMIZER:
             reason = ("the new value of a state",)
     elif item.asked_by and is_awaited(graph, item):
-        # The node waits for all of its arguments anyhow.
+        # The node waits for all of its arguments anyway.
         reason = "an argument", item.asked_by
     elif item.asked_by:
         producer = graph.producers.get(lowered.held[item.outputs[0]].value)
@@ -198,9 +198,9 @@ def _is_for_use(graph: LogicalGraph, item: Item) -> bool:
 
 
 def _runs(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, int]:
-    """Return the run of each gather of a parameter for its use: those of one block in a row.
+    """Return the run of each gather of a parameter: consecutive gathers of one block.
 
-    Only what is used together travels together, so that no rank holds the whole of a model.
+    Only parameters that are used together travel together, so that no rank holds the whole model.
     """
     found: dict[str, int] = {}
     latest: dict[tuple[object, ...], tuple[str, int]] = {}

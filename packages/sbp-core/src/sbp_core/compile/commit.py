@@ -1,13 +1,13 @@
-"""The commit of a step: no state is overwritten before every rank is through with all the rest.
+"""The commit of a step: no state is overwritten before every rank has finished all other work.
 
     rank 0    forward  backward  all-reduce g | commit | update w   all-gather w
     rank 1    forward  backward  all-reduce g | commit | update w   all-gather w
 
-A rank that fails before the commit does not come to it, so no rank gets past it, and the states are
-those from before the step on all of them. The commit is an all-reduce of four bytes among all
-ranks, which every rank enters when all its actors are through but those that overwrite states and
-those that need one of them. Where no state is overwritten, it comes after everything, and new
-states are put in force after it. A plan of one rank needs none, nor does one that writes no state.
+A rank that fails before the commit never reaches it, so no rank gets past it, and all ranks keep
+the states from before the step. The commit is an all-reduce of four bytes among all ranks. A rank
+enters it when all its actors have finished, except the actors that overwrite states and the actors
+that need their results. Where no state is overwritten, it comes after everything, and new states
+are put in force after it. Plans of one rank and plans that write no state need none.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sbp_core.graph.primitives import FULL
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 
-#: The actor by which all ranks of a plan commit a step.
+#: The actor with which all ranks of a plan commit a step.
 COMMIT = "commit"
 
-#: The actor that makes what it sums: of every rank a one.
+#: The actor that makes the tensor to be summed: a one on every rank.
 _VOTE = "vote to commit"
 
 _SHAPE, _DTYPE = (1,), "float32"
@@ -39,9 +39,9 @@ def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = Non
     """Return the plan with a commit between all other work and the updates in place.
 
     Args:
-        plan: Without firing orders, in which `in_place` says what overwrites states.
-        thread: That boxing is done on.
-        cluster: The machine that says how long it takes; a nominal one if None.
+        plan: A plan without firing orders, in which `in_place` lists the overwritten states.
+        thread: The thread that does the boxing.
+        cluster: The machine that determines its time; a nominal one if None.
     """
     actors = [actor for part in plan.distinct for actor in part.actors]
     step = commit_step(plan.stages) if any(actor.writes for actor in actors) else None
@@ -49,7 +49,7 @@ def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = Non
         return plan
     after = downstream(successors(plan), {actor.name for actor in actors if actor.in_place})
     time_s = boxing_step_time_s(step, cluster or Cluster.nominal(1 + max(plan.by_rank)))
-    # Ranks that share their actors and registers go on to do so.
+    # Ranks that share their actors and registers still share them.
     known: dict[object, RankPlan] = {}
     ranks = []
     for part in plan.ranks:
@@ -63,7 +63,7 @@ def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = Non
 
 
 def commit_step(stages: Sequence[Placement]) -> BoxingStep | None:
-    """Return the step in which the ranks of some stages commit; None if there is one rank only."""
+    """Return the step in which the ranks of some stages commit; None if there is only one rank."""
     ranks = sorted({rank for stage in stages for rank in stage.rank_list})
     if len(ranks) == 1:
         return None
@@ -99,9 +99,9 @@ def _with_commit(
         name=COMMIT, stage=stage, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread=thread,
         inputs=(_VOTE,), step=step, makes=COMMIT, time_s=time_s,
     )  # fmt: skip
-    # What the commit waits for, each with its last firing: but not for those that it waits for
-    # anyway, since it waits for who needs them. What is carried to the next micro-batch is not
-    # taken in the last one.
+    # The actors that the commit waits for, with their last firing. Actors that it waits for anyway,
+    # through their users, are omitted. Values carried to the next micro-batch are not taken in the
+    # last one.
     registers = [
         token(actor.name, _VOTE)
         for actor in part.actors
@@ -116,7 +116,7 @@ def _with_commit(
     registers.append(replace(token(_VOTE, COMMIT), name=f"{_VOTE}#0", keys=(_VOTE,)))
     if waiting := [actor.name for actor in part.actors if actor.name in after]:
         registers.append(token(COMMIT, *waiting))
-    # Among actors that could fire, it goes before the updates, which wait for it.
+    # Among ready actors it goes before the updates, which wait for it.
     first = next(
         (at for at, actor in enumerate(part.actors) if actor.phase is Phase.OPTIMIZER),
         len(part.actors),

@@ -1,22 +1,22 @@
-"""Cut segments, so that boxing overlaps with compute: begun as soon as its input is made.
+"""Cut segments, so that boxing overlaps with compute: it begins as soon as its input is made.
 
 before: backward.0.0   dy1 dw1 dy2 dw2 dy3 dw3           | all-reduce of dw1, of dw2, of dw3
 after:  backward.0.0   dy1 dw1                           | all-reduce of dw1
         backward.0.0.1 dy2 dw2                           | all-reduce of dw2
         backward.0.0.2 dy3 dw3                           | all-reduce of dw3
 
-What boxing needs first comes first within a segment; so the gradient of an activation, which other
-ranks wait for, goes before those of weights. Updates come in the order in which their gradients
-arrive, and are cut where another arrival begins. A piece is worth its switch: short ones are left
-together. Works on what is the same for all ranks, so their pieces are.
+Within a segment, inputs of boxing are computed in the order in which boxing needs them. So the
+gradient of an activation, which other ranks wait for, goes before the gradients of weights. Updates
+come in the order in which their gradients arrive, and are cut where another arrival begins. A piece
+has to be worth its switch, so short pieces are left together. All decisions rest on data that are
+equal on all ranks, so the pieces are equal, too.
 
-Where boxing does not go on in parallel with compute, cuts save memory only. There the segments that
-make gradients are cut where a bucket of them is reduce-scattered, and new values of states are
-unpacked bucket by bucket. So no rank holds all gradients whole, or the new values of all states
-twice:
+Where boxing does not run in parallel with compute, cuts only save memory. There, segments that make
+gradients are cut where a bucket of them is reduce-scattered, and new values of states are unpacked
+bucket by bucket. So no rank holds all gradients whole, or the new values of all states twice:
 
 before: backward.0.0   dw1 dw2 dw3   reduce-scatter 1 2 3     3 whole gradients are alive
-after:  backward.0.0   dw1           reduce-scatter 1         1 whole gradient and shards of others
+after:  backward.0.0   dw1           reduce-scatter 1         1 whole gradient, shards of the rest
         backward.0.0.1 dw2           reduce-scatter 2
         backward.0.0.2 dw3           reduce-scatter 3
 """
@@ -37,10 +37,10 @@ from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
 from sbp_core.strategy import Strategy
 
-#: What hands a value on to boxing without computing.
+#: Items that pass a value on to boxing without computing.
 _PASSING = (ItemKind.PACK, ItemKind.ACCUMULATE, ItemKind.LOCAL)
 
-#: The departure of what no boxing needs.
+#: The departure of an item that no boxing needs.
 _NEVER = 1 << 60
 
 
@@ -56,18 +56,18 @@ def cut(
     """Return the items with segments cut into pieces.
 
     Args:
-        graph: What was lowered.
-        strategy: How.
-        lowered: With levels.
+        graph: The graph that was lowered.
+        strategy: Its strategy.
+        lowered: The items, with levels.
         piece_s: Least time of a piece, in seconds.
-        cluster: The machine that says how long items take; a nominal one if None.
-        overlaps: Whether boxing goes on in parallel with compute. Otherwise only what makes
-            gradients that are scattered is cut, so that they are not all whole at once.
+        cluster: The machine that determines the times of items; a nominal one if None.
+        overlaps: Whether boxing runs in parallel with compute. Otherwise only makers of gradients
+            that are scattered are cut, so that not all gradients are whole at once.
     """
     items = lowered.items
     exits = _exits(graph, items)
-    # Of a gradient that is scattered a rank has an addend of all of it before, and a part after; of
-    # a state that is gathered the whole after. What comes of one such goes before the next.
+    # Before a gradient is scattered, a rank has an addend of all of it, and then a part; after a
+    # state is gathered, it has the whole. The results of one such step go before the next step.
     scattered: set[int] = set()
     gathered: set[int] = set()
     for item in items:
@@ -86,7 +86,7 @@ def cut(
             segments[item.segment].append(item)
     departures, arrivals = _departures(items, exits), _arrivals(items, exits)
     order: dict[str, Item] = {}
-    pieces = dict(exits) if overlaps else {}  # boxing that could begin goes in this order too
+    pieces = dict(exits) if overlaps else {}  # ready boxing steps use this order too
     at_once: set[str] = set()
     for members in segments.values():
         first = members[0]
@@ -94,15 +94,15 @@ def cut(
         is_update = overlaps and first.phase is Phase.OPTIMIZER
         turns = arrivals if unpacks or is_update else departures
         if not overlaps and not unpacks:
-            # What leaves otherwise than scattered goes with the next that is, and what does not
-            # leave with the last, so that a segment that makes only one stays whole.
+            # Values that leave in other ways go with the next scattered one, and values that stay
+            # with the last, so that a segment that makes only one stays whole.
             ends = sorted({departures[item.name] for item in members}.intersection(scattered))
             turns = {
                 item.name: min(bisect_left(ends, departures[item.name]), len(ends) - 1)
                 for item in members
             }
-        # What makes a value never has a later turn than what uses it, and sorting keeps the order
-        # of equals: so no use comes before what it uses.
+        # A maker never has a later turn than its users, and sorting keeps the order of equals: so
+        # no use comes before its maker.
         ordered = sorted(members, key=lambda item: turns[item.name])
         # Packing alone takes no time, but lets boxing begin; unpacking alone frees buckets.
         is_packing = first.rate is not Rate.MICRO and not is_update
@@ -117,8 +117,8 @@ def cut(
     behind: dict[str, tuple[int, int]] = {}
     for item in items:
         before = [makers[key] for key in item.inputs if key in makers]
-        # Boxing and accumulations are no part of a segment, but count with the piece that makes
-        # what they take.
+        # Boxing and accumulations are not part of a segment, but they count with the piece that
+        # makes their inputs.
         if before and (item.kind is ItemKind.ACCUMULATE or (item.leaves and not overlaps)):
             pieces[item.name] = pieces.get(before[0].name, 0)
         if before and exits.get(item.name) in piling:
@@ -139,11 +139,11 @@ def cut(
 
 
 def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
-    """Return the turn of each boxing item: what others wait for first, then as inputs are made."""
+    """Return the turn of each boxing item: first if others wait for it, then as inputs are made."""
     made: dict[str, int] = {}
     for place, item in enumerate(items):
-        # What only hands a value on is ready when the value is: where compute made it counts, as
-        # lowering lists boxing where it is first asked for, which may be long after.
+        # An item that only passes a value on is ready when compute has made the value. Lowering
+        # lists boxing where it is first needed, which may be long after.
         passes = item.leaves or item.kind in _PASSING
         when = max((made.get(key, 0) for key in item.inputs), default=0) if passes else place
         made |= dict.fromkeys(item.outputs, when)
@@ -151,8 +151,8 @@ def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
     for place, item in enumerate(items):
         if item.leaves:
             ready = max((made.get(key, 0) for key in item.inputs), default=0)
-            # Of two steps that could begin, other ranks wait for the one that the forward or
-            # backward phase asks for.
+            # Of two ready steps, the one that the forward or backward phase needs goes first,
+            # because other ranks wait for it.
             found.append((not is_awaited(graph, item), ready, place, item.name))
     return {name: turn for turn, (_, _, _, name) in enumerate(sorted(found))}
 
@@ -161,7 +161,7 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
     """Return the first boxing that needs an item, through its own segment; `_NEVER` if none."""
     users: dict[str, list[Item]] = defaultdict(list)
     found: dict[str, int] = {}
-    # Backwards: of what an item is used for, the step that begins first.
+    # Backwards: among the uses of an item, the step that begins first.
     #
     #     dy --- dx --- send dx         turn 0     departures: dx 0, dw 1, dy min(0, 1) = 0
     #        \-- dw --- all-reduce dw   turn 1     order: dy dx | dw
@@ -182,8 +182,8 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
 def _arrivals(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, int]:
     """Return the last boxing that an item waits for, through its own segment; -1 if none.
 
-    What only reads states, such as a decay, goes with who uses it first: else it could be done as
-    the step begins, and would be held all along.
+    An item that only reads states, such as a decay, goes with its first user: otherwise it could
+    run as the step begins, and its result would be held all along.
     """
     makers: dict[str, Item] = {}
     found: dict[str, int] = {}

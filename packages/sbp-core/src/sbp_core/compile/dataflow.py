@@ -1,6 +1,6 @@
-"""Which actors come after which, and what may be in the memory of states; by name, over all ranks.
+"""The order of actors, and which values may share memory with states; by name, over all ranks.
 
-Actors and keys are named alike on all ranks, so what holds on one is taken to hold on all.
+Actors and keys have the same names on all ranks, so a fact about one rank is taken to hold on all.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sbp_core.graph.ir import refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.signatures.views import is_view
 
-#: For each actor those that take what it makes.
+#: For each actor the actors that take its results.
 Successors = Mapping[str, set[str]]
 
 
 def successors(plan: PhysicalPlan) -> Successors:
-    """Return for each actor those that take what it makes, by registers and by links."""
+    """Return for each actor the actors that take its results, by registers and by links."""
     few = plan.distinct
     found: dict[str, set[str]] = {a.name: set() for part in few for a in part.actors}
     for part in few:
@@ -31,7 +31,7 @@ def successors(plan: PhysicalPlan) -> Successors:
 
 
 def rank_successors(part: RankPlan) -> Successors:
-    """Return for each actor of a rank those of the same rank that take what it makes."""
+    """Return for each actor of a rank the actors of the same rank that take its results."""
     found: dict[str, set[str]] = {actor.name: set() for actor in part.actors}
     for register in part.registers:
         found[register.producer].update(register.consumers)
@@ -39,7 +39,7 @@ def rank_successors(part: RankPlan) -> Successors:
 
 
 def downstream(flow: Successors, names: Iterable[str]) -> set[str]:
-    """Return some actors and all that need them, directly or by others."""
+    """Return some actors and all actors that need them, directly or through other actors."""
     found = set(names)
     todo = list(found)
     while todo:
@@ -49,17 +49,17 @@ def downstream(flow: Successors, names: Iterable[str]) -> set[str]:
     return found
 
 
-#: Stands before the name of memory that is another rank's, or may be.
+#: The prefix of memory that belongs to another rank, or may do so.
 BOXED = "boxed "
 
 
 def memory_of_states(
     plan: PhysicalPlan, seeds: Mapping[str, Iterable[str]]
 ) -> dict[str, frozenset[str]]:
-    """Return for each key which memory it may be in.
+    """Return for each key the memory that it may be in.
 
-    Threads of one process may hand each other what they have as it is. So what boxing makes may lie
-    in the memory of any rank that takes part: it is `boxed m` of what is in `m`.
+    Threads of one process may pass values to each other without a copy. So a result of boxing may
+    be in the memory of any rank that takes part: from a shard in memory `m` it is in `boxed m`.
 
     Args:
         plan: With or without firing orders.
@@ -83,7 +83,7 @@ def memory_of_states(
 
 
 def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
-    """Return for each key those that may be in its memory, and whether boxing makes them."""
+    """Return for each key the keys that may be in its memory, and whether boxing makes them."""
     users: dict[str, set[tuple[str, bool]]] = defaultdict(set)
     seen: set[int] = set()
     for part in plan.distinct:
@@ -108,7 +108,7 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
 
 
 def may_be_view(op: str) -> bool:
-    """Whether what an operator makes may be in the memory of what it takes."""
+    """Whether a result of an operator may be in the memory of an argument."""
     return op == LOCAL_BOX or is_view(op)
 
 

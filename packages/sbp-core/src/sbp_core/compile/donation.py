@@ -1,16 +1,16 @@
-"""Let new values of states take the memory of the old ones, where nobody looks at it any more.
+"""Let new values of states take the memory of the old ones, once nothing reads the old ones.
 
 before: a = addcdiv(v, ...); b = matmul(w, ...)       [kept to the end of the step, next to v, w]
 after:  a = addcdiv_(v, ...); b = matmul(w, ...); w <- b                     (`Actor.in_place`)
 
-An update that has an in-place form writes over its state; what has none is copied over the state as
-soon as nothing of its segment looks at the old value any more, and what boxing makes after its
-firing (`overwriting`). No update begins before the commit of the step (`commit`), by which all that
-is not an update is through on every rank: so whoever needs an old value without needing an update
-has had it, on whatever thread or rank.
+An update with an in-place form writes over its state. The result of any other update is copied over
+the state as soon as nothing in its segment, and no boxing after its firing, reads the old value any
+more (`overwriting`). No update begins before the commit of the step (`commit`), and by then all
+other work is finished on every rank. So every reader of an old value that needs no update has
+already read it, on whatever thread or rank.
 
-A copy of an offloaded state (`offload`) that one segment alone takes is given to it likewise: the
-new value, which is stored then, lies where the copy was.
+If only one segment takes a copy of an offloaded state (`offload`), the copy is donated to it in the
+same way: the new value, which is then stored, takes the memory of the copy.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from sbp_core.compile.overwriting import Overwriting
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Phase, Rate
 
-#: Stands before the name of a state for the memory of its new value.
+#: The prefix of a state's name that means the memory of its new value.
 _NEW = "new "
 
 
 def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
     """Return the plan with `in_place` set on every actor that may overwrite states.
 
-    A state is overwritten by an actor of the optimizer phase that fires once a step, if on all
-    ranks everybody else who looks at its memory does so before the commit, or hands the actor what
-    it needs; and no result and no other state looks at its memory, old or new.
+    A state may be overwritten by an actor of the optimizer phase that fires once a step, if on all
+    ranks every other actor that uses its memory does so before the commit, or passes its result to
+    that actor; and if no result and no other state is in its memory, old or new.
 
     Args:
-        plan: Without firing orders.
+        plan: A plan without firing orders.
     """
     plan_memory = _Memory.of(plan)
     writers = plan_memory.candidates()
@@ -57,17 +57,17 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
         }
         if not late:
             break
-        # What is no update after all may be done before the commit, with all that follows on it.
+        # If nothing is overwritten after all, it may run before the commit, with all its followers.
         writers = {state: names for state, names in writers.items() if state not in late}
     rewriting = Overwriting(plan_memory.of_keys)
-    # Ranks that share their actors, or some of them, go on to do so.
+    # Ranks that share actors still share them.
     donated = {id(part.actors): _donated(part) for part in plan.distinct}
     done: dict[tuple[int, tuple[str, ...]], Actor] = {}
     changed: dict[int, tuple[Actor, ...]] = {}
     for key, actors in {id(part.actors): part.actors for part in plan.ranks}.items():
         keys = [(id(actor), donated[key].get(actor.name, ())) for actor in actors]
         for one, actor in zip(keys, actors, strict=True):
-            # Those of its states and of what it takes that it may overwrite.
+            # The states that it writes and the copies that it takes which it may overwrite.
             taken = tuple(s for s, _ in actor.writes if actor.name in writers.get(s, ()))
             if one not in done and isinstance(actor, Compute) and (taken or one[1]):
                 done[one] = rewriting.of(replace(actor, in_place=taken, donated=one[1]))
@@ -81,15 +81,15 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Who looks at the memory of which state, by name, over all ranks.
+    """Which actors use the memory of which state, by name, over all ranks.
 
     Args:
-        of_keys: For each key the memory in which it may lie, of states, old or new.
-        lookers: For each state the actors that take something which is in its memory; for
-            `boxed STATE` those that do so on other ranks, or may.
+        of_keys: For each key the memory that it may be in, of states, old or new.
+        lookers: For each state the actors that take a value in its memory; for `boxed STATE` the
+            actors that do so on other ranks, or may.
         sent: For each state the boxing actors among them.
         writers: For each tensor that is a state, the actors that make its new value.
-        exposed: States in whose memory, old or new, a result or another state may lie.
+        exposed: States whose memory, old or new, a result or another state may be in.
     """
 
     of_keys: Mapping[str, frozenset[str]]
@@ -129,13 +129,13 @@ class _Memory:
         return cls(of_keys, lookers, sent, writers, frozenset(exposed))
 
     def candidates(self) -> dict[str, set[str]]:
-        """Return the states that may be overwritten as far as their writers go, and these."""
+        """Return the states that their writers allow to be overwritten, with those writers."""
         return {
             state: set(actors)
             for state, actors in self.writers.items()
             if not {m for n in (state, f"{_NEW}{state}") for m in (n, BOXED + n)} & self.exposed
-            # What is written for each micro-batch goes on to the next through a register; and what
-            # the forward phase writes is in force with the step, not before.
+            # A value that is written for each micro-batch goes to the next through a register; a
+            # value of the forward phase is in force after the step, not before.
             and all(
                 actor.rate is Rate.STEP and actor.phase is Phase.OPTIMIZER
                 for actor in actors.values()
@@ -146,19 +146,19 @@ class _Memory:
 def _is_read_late(
     memory: _Memory, flow: Successors, after: set[str], state: str, writers: Iterable[str]
 ) -> bool:
-    """Whether somebody may look at an old value when its writer has begun."""
+    """Whether an old value may be used after its writer has begun."""
     own = set(writers)
-    # Other ranks, and boxing on their behalf, are in step only up to the commit.
+    # Other ranks, and boxing for them, are in step only up to the commit.
     elsewhere = memory.lookers.get(BOXED + state, set()) | memory.sent.get(state, set())
     if elsewhere & after or len(own) > 1:
         return True
     others = (memory.lookers.get(state, set()) & after) - own
-    # A later update that hands the writer what it has made of the old value has done so before.
+    # A later update that passes its result to the writer has used the old value before.
     return any(not own <= downstream(flow, {name}) for name in others)
 
 
 def _donated(part: RankPlan) -> dict[str, tuple[str, ...]]:
-    """Return for each actor the copies of offloaded states that it alone takes."""
+    """Return for each actor the copies of offloaded states that no other actor takes."""
     found: dict[str, tuple[str, ...]] = {}
     for register in part.registers:
         fetched = fetched_keys(part.by_name[register.producer])

@@ -1,18 +1,18 @@
-"""Which firings of a step are over when an actor begins, whatever the timing: vector clocks.
+"""Which firings of a step have ended when an actor begins, whatever the timing: vector clocks.
 
-Firings of one thread follow each other; who takes from a register begins when it was filled; who
-receives, when the message was sent; and nobody leaves an all-reduce before all have come to it.
-Nothing else is counted: of other collectives, and of transfers, a rank need not wait for those that
-have nothing for it.
+Firings of one thread follow each other. A reader of a register begins after it was filled, a
+receiver after the message was sent; and no rank leaves an all-reduce before all have entered it.
+Nothing else is counted: in other collectives, and in transfers, a rank need not wait for ranks that
+send it nothing.
 
     thread (0, compute)   f |1   2| reduce |3   4| update |5        moments of each thread
     thread (1, compute)   f |1   2| reduce |3   4| update |5
                                                    the clock when `update` of rank 0 begins:
                                                    5 of its own thread, 3 of the other one
 
-The n-th firing of a thread begins at moment 2n - 1 and is over at 2n. A clock has the last moment
-of each thread that has been for certain. Ranks share what they know of each other until they part,
-so a clock is an array for all threads, and the few numbers of its own rank next to it.
+The n-th firing of a thread begins at moment 2n - 1 and ends at 2n. A clock has, for each thread,
+the last moment that has passed for certain. Ranks share a clock until what they know differs, so it
+is one array for all threads, with the few numbers of the actor's own rank next to it.
 
 Source: Mattern, Virtual time and global states of distributed systems, 1989.
 """
@@ -39,10 +39,10 @@ Moments: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What has been when something begins.
+    """The moments that have passed when something begins.
 
     Args:
-        others: Moments of the threads of all ranks; those of its own rank may be older than `own`.
+        others: Moments of the threads of all ranks; for its own rank they may be older than `own`.
         first: The number of the first thread of its own rank.
         own: Moments of the threads of its own rank.
     """
@@ -52,7 +52,7 @@ class Clock:
     own: tuple[int, ...]
 
     def has_been(self, thread: int, moment: int) -> bool:
-        """Whether a moment of a thread has been."""
+        """Whether a moment of a thread has passed."""
         at = thread - self.first
         if 0 <= at < len(self.own):
             return moment <= self.own[at]
@@ -63,13 +63,13 @@ class HappensBefore:
     """The clocks of one step of a plan.
 
     Args:
-        plan: That comes to its end.
-        folded: The same, of one rank of each class.
-        firings: All of a step of the folded plan, in any order in which they may happen; those of a
+        plan: A plan that comes to its end.
+        folded: The same plan, of one rank of each class.
+        firings: All firings of a step of the folded plan, in any possible order; the firings of a
             collective after each other.
         wanted: Actors that fire once, whose clocks are kept.
-        alone: Whether ranks know of themselves alone. Then one rank of each class tells of all, and
-            `plan` is the folded one: what a rank knows of itself follows from what it does.
+        alone: Whether ranks know only of themselves. Then one rank of each class stands for all,
+            and `plan` is the folded plan: a rank's own knowledge follows from its own firings.
     """
 
     def __init__(
@@ -84,32 +84,32 @@ class HappensBefore:
         self.plan = plan
         self._clocks: dict[ActorId, Clock] = {}
         names = [(part.rank, thread) for part in plan.ranks for thread in part.orders]
-        #: The numbers of threads; those of one rank follow each other.
+        #: The numbers of threads; the numbers of one rank follow each other.
         self._numbers = {thread: number for number, thread in enumerate(names)}
         self._first = {rank: self._numbers[rank, thread] for rank, thread in reversed(names)}
         nothing = np.zeros(len(names), dtype=np.int64)
-        #: What each thread knows: of all ranks, and of the threads of its own.
+        #: The knowledge of each thread: about all ranks, and about the threads of its own.
         self._others: dict[tuple[int, str], Moments] = dict.fromkeys(names, nothing)
         self._own = {
             (part.rank, thread): [0] * len(part.orders)
             for part in plan.ranks
             for thread in part.orders
         }
-        #: The moment at which the last firing of an actor so far began.
+        #: The moment at which an actor's last firing so far began.
         self._began: dict[ActorId, int] = {}
         self._index: dict[ActorId, int] = defaultdict(lambda: -1)
         self._waits = {
             (part.rank, name): waits for part in plan.ranks for name, waits in _waits(part).items()
         }
         self._hears = {} if alone else _messages(plan)
-        #: What is known at the end of each firing, of actors for whose clock somebody asks.
+        #: The knowledge at the end of each firing, of actors whose clock is needed.
         self._ends: dict[ActorId, list[Clock]] = {
             (rank, producer.name): []
             for (rank, _), waits in self._waits.items()
             for producer, _ in waits
         }
-        # Nobody may hear of the one rank of a class that fires alone, but of another one: all know
-        # from the first what it has sent, see `_spread`.
+        # Messages may come from another rank of a class than the one that fires alone: its clocks
+        # are kept, to be copied to the class, see `_spread`.
         heard = (sender for senders in self._hears.values() for sender in senders)
         for rank, name in heard:
             self._ends |= {(rank, name): [], (folded.stands_for[rank], name): []}
@@ -122,10 +122,10 @@ class HappensBefore:
         self._fire(folded.unfolded(firings[met:]), wanted)
 
     def _first_meeting(self, firings: Sequence[ActorId], wanted: Collection[ActorId]) -> int:
-        """Return the place of the first all-reduce of all ranks, if it is before what is wanted.
+        """Return the index of the first all-reduce of all ranks, if it is before all `wanted`.
 
-        Whoever leaves it knows of every rank what that one knew of itself. So nobody needs to know
-        before what others do. To know less is safe: of what is not known nothing is proved.
+        A rank that leaves it knows everything that each rank knew of itself. So ranks need not know
+        of each other before. To know less is safe: then less is proved.
         """
         for place, (rank, name) in enumerate(firings):
             if (rank, name) in wanted:
@@ -138,7 +138,7 @@ class HappensBefore:
         return 0
 
     def _fire_alone(self, firings: Iterable[ActorId], wanted: Collection[ActorId]) -> None:
-        """Let one rank of each class fire, of which nobody else hears."""
+        """Let one rank of each class fire, without messages from other ranks."""
         for actor_id in firings:
             actor = self.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
             clock = self._begin(actor_id, actor, hears=False)
@@ -147,7 +147,7 @@ class HappensBefore:
             self._end(actor_id, actor, clock.others)
 
     def _spread(self, folded: FoldedPlan) -> None:
-        """Let the other ranks of each class know what the one does that has fired alone."""
+        """Copy the knowledge of the rank that has fired alone to the other ranks of its class."""
         for rank, members in folded.members.items():
             part = folded.plan.by_rank[rank]
             for member in members[1:]:
@@ -163,7 +163,7 @@ class HappensBefore:
     def _fire(self, firings: Iterable[ActorId], wanted: Collection[ActorId]) -> None:
         """Let all ranks fire."""
         plan = self.plan
-        #: Who has come to a collective for which all wait, and how many are awaited.
+        #: The ranks that have entered a collective that waits for all, and their final number.
         come: list[tuple[ActorId, Actor]] = []
         num_awaited = 0
         for actor_id in firings:
@@ -178,7 +178,7 @@ class HappensBefore:
                 num_awaited = len(plan.steps[actor.step].group(actor_id[0]))
             come.append((actor_id, actor))
             if len(come) == num_awaited:
-                # All know what all knew that have come.
+                # Every rank now knows what any of them knew on entry.
                 threads = [(rank, its_actor.thread) for (rank, _), its_actor in come]
                 known = {id(self._others[thread]): self._others[thread] for thread in threads}
                 everybody: Moments = np.maximum.reduce(list(known.values()))
@@ -189,26 +189,26 @@ class HappensBefore:
                 come = []
 
     def clock(self, actor_id: ActorId) -> Clock:
-        """Return what has been when an actor begins its only firing; it was `wanted`."""
+        """Return the clock at the start of an actor's only firing; the actor was `wanted`."""
         return self._clocks[actor_id]
 
     def is_over(self, actor_id: ActorId, clock: Clock) -> bool:
-        """Whether an actor is through with all its firings when something of a clock begins."""
+        """Whether all firings of an actor have ended at a clock."""
         over = self.over(actor_id)
         return over is not None and clock.has_been(*over)
 
     def over(self, actor_id: ActorId) -> tuple[int, int] | None:
-        """Return the thread and moment from which on an actor is through with all its firings.
+        """Return the thread and moment from which on all firings of an actor have ended.
 
-        None if nobody waits for the end of what it has begun.
+        None if it overlaps and no actor waits for its end.
         """
         rank, name = actor_id
         part = self.plan.by_rank[rank]
         actor = part.by_name[name]
         if not actor.overlaps:
             return self._numbers[rank, actor.thread], self._began[actor_id] + 1
-        # A collective that has begun is over when somebody takes its result, so before that one's
-        # firing. Only who takes each result knows of all firings.
+        # A collective that has begun has ended when an actor takes its result, hence before that
+        # firing. Only an actor that takes each result knows of all firings.
         takers = [
             part.by_name[consumer]
             for register in part.outputs_of[name]
@@ -221,18 +221,18 @@ class HappensBefore:
         return self._numbers[rank, takers[0].thread], self._began[rank, takers[0].name]
 
     def _begin(self, actor_id: ActorId, actor: Actor, *, hears: bool = True) -> Clock:
-        """Let an actor wait for what it takes, and begin; return what has been by then.
+        """Let an actor wait for its inputs and begin; return the clock at that point.
 
         Args:
-            actor_id: Among those of all ranks.
-            actor: The same.
-            hears: Whether it knows by messages of other ranks.
+            actor_id: Its name and rank.
+            actor: The same actor.
+            hears: Whether it learns from messages of other ranks.
         """
         plan, rank, thread = self.plan, actor_id[0], (actor_id[0], actor.thread)
         self._index[actor_id] = index = self._index[actor_id] + 1
         own, others = self._own[thread], self._others[thread]
         for producer, register in self._waits.get(actor_id, ()):
-            # Which firing of the producer fills what is taken; below 0 none of the step.
+            # The firing of the producer that fills this register; below 0 it is not in this step.
             filling = index // plan.firings_per_filling(actor, register) - register.initial
             firing = (filling + 1) * plan.firings_per_filling(producer, register) - 1
             if firing >= 0:
@@ -245,12 +245,12 @@ class HappensBefore:
             _note(others, self._first[sender[0]], end.own)
         self._others[thread] = others
         at = self._numbers[thread] - self._first[rank]
-        own[at] += 1  # what the thread did before is over
+        own[at] += 1  # the thread's work before this is over
         self._began[actor_id] = own[at]
         return Clock(others, self._first[rank], tuple(own))
 
     def _end(self, actor_id: ActorId, actor: Actor, others: Moments) -> None:
-        """Let an actor end its firing, by which it knows of all ranks what is given."""
+        """Let an actor end its firing, with the given knowledge of all ranks."""
         rank, thread = actor_id[0], (actor_id[0], actor.thread)
         own, at = self._own[thread], self._numbers[thread] - self._first[rank]
         own[at] += 1
@@ -265,9 +265,9 @@ class HappensBefore:
 
 
 def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:
-    """Return for each actor of a rank whose ends it waits for, besides what its thread did before.
+    """Return for each actor of a rank the actors whose ends it waits for, except by its thread.
 
-    What has begun and goes on in parallel with its thread is among them.
+    Work that has begun and continues in parallel with its thread is included.
     """
     found: dict[str, list[tuple[Actor, Register]]] = defaultdict(list)
     for register in part.registers:
@@ -279,7 +279,7 @@ def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:
 
 
 def _messages(plan: PhysicalPlan) -> Mapping[ActorId, list[ActorId]]:
-    """Return for each receive the sends, on other ranks, that have something for it."""
+    """Return for each receive the sends, on other ranks, that send it something."""
     found: dict[ActorId, list[ActorId]] = defaultdict(list)
     senders: dict[int, Mapping[int, tuple[int, ...]]] = {}
     for link in plan.links:
@@ -294,13 +294,13 @@ def _messages(plan: PhysicalPlan) -> Mapping[ActorId, list[ActorId]]:
 
 
 def _later(one: Moments, other: Moments) -> Moments:
-    """Return the later moment of each thread; one of the two itself if that is it."""
+    """Return the later moment of each thread; one of the two arguments itself if possible."""
     if one is other or (other <= one).all():
         return one
     return other if (one <= other).all() else np.maximum(one, other)
 
 
 def _note(moments: Moments, first: int, own: Sequence[int]) -> None:
-    """Note what a rank knows of its own threads."""
+    """Record what a rank knows of its own threads."""
     at = slice(first, first + len(own))
     moments[at] = np.maximum(moments[at], own)

@@ -1,27 +1,27 @@
-"""No state is overwritten before all are through with its old value: write-after-read hazards.
+"""No state is overwritten before its old value has been read: write-after-read hazards.
 
-What `Actor.in_place` says is an optimisation: what a step makes must not depend on it. So wherever
-a state is overwritten on a rank, whatever else looks at its memory as it was before
+`Actor.in_place` is an optimisation: the results of a step must not depend on it. So wherever a
+state is overwritten on a rank, every other use of its memory with the old value, which
 
     reads the state, or a view of it that came by a register        on the same rank
-    boxes it, or takes what boxing has made of it                   on any rank
+    boxes it, or takes a result of its boxing                       on any rank
 
-is through before the overwriting actor begins (`happens_before`). Inside of that actor it is so
-instruction by instruction. And what outlives the step, results and states that are put in force
-after it, is in no memory that is overwritten: the next step would change it.
+ends before the overwriting actor begins (`happens_before`). Inside that actor the same holds
+instruction by instruction. And the values that outlive the step, results and states that are put in
+force after it, are in no memory that is overwritten: the next step would change them.
 
     optimizer.0.0      t = view(w); n = norm(t); a = mul_(w, ..); b = neg(a)      t before mul_ only
 
-Threads of one process hand each other what they have as it is. So what boxing makes may be in the
-memory of each shard that it is made of, on whatever rank.
+Threads of one process pass values to each other without a copy. So a result of boxing may be in the
+memory of any shard that it is made of, on any rank.
 
-What no boxing takes is looked at on its own rank alone. It is proved for one rank of each class,
-as all of a class do the same (`symmetry`); only the memory of states that are boxed is followed
+A state that is never boxed is checked on its own rank alone, and for one rank of each class,
+because all ranks of a class do the same (`symmetry`). Only the memory of boxed states is followed
 through all ranks.
 
-One step stands for all: a step begins on the ranks of a process when the last one is through on
-all of them, and processes share no memory, as they send copies. So whoever reads a new value has
-had it before the next step overwrites it.
+One step stands for all: a step begins on the ranks of a process when all of them have finished the
+step before, and processes share no memory, because they send copies. So every reader of a new value
+has read it before the next step overwrites it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from sbp_core.graph.ir import refs
 
 
 def verify_overwriting(plan: PhysicalPlan, folded: FoldedPlan, firings: Sequence[ActorId]) -> None:
-    """Prove that nobody looks at a state when it is overwritten, or expects the old value later.
+    """Prove that no actor uses a state when it is overwritten, or expects the old value later.
 
     Args:
-        plan: That `plan_spec` accepts, and that comes to its end.
-        folded: The same, of one rank of each class.
-        firings: All of a step of the folded plan, in an order in which they may happen; those of a
+        plan: A plan that `plan_spec` accepts and that comes to its end.
+        folded: The same plan, of one rank of each class.
+        firings: All firings of a step of the folded plan, in a possible order; the firings of a
             collective after each other.
 
     Raises:
-        PlanError: names the actor that overwrites a state, and the one that looks at it.
+        PlanError: names the actor that overwrites a state, and the actor that uses it.
     """
     few = folded.plan
     if not any(actor.in_place for part in few.ranks for actor in part.actors):
@@ -92,10 +92,10 @@ def verify_overwriting(plan: PhysicalPlan, folded: FoldedPlan, firings: Sequence
 
 
 def _verify(state: _State, before: HappensBefore) -> None:
-    """Check that all are through with a state when it is overwritten.
+    """Check that all uses of a state have ended when it is overwritten.
 
     Raises:
-        PlanError: names who is not.
+        PlanError: names a use that has not ended.
     """
     for memory in state.after.reached():
         for actor_id, what in memory.leaves:
@@ -109,7 +109,7 @@ def _verify(state: _State, before: HappensBefore) -> None:
                 raise _too_late(state, actor_id)
 
 
-#: An actor that looks at memory, and the number of its last instruction that does.
+#: An actor that uses memory, and the number of its last instruction that does.
 _Looker = tuple[ActorId, int]
 
 
@@ -118,9 +118,9 @@ class _Memory:
     """The memory of some states as it is before they are overwritten, or after.
 
     Args:
-        lookers: Who looks at it.
-        leaves: Results and states that are in it after the step, with the actors they leave.
-        boxed: What boxing has made of it, and may be in it.
+        lookers: The actors that use it.
+        leaves: Results and states that are in it after the step, with the actors that make them.
+        boxed: Memory of boxing results that are made from it, and may be in it.
     """
 
     lookers: list[_Looker] = field(default_factory=list)
@@ -129,7 +129,7 @@ class _Memory:
     _checked: tuple[Clock, list[_Looker]] | None = None
 
     def reached(self) -> Iterator[_Memory]:
-        """Yield it, and all that may be in it by boxing."""
+        """Yield it, and all memory that boxing may share with it."""
         met, todo = {id(self)}, [self]
         while todo:
             yield (one := todo.pop())
@@ -138,9 +138,9 @@ class _Memory:
             todo += new
 
     def late(self, before: HappensBefore, clock: Clock) -> list[_Looker]:
-        """Return who may look at it when something of a clock begins."""
-        # Behind a commit all ranks know the same of each other, so this is asked once a commit: who
-        # is through for all is so for each.
+        """Return the uses of it that may not have ended at a clock."""
+        # After a commit all ranks know the same of each other, so this is computed once a commit: a
+        # use that has ended for all ranks has ended for each.
         if self._checked is None or self._checked[0].others is not clock.others:
             known = Clock(clock.others, 0, ())
             self._checked = (
@@ -155,7 +155,7 @@ class _State(_Memory):
     """The memory of one state of one rank before it is overwritten.
 
     Args:
-        name: Of the state.
+        name: Name of the state.
         writer: The actor that overwrites it.
         at: The number of the instruction that does so first.
         after: Its memory from then on.
@@ -167,20 +167,20 @@ class _State(_Memory):
     after: _Memory = field(default_factory=_Memory)
 
 
-#: Of each key that is in memory that is overwritten somewhere, in which.
+#: For each key that is in overwritten memory: that memory.
 _Places = Mapping[str, frozenset[_Memory]]
 
 
 class _Lookers:
-    """Who looks at the memory of overwritten states.
+    """The uses of the memory of overwritten states.
 
     Attributes:
-        states: What is overwritten, by rank and name.
-        touch: The actors that look at their memory, or make something that may be in it.
+        states: The overwritten states, by rank and name.
+        touch: The actors that use their memory, or make a value that may be in it.
 
     Args:
         plan: See `verify_overwriting`; or one rank of each class of it.
-        stands_for: Of one rank of each class, which one each rank is represented by.
+        stands_for: With one rank of each class: the representative of each rank.
         wanted: The states, by rank and name; None for all.
     """
 
@@ -199,9 +199,9 @@ class _Lookers:
             if wanted is None or (part.rank, name) in wanted
         }
         self.touch: set[ActorId] = set()
-        #: What actors put into registers, by rank, actor and key.
+        #: Memory of the values that actors put into registers, by rank, actor and key.
         self._made: dict[tuple[int, str, str], frozenset[_Memory]] = {}
-        #: What collectives make, of all ranks of a group as soon as the first one comes.
+        #: Memory of results of collectives, of all ranks of a group as soon as the first one fires.
         self._boxed: dict[ActorId, frozenset[_Memory]] = {}
         self._senders: dict[ActorId, list[ActorId]] = defaultdict(list)
         for link in plan.links:
@@ -210,11 +210,11 @@ class _Lookers:
         self._segments: dict[object, SegmentHazards] = {}
 
     def look(self, actor_ids: Iterable[ActorId]) -> None:
-        """Let actors look.
+        """Record the uses of some actors.
 
         Args:
-            actor_ids: All that touch the states, each after those that it takes something of, and
-                those of a collective after each other.
+            actor_ids: All actors that touch the states, each after the actors whose results it
+                takes; the actors of a collective after each other.
         """
         for actor_id in actor_ids:
             part = self.plan.by_rank[actor_id[0]]
@@ -226,11 +226,11 @@ class _Lookers:
                 self.touch.add(actor_id)
 
     def _taken(self, part: RankPlan, actor: Actor) -> dict[str, frozenset[_Memory]]:
-        """Return the memory of what an actor takes and reads."""
+        """Return the memory of the values that an actor takes and reads."""
         found: dict[str, frozenset[_Memory]] = {}
         for register in part.inputs_of[actor.name]:
-            # What a carried state is, in a step, is put in force after it, so it is in no such
-            # memory: see `_leave`.
+            # The value of a carried state within a step is put in force after it, so it is in no
+            # such memory: see `_leave`.
             for key in () if register.carries else register.keys:
                 if made := self._made.get((part.rank, register.producer, key)):
                     found[key] = found.get(key, frozenset()) | made
@@ -240,7 +240,7 @@ class _Lookers:
         return found
 
     def _look(self, part: RankPlan, actor: Actor, taken: _Places) -> _Places:
-        """Note what an actor looks at; return in which memory lies what it makes."""
+        """Record the uses of an actor; return the memory that its results are in."""
         actor_id = part.rank, actor.name
         made: _Places
         if isinstance(actor, Compute):
@@ -248,14 +248,14 @@ class _Lookers:
             made = self._compute(actor_id, actor, taken) if taken or is_writer else {}
         elif isinstance(actor, Accumulate):
             self._note(actor_id, taken.values(), 0)
-            # The part of the last micro-batch is handed on as it is.
+            # The part of the last micro-batch is passed on without a copy.
             made = {t: taken[p] for p, t, how in actor.accumulates if how is None and p in taken}
         elif isinstance(actor, Send):
             self._note(actor_id, taken.values(), 0)
             self._sent[actor_id] = frozenset().union(*taken.values())
             made = {}
         else:
-            # What goes over a state is copied after the firing.
+            # A value that overwrites a state is copied after the firing.
             self._overwrite(part.rank, dict.fromkeys(actor.in_place, 1))
             boxed = self._box(actor_id, actor, taken)
             self._note(actor_id, (boxed,), 1 if actor.in_place else 0)
@@ -267,7 +267,7 @@ class _Lookers:
         return made
 
     def _overwrite(self, rank: int, states: Mapping[str, int]) -> None:
-        """Note which instructions overwrite states first."""
+        """Record the first instruction that overwrites each state."""
         for name, at in states.items():
             if state := self.states.get((rank, name)):
                 state.at = at
@@ -277,7 +277,7 @@ class _Lookers:
             memory.lookers.append((actor_id, last))
 
     def _leave(self, actor_id: ActorId, actor: Actor, made: _Places) -> None:
-        """Note what outlives the step."""
+        """Record the values that outlive the step."""
         gone = [(f"the result {name!r}", key) for name, key in actor.emits]
         gone += [(f"the state {s!r}", key) for s, key in actor.writes if s not in actor.in_place]
         for what, key in gone:
@@ -287,7 +287,7 @@ class _Lookers:
     def _box(
         self, actor_id: ActorId, actor: Collective | Receive, taken: _Places
     ) -> frozenset[_Memory]:
-        """Return the memory of what boxing makes of the shards of all ranks that take part."""
+        """Return the memory that a boxing result may be in, from the shards of all its ranks."""
         rank, name = actor_id
         if isinstance(actor, Receive):
             sent = (self._sent.get(sender, frozenset()) for sender in self._senders[actor_id])
@@ -302,7 +302,7 @@ class _Lookers:
         return self._boxed[actor_id]
 
     def _compute(self, actor_id: ActorId, actor: Compute, taken: _Places) -> _Places:
-        """Note what a segment looks at; return the memory of what leaves it."""
+        """Record the uses of a segment; return the memory of the keys that leave it."""
         # Ranks share their instructions, which the plan keeps alive.
         shared = tuple(map(id, actor.instructions)), frozenset(taken)
         what = (*shared, keys_out(actor), actor.writes, actor.in_place, actor.donated)
@@ -312,7 +312,7 @@ class _Lookers:
         self._overwrite(actor_id[0], segment.overwrites)
         for key, last in segment.last.items():
             if key not in taken:
-                continue  # a state that is not asked about
+                continue  # a state that is not wanted
             own = self.states.get((actor_id[0], key)) if key in actor.in_place else None
             self._note(actor_id, (taken[key] - {own},), last)
         made: dict[str, frozenset[_Memory]] = {}
@@ -329,7 +329,7 @@ class _Lookers:
 
 
 def _boxed(memory: frozenset[_Memory]) -> frozenset[_Memory]:
-    """Return the memory of what is made of shards that are in some memory."""
+    """Return the memory of boxing results made from shards that are in some memory."""
     if not memory:
         return memory
     made = _Memory()
@@ -363,32 +363,32 @@ def _named(actor_id: ActorId, what: str) -> str:
     return f"actor {actor_id[1]!r} of rank {actor_id[0]}, {what}"
 
 
-#: What overwrites a state whose new value no instruction has written there.
+#: The writer of a state whose new value is copied there after all instructions.
 _COPY = "the copy after its firing"
 
 
 class SegmentHazards:
-    """What a segment looks at, what it overwrites, and what it hands on: by its instructions.
+    """Uses, overwrites and outputs of a segment, from its instructions.
 
-    0  t = view(w)           looks at w, and is in its memory
+    0  t = view(w)           uses w, and is in its memory
     1  a = mul_(w, 0.9)      overwrites w: a is its memory now
-    2  n = neg(a)            looks at the new value
+    2  n = neg(a)            uses the new value
     3  m = neg(t)            refused: t is in memory that has another value by now
 
     Attributes:
-        last: The last instruction that looks at what the segment takes, before it is overwritten.
-        overwrites: The first instruction that overwrites a state; copies after the firing are
-            numbered on.
-        leaving: For each key that leaves in somebody's memory, the names of what it is in, and
+        last: For each input, the last instruction that uses it before it is overwritten.
+        overwrites: The first instruction that overwrites a state; copies after the firing have the
+            numbers after the last instruction.
+        leaving: For each key that leaves in memory of an input, the names of that memory, and
             whether it is the new value.
 
     Args:
         actor: The segment.
-        names: What it takes that is in memory which is overwritten somewhere.
-        rank: Whose it is.
+        names: For its inputs, the overwritten memory that they are in.
+        rank: The rank of the segment.
 
     Raises:
-        PlanError: an instruction looks at a state when another one has overwritten it.
+        PlanError: an instruction uses a state after another one has overwritten it.
     """
 
     def __init__(self, actor: Compute, names: Iterable[str], rank: int) -> None:
@@ -397,10 +397,10 @@ class SegmentHazards:
         self.overwrites: dict[str, int] = {}
         #: How often the memory of a state has been overwritten.
         self._versions = dict.fromkeys((*actor.in_place, *actor.donated), 0)
-        #: For each key in whose memory it lies, and what was written there when it was made.
+        #: For each key, the memory that it is in and the count of overwrites when it was made.
         own = (*names, *actor.in_place, *actor.donated)
         self._lies = {name: frozenset({(name, 0)}) for name in own}
-        #: What instructions have written over states.
+        #: The keys that instructions have written over states.
         new: set[str] = set()
         for at, entry in enumerate(actor.instructions):
             keys = keys_in(entry)
@@ -416,7 +416,7 @@ class SegmentHazards:
                     lies |= self._lies.get(key, frozenset())
                 self._lies |= dict.fromkeys(entry.outputs, lies)
         for key in keys_out(actor):
-            # Of what it is given nobody else has the old value.
+            # No other actor has the old value of a donated key.
             for name, version in self._lies.get(key, ()):
                 if name in actor.donated and version != self._versions[name]:
                     raise self._error(f"{key!r} is handed on when {name!r} has been overwritten")
@@ -443,7 +443,7 @@ class SegmentHazards:
                 self.last[name] = at
 
     def _overwrite(self, entry: Instruction, at: int) -> Iterator[str]:
-        """Note what an instruction writes over; yield the results that are there."""
+        """Record the overwrites of an instruction; yield the results that are in that memory."""
         taken = [ref.name for ref in refs((entry.args, tuple(entry.kwargs.values())))]
         for key, made in zip_longest(written_keys(entry), entry.outputs):
             others = taken.copy()
@@ -456,7 +456,7 @@ class SegmentHazards:
                 yield made
 
     def _write(self, name: str, at: int, by: str, others: Iterable[str]) -> None:
-        """Note that a state is overwritten by something that looks at others."""
+        """Record that a state is overwritten by a call that uses other states."""
         for key in others:
             if any(one == name for one, _ in self._lies.get(key, ())):
                 raise self._error(f"{by} looks at {key!r}, and overwrites {name!r} with it")

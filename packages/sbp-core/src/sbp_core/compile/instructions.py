@@ -25,7 +25,7 @@ from sbp_core.signatures.localization import localize, varying_axes
 from sbp_core.signatures.rule import LocalProgram
 from sbp_core.signatures.views import traits_of
 
-#: Some axes of a mesh, and where on them a rank is.
+#: Some axes of a mesh, and a rank's coordinates on them.
 _Axes = tuple[int, ...]
 _Place = tuple[int, ...]
 
@@ -34,8 +34,8 @@ _Place = tuple[int, ...]
 class _Pattern:
     """The call of an item, with its arguments numbered.
 
-    `kind` is equal for items that differ in names only; `keys` are the arguments by their number,
-    `axes` those of the mesh along which ranks may execute something else.
+    `kind` is equal for items that differ in names only; `keys` are the arguments by their number;
+    along the mesh `axes`, ranks may execute different programs.
     """
 
     kind: int
@@ -45,14 +45,14 @@ class _Pattern:
 
 
 class Instructions:
-    """What the segments of all ranks execute."""
+    """The instructions of the segments of all ranks."""
 
     def __init__(self, program: LoweredProgram) -> None:
-        # From items to instructions, in steps of which each is done once for what is equal:
+        # From items to instructions, in steps that are done once for equal inputs:
         #
         #     item -> pattern           calls that differ in names only are one kind
-        #     (kind, place) -> program  localised: with the sizes of the shards of one rank of those
-        #                               that have the same place on the axes which matter to it
+        #     (kind, place) -> program  localised: with the shard sizes of the ranks that have the
+        #                               same place on the axes that matter to the call
         #     program -> itself         ranks with equal shards share one object, by its text
         #     (item, program) -> instructions, with the item's own keys
         self._program = program
@@ -61,14 +61,14 @@ class Instructions:
         self._local: dict[tuple[int, _Place], LocalProgram] = {}
         self._distinct: dict[str, LocalProgram] = {}
         self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
-        #: For some stages, one item of each kind of call there, by stage and the axes that matter.
+        #: For some stages, one item of each kind of call, by stage and the axes that matter.
         self._calls: dict[frozenset[int], dict[tuple[int, _Axes], list[Item]]] = {}
-        #: What is executed for these, by where a rank is on these axes.
+        #: The programs of these items, by the place of a rank on these axes.
         self._executed: dict[tuple[frozenset[int], int, _Axes, _Place], int] = {}
         self._sequences: dict[tuple[int, ...], int] = {}
 
     def of(self, rank: int, item: Item) -> tuple[Instruction, ...]:
-        """Return what one rank executes for an op, a local boxing step, a packing or a copy."""
+        """Return the instructions of a rank for an op, a local boxing step, a packing or a copy."""
         if item.node is None:
             key = (item.name, 0)
             if key not in self._made:
@@ -82,7 +82,7 @@ class Instructions:
         return self._made[key]
 
     def programs(self, rank: int, stages: frozenset[int]) -> tuple[int, ...]:
-        """Return what is equal for ranks of some stages that execute the same for all items."""
+        """Return a key, equal for ranks of some stages that execute the same for all items."""
         if stages not in self._calls:
             kinds: set[int] = set()
             calls = self._calls.setdefault(stages, {})
@@ -94,7 +94,7 @@ class Instructions:
                         calls.setdefault((item.stage, pattern.axes), []).append(item)
         found = []
         for (stage, axes), items in self._calls[stages].items():
-            # Ranks that are at one place on the axes that matter execute the same.
+            # Ranks at one place on the axes that matter execute the same.
             key = (stages, stage, axes, self._place(rank, stage, axes))
             if key not in self._executed:
                 # `_distinct` keeps every program alive.
@@ -105,14 +105,14 @@ class Instructions:
         return tuple(found)
 
     def _place(self, rank: int, stage: int, axes: _Axes) -> _Place:
-        """Return where a rank is on some axes of the mesh of a stage."""
+        """Return the place of a rank on some axes of the mesh of a stage."""
         if not axes:
             return ()
         coordinate = self._program.strategy.stages[stage].coordinate(rank)
         return tuple(coordinate[axis] for axis in axes)
 
     def _program_of(self, rank: int, item: Item, node: Node) -> tuple[_Pattern, LocalProgram]:
-        """Return what an item calls, and what a rank executes for it."""
+        """Return the call of an item, and the program that a rank executes for it."""
         pattern = self._pattern(item, node)
         place = self._place(rank, item.stage, pattern.axes)
         local = self._local.get((pattern.kind, place))
@@ -120,12 +120,12 @@ class Instructions:
             strategy = self._program.strategy
             signature, mesh = strategy.nodes[node.name].signature, strategy.stages[item.stage]
             local = localize(pattern.call, signature, mesh, rank)
-            # For all items of one kind; one object if it is the same.
+            # Shared by all items of one kind; equal programs are one object.
             local = self._local[pattern.kind, place] = self._distinct.setdefault(repr(local), local)
         return pattern, local
 
     def _boxing(self, item: Item) -> Iterator[Instruction]:
-        """Yield what is the same on every rank."""
+        """Yield the instructions that are the same on every rank."""
         if item.kind is ItemKind.LOCAL:
             args = (Ref(item.inputs[0]), self._program.step_index[item.name])
             yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
@@ -162,7 +162,7 @@ class Instructions:
             kwargs={key: map_refs(part, numbered) for key, part in node.kwargs.items()},
             tensor_names=tuple(numbers[k] for k in item.inputs if k in self._program.lowered.held),
         )
-        # As text, since 1, 1.0 and True are equal, but not the same argument.
+        # As text, because 1, 1.0 and True are equal, but not the same argument.
         literals = repr((call.args, tuple(call.kwargs.items())))
         signature = self._program.strategy.nodes[node.name].signature
         types = (call.inputs, call.outputs)
@@ -180,13 +180,13 @@ def named(
     node: str,
     inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Instruction]:
-    """Yield the calls of a program; what they make is named by the keys of the node's outputs.
+    """Yield the calls of a program; results are named by the keys of the node's outputs.
 
     Args:
-        local: What a rank executes.
-        outputs: Keys of what the node makes.
-        node: Its name.
-        inputs: The key of each argument that the program has another name for.
+        local: The program of a rank.
+        outputs: Keys of the node's outputs.
+        node: Name of the node.
+        inputs: The key of each argument that has another name in the program.
     """
     pairs = list(zip(local.results, outputs, strict=bool(local.results)))
     keys = {ref.name: key for ref, key in pairs}
@@ -212,13 +212,13 @@ def named(
         )
     for ref, key in pairs:
         if ref.name not in own or keys[ref.name] != key:
-            # An output that is a shard itself, or the same value as another output.
+            # An output that is the shard itself, or the same value as another output.
             args = (renamed(ref),)
             yield Instruction(op=ALIAS, args=args, outputs=(key,), node=node)
 
 
 def host_instruction(item: Item) -> Instruction:
-    """Return what every rank executes for a host op."""
+    """Return the instruction that every rank executes for a host op."""
     node = item.node
     assert node is not None, item.name
     return Instruction(

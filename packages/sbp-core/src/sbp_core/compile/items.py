@@ -1,6 +1,6 @@
-"""What lowering makes: items, how their keys lie, and what leaves the graph.
+"""The result of lowering: items, the layouts of their keys, and the outputs of the graph.
 
-An item is the same for all ranks; `segments` makes actors of each rank out of them.
+An item is the same for all ranks; `segments` turns items into the actors of each rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ItemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
-    """How a key lies: logical value, stage, nd-SBP.
+    """The meaning and layout of a key: logical value, stage, nd-SBP.
 
-    `kind` is the type of a key that is no value of the graph, such as a flat buffer, whose `value`
-    is empty.
+    `kind` is the type of a key that is not a value of the graph, such as a flat buffer; then
+    `value` is empty.
     """
 
     value: str
@@ -48,12 +48,12 @@ class Item:
     """One op, host op, accumulation, boxing step, packing for one, or copy of an offloaded state.
 
     `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
-    inserted for; empty if it is for a graph output. `packed` says, of a pack or unpack, how the
-    values are in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
-    segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
-    `cuts`. `behind` is set of what takes the result of boxing at once: the level and piece that
-    it comes after, before any later piece. `group` numbers the offloaded states that it is an
-    update of, or copies; see `offload`.
+    inserted for; empty if it is for a graph output. `packed` is the layout of a flat buffer, for a
+    pack or unpack; see `packing`. `is_apart` marks a pack outside of any segment, because it may
+    begin the boxing. `piece` numbers the parts that a segment is cut into; see `cuts`. `behind` is
+    set for an item that takes a boxing result at once: the level and piece that it comes after,
+    before any later piece. `group` numbers the offloaded states that the item updates or copies;
+    see `offload`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Item:
 
     @property
     def segment(self) -> tuple[int, Phase, Rate, int]:
-        """What the items of one segment have in common, before it is cut."""
+        """The properties that the items of one segment share, before it is cut."""
         return self.stage, self.phase, self.rate, self.level
 
     @property

@@ -1,7 +1,7 @@
-"""Whether a strategy is one for a graph: complete, on stages that there are, and legal op by op.
+"""Whether a strategy is legal for a graph: complete, on existing stages, and legal op by op.
 
-A strategy may have been edited by hand or made by anybody's planner. One that is not legal would
-run and give wrong numbers, so nothing is compiled before it has passed here.
+A strategy may have been edited by hand or made by any planner. An illegal strategy would run and
+give wrong numbers, so nothing is compiled before it has passed this check.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sbp_core.strategy import Assignment, Strategy
 
 
 def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None = None) -> None:
-    """Check that a strategy says everything about a graph, and nothing that is not legal.
+    """Check that a strategy decides everything about a graph, and all of it legally.
 
     Args:
-        graph: What it is for.
-        strategy: What is checked.
-        lines: Those of the file that it comes from, for messages.
+        graph: The graph.
+        strategy: The strategy to check.
+        lines: Lines of the file that the strategy comes from, for messages.
 
     Raises:
-        PlanError: an op or a state has no assignment, the micro-batches differ, a stage is not
-            there, what is offloaded is needed outside of the update, or several ranks would have to
-            draw the same random numbers.
-        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        PlanError: an op or a state has no assignment, the micro-batches differ, a stage does not
+            exist, an offloaded state is needed outside of the update, or several ranks would have
+            to draw the same random numbers.
+        SignatureError: an op may not be cut as in the strategy, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     _check_complete(graph, strategy, lines)
@@ -66,13 +66,13 @@ def _naming(section: str, name: str, lines: Lines | None) -> Iterator[None]:
         yield
     except SbpError as error:
         places = (lines.where((section, name)),) if lines else ()
-        # What is wrong with a call names its node.
+        # An error about a call already names its node.
         decision = () if section == "nodes" else (f"{section} of {name}",)
         raise error.replaced(type(error), where=(*places, *error.where, *decision)) from error
 
 
 def _check_draws(node: Node, num_ranks: int) -> None:
-    """Refuse what draws from PyTorch's generator: each rank would draw numbers of its own."""
+    """Refuse a draw from PyTorch's generator: each rank would draw different numbers."""
     if num_ranks > 1 and "seeded" in node.tags:
         raise PlanError(
             f"{node.op} would draw other random numbers on each of {num_ranks} ranks",
@@ -99,7 +99,7 @@ def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None
 
 
 def _check_offloaded(graph: LogicalGraph, strategy: Strategy, lines: Lines | None) -> None:
-    """Check that what is offloaded are states that the optimizer alone uses, once a step."""
+    """Check that offloaded tensors are states that the optimizer alone uses, once a step."""
     offloaded = {name for name, storage in strategy.storage.items() if storage.offloaded}
     wrong = _not_offloadable(graph, offloaded) if offloaded else {}
     if wrong:

@@ -21,8 +21,8 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
     The level counts the boxing steps and changes of stage on the longest path to an item.
 
     Args:
-        graph: What they were made of.
-        items: In topological order.
+        graph: The graph that they were made from.
+        items: The items, in topological order.
     """
     levels: dict[str, int] = {}
     made_on: dict[str, int] = {}
@@ -33,7 +33,7 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
     #     level 0   x = mm(..)   z = relu(..)   all-reduce(x)       one segment: x, z
     #     level 1   y = add(x@(B), z)                               the next one
     for item in items:
-        # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
+        # Stages on the same ranks pass values on without a boxing step; that too ends a segment.
         level = max(
             (levels.get(k, 0) + (made_on.get(k, item.stage) != item.stage) for k in item.inputs),
             default=0,
@@ -46,7 +46,7 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
             level = max(level, front.get((item.stage, item.phase), 0))
         for key in item.outputs:
             levels[key] = level + item.leaves
-            # A transfer has arrived on its stage, and a host number is there on every rank.
+            # A transfer has arrived on its stage; every rank has host numbers anyway.
             if not item.leaves and item.kind is not ItemKind.HOST:
                 made_on[key] = item.stage
         found.append(replace(item, level=level))
@@ -56,8 +56,8 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
 def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
     """Whether each phase boxes a value for itself, shortly before it uses it.
 
-    Parameters, and what they are in another dtype: of a parameter whose shards are converted before
-    they are gathered, no phase keeps the whole for another.
+    True for parameters, and for parameters converted to another dtype: if the shards are converted
+    before they are gathered, no phase keeps the whole tensor for another phase.
     """
     node = graph.producers.get(value)
     if node is not None and node.kind in traits_of(node.op).casts:
@@ -67,35 +67,35 @@ def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
 
 
 def is_awaited(graph: LogicalGraph, item: Item) -> bool:
-    """Whether the forward or backward phase goes on with what an item boxes.
+    """Whether the forward or backward phase uses the result of a boxing item.
 
-    Nobody waits for a gradient before the optimizer does, also where it is added up until then.
+    No phase before the optimizer waits for a gradient, even if it is accumulated until then.
     """
     asking = graph.by_name.get(item.asked_by)
     return asking is not None and asking.phase is not Phase.OPTIMIZER and asking.op != ACCUMULATE
 
 
 def sink(items: Sequence[Item]) -> list[Item]:
-    """Move what gains nothing from being early into the segment that uses it first.
+    """Move items that gain nothing from being early into the segment that uses them first.
 
-    Aliases and constants need no segment of their own, and an update that is begun before its
-    gradient has come only holds memory.
+    Aliases and constants need no separate segment, and an update that begins before its gradient
+    has come only holds memory.
 
     before: levels  t(w): 0  mul(w, decay): 0  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
     after:  levels  t(w): 2  mul(w, decay): 5  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
     """
     users: dict[str, list[Item]] = {}
     sunk: list[Item] = []
-    # Backwards, so that users have sunk before what they use: a chain of views sinks as a whole.
+    # Backwards, so that users have moved before their arguments: a chain of views moves as a whole.
     for item in reversed(items):
-        # It only looks at its argument, or needs none.
+        # It only views its argument, or needs none.
         light = (node := item.node) is not None and (
             is_view(node.op) or node.kind in traits_of(node.op).factories
         )
         if item.kind is ItemKind.OP and (light or item.phase is Phase.OPTIMIZER):
             found = [user for key in item.outputs for user in users.get(key, ())]
-            # A later phase has segments of its own, whose levels say nothing about this one's; and
-            # what another stage takes must be ready a level before.
+            # A later phase has separate segments, whose levels do not count here; and a value that
+            # another stage takes must be ready a level before.
             same = [
                 user.level - (user.stage != item.stage)
                 for user in found

@@ -4,8 +4,8 @@ before: y = mm(x, w)                          x is made as (P), mm wants (B)
 after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
 
 Conversions of one value to one target are shared by all their consumers. A sharded parameter is
-gathered right before it is used, and anew for the backward phase if `Strategy.regather` says so, so
-that no gathered copy lives longer than its use.
+gathered right before it is used, and again for the backward phase if `Strategy.regather` says so.
+So no gathered copy lives longer than its use.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def lower(graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None = Non
     Args:
         graph: The step.
         strategy: How it is split.
-        cluster: The machine that says which of two routes between stages is faster; without one,
-            that of fewer steps is taken.
+        cluster: The machine that decides which of two routes between stages is faster; without one,
+            the route of fewer steps is taken.
 
     Raises:
-        PlanError: the strategy does not cover the graph, or names a stage that is not there; an
+        PlanError: the strategy does not cover the graph, or names a stage that does not exist; an
             output is an input itself; a host number is read from a tensor.
-        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        SignatureError: an op may not be cut as in the strategy, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     check_strategy(graph, strategy)
@@ -62,7 +62,7 @@ class _Lowering:
         self.graph, self.strategy, self.cluster = graph, strategy, cluster
         self.out = LoweredItems()
         self.phases: dict[str, Phase] = {}
-        # By value, stage, nd-SBP and `_apart_for`: the key of what is boxed so already.
+        # By value, stage, nd-SBP and `_apart_for`: the key of each boxed value so far.
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
         for name, storage in strategy.storage.items():
             self.out.held[name] = KeyLayout(name, storage.stage, storage.sbp)
@@ -141,7 +141,7 @@ class _Lowering:
             self.out.results[name] = tuple(self._result(value, phase, rate))
 
     def _result(self, value: str, phase: Phase, rate: Rate) -> Iterator[str]:
-        """Yield the keys by which a loss or metric leaves: whole, and once on every rank.
+        """Yield the keys under which a loss or metric leaves: whole, and once on every rank.
 
         Made on the last of three stages, the first and the last of which are on the same rank:
 
@@ -169,9 +169,9 @@ class _Lowering:
         *,
         begin: str = "",
     ) -> str:
-        """Return the key of `value` as (stage, sbp), adding the steps that are still missing.
+        """Return the key of `value` as (stage, sbp), adding the missing steps.
 
-        They lead on from the key `begin`, or from how the value is made or stored.
+        The steps begin at the key `begin`, or at the SBP in which the value is made or stored.
         """
         held = self.out.held[begin or value]
         if held.stage == stage and held.sbp == sbp:
@@ -180,36 +180,35 @@ class _Lowering:
         apart_for = self._apart_for(value, phase, rate)
         producer = self.graph.producers.get(value)
         is_gradient = producer is not None and producer.phase is Phase.BACKWARD
-        # A gradient that the optimizer asks for would be boxed in its phase, when all gradients are
-        # there. Boxed in the backward phase, as soon as it is made, it can overlap with the rest of
-        # that, and the unreduced copy is freed sooner. Of several micro-batches the sum is boxed,
-        # once a step.
+        # A gradient that the optimizer asks for would be boxed in its phase, after all gradients.
+        # Boxed in the backward phase, as soon as it is made, it can overlap with the rest of that
+        # phase, and the unreduced copy is freed sooner. With several micro-batches the sum is
+        # boxed, once a step.
         if is_gradient and phase is Phase.OPTIMIZER and self.graph.rate_of(value) is Rate.MICRO:
             phase, rate = Phase.BACKWARD, Rate.MICRO
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
-        # Each step of the route is shared for itself, so routes that begin alike share their
-        # beginning:
+        # Each step of the route is shared separately, so routes with the same beginning share it:
         #
         #     x to (B, B), by way of (B, S0)    x -> x@0(B, S0) -> x@0(B, B)
         #     x to (B, S0)                      x -> x@0(B, S0)               no step of its own
         key, here = begin or value, held.stage
         found = fastest_route(kind.shape, kind.dtype, source, target, self.cluster)
         for step in found.steps:
-            # A transfer may also lead from one nd-SBP to another on the stage where the value is.
+            # A transfer may also lead to another nd-SBP on the stage where the value is.
             arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
             there = stage if arrives else here
             memo = (value, there, step.target[1], apart_for)
             there_is = self.boxed.get(memo)
-            # What a later phase was the first to ask for comes too late for a node before it.
+            # A step that a later phase asked for first comes too late for an earlier node.
             if there_is and (
                 not asked_by or PHASE_ORDER[self.phases[there_is]] <= PHASE_ORDER[phase]
             ):
                 key, here = there_is, there
                 continue
             made = f"{value}@{there}({step.target[1]})" + (f"!{apart_for}" if apart_for else "")
-            # The name is taken where the step is there already, but for a later phase. The new step
-            # is the earlier one and takes its place in `boxed`: from here on it serves both phases.
+            # If the name is taken by that later step, the new step gets another. The new step is
+            # earlier and takes its place in `boxed`: from here on it serves both phases.
             while made in self.out.held:
                 made = f"{made}'"
             self.out.held[made] = KeyLayout(value, there, step.target[1])
@@ -234,22 +233,22 @@ class _Lowering:
         return key
 
     def _apart_for(self, value: str, phase: Phase, rate: Rate) -> str:
-        """Return for what a value is boxed apart from its other users; empty if for none."""
+        """Return the phase that a value is boxed separately for; empty if it is shared."""
         if is_gathered_on_use(self.graph, value):
-            # Regathered: a copy for the forward phase and one for the backward phase, neither of
+            # Regathered: one copy for the forward phase and one for the backward phase, neither of
             # which lives in between. The optimizer never waits for, or keeps alive, the copy of
             # another phase.
             shared = phase is not Phase.OPTIMIZER and not self.strategy.is_regathered(value)
             return "" if shared else phase.value
         entry = self.graph.input_kinds.get(value)
-        # What is boxed for each micro-batch cannot be read once a step.
+        # A value that is boxed for each micro-batch cannot be read once a step.
         is_buffer = entry is not None and entry.kind is InputKind.BUFFER
         once = rate is not Rate.MICRO and (is_buffer or value in self.graph.carried)
         return rate.value if once else ""
 
     def _add(self, item: Item) -> None:
         if item.kind not in (ItemKind.OP, ItemKind.HOST):
-            # It may go on from a boxing step that a later phase was the first to ask for.
+            # It may continue from a boxing step that a later phase asked for first.
             before = (self.phases.get(key, item.phase) for key in item.inputs)
             phase = max((item.phase, *before), key=PHASE_ORDER.__getitem__)
             item = replace(item, phase=phase)

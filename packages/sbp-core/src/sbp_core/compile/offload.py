@@ -5,19 +5,20 @@ after:  fetch.0.1                 m@device = to_device(m)
         optimizer.0.1.offload.1   m2 = mul(m@device, ..)   w2 = addcdiv(w, m2, ..)   writes w
         store.0.1                 m@host = to_host(m, m2)                            writes m
 
-Fetches fire on a thread of their own, and so do stores, as links to the host go on in parallel with
-compute. States are fetched in groups: those of one parameter together, of small ones several, so
-that each group has at least half of the bytes of the largest parameter's; else the small ones
-between large ones would keep these from following each other. The update of each group is a segment
-of its own; what needs several groups, such as a norm of all updates, is one after them.
+Fetches fire on a separate thread, and so do stores, because the links to the host work in
+parallel with compute. States are fetched in groups: the states of one parameter together, and small
+parameters several at a time, so that each group has at least half of the bytes of the largest
+parameter's. Small groups between large ones would keep the large ones from following each other.
+The update of each group is a separate segment, followed by everything that needs several groups,
+such as a norm of all updates.
 
     host to device   fetch 1  fetch 2            fetch 3            fetch 4
     compute                   update 1           update 2           update 3
     device to host                     store 1            store 2            store 3
 
-At most `in_flight` groups are on the device at a time: a fetch waits for the group that many before
-it to be stored, by a register without values. It waits likewise for all that its update takes of
-others, such as gradients, so that no copy is there before it can be used.
+At most `in_flight` groups are on the device at a time: a fetch waits until the group `in_flight`
+places before it is stored, by a register without values. It also waits for all other inputs of its
+update, such as gradients, so that no copy arrives before it can be used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def offload(program: LoweredProgram) -> LoweredItems:
     """Return the items with copies of offloaded states, and updates in groups.
 
     Args:
-        program: With levels and pieces, of a strategy that `legality` accepts.
+        program: The lowered program, with levels and pieces; `legality` accepts its strategy.
     """
     lowered = program.lowered
     names = {name for name, one in program.strategy.storage.items() if one.offloaded}
@@ -60,7 +61,7 @@ def offload(program: LoweredProgram) -> LoweredItems:
                 first.setdefault(key, item)
 
     def copied(kind: ItemKind, key: str, inputs: tuple[str, ...], beside: Item) -> None:
-        """Add the copy of a state for an item that uses it, or of what one makes."""
+        """Add a copy: of a state for an item that uses it, or of a new value that one makes."""
         held, group = lowered.held[inputs[0]], groups[inputs[0]]
         found.held[key] = held
         found.items.append(
@@ -93,7 +94,7 @@ def copy_name(item: Item) -> str:
 
 
 def _topological(items: Sequence[Item]) -> list[Item]:
-    """Return items after those that make what they take; cuts list segments in other orders."""
+    """Return items in topological order; cuts list segments in other orders."""
     makers = {key: item for item in items for key in item.outputs}
     done: dict[str, Item] = {}
     for root in items:
@@ -110,7 +111,7 @@ def _topological(items: Sequence[Item]) -> list[Item]:
 
 
 def owner_of(state: str) -> str:
-    """Return what a state is one of several states of, by its name: a parameter."""
+    """Return the parameter that a state belongs to, by its name."""
     return state.rpartition(".")[0] or state
 
 
@@ -143,15 +144,15 @@ def _groups(
 
 
 def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]:
-    """Return the group that each item is updated with: 0 for none, one after the last for several.
+    """Return the group that each item is updated with: 0 for none, last + 1 for several.
 
-    Within a segment what an item depends on only grows along the data, and what depends on no group
-    goes with its users if they are all of one. So the parts of a segment do not wait for each other
-    in a circle.
+    Within a segment, the set of groups that items depend on only grows along the data. An item that
+    depends on no group goes with its users if all of them are in one group. So the parts of a
+    segment do not wait for each other in a circle.
 
     Args:
-        items: In topological order, with the keys of what is fetched.
-        fetched: The group of each of these.
+        items: In topological order, with the keys of the fetched copies.
+        fetched: The group of each of these keys.
     """
     #: The groups that each key depends on.
     of_keys = {key: frozenset((group,)) for key, group in fetched.items()}
@@ -163,7 +164,7 @@ def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]
         if groups:
             of_keys |= dict.fromkeys(item.outputs, groups)
         is_update = item.is_inside and item.phase is Phase.OPTIMIZER and item.rate is Rate.STEP
-        # Several groups depend on all of these: no part of one of them.
+        # Items that depend on several groups: users of all of them, part of none.
         number = next(iter(groups)) if len(groups) == 1 else behind
         labels[item.name] = number if groups and is_update else 0
         for key in item.inputs:
@@ -173,7 +174,7 @@ def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]
             continue
         found = [user for key in item.outputs for user in users[key]]
         numbers = {labels[user.name] for user in found}
-        # Else what is made for each update, such as a decayed gradient, would be there for all.
+        # Otherwise values made for each update, such as decayed gradients, would all be alive.
         if len(numbers) == 1 and all(user.segment == item.segment for user in found):
             labels[item.name] = numbers.pop()
     return labels
@@ -183,8 +184,8 @@ def bound_copies(plan: PhysicalPlan, items: Iterable[Item], in_flight: int) -> P
     """Return the plan with registers without values that keep states from being fetched too early.
 
     Args:
-        plan: Without firing orders.
-        items: That it was made of.
+        plan: A plan without firing orders.
+        items: The items that it was made from.
         in_flight: Most groups that are on the device at a time; at least 1.
     """
     copies = {copy_name(i): i for i in items if i.kind in (ItemKind.FETCH, ItemKind.STORE)}
@@ -194,8 +195,8 @@ def bound_copies(plan: PhysicalPlan, items: Iterable[Item], in_flight: int) -> P
         return plan
 
     def stored_after(part: RankPlan) -> Iterator[Register]:
-        # A new value may need no old one; it is stored after the fetch of its group all the same,
-        # as the state is written over then, and the group is done with it.
+        # A new value may need no old one. It is still stored after the fetch of its group, because
+        # the state is overwritten then, and the group is done with it.
         for actor in part.actors:
             if store := stores.get(groups.get(actor.name, 0)):
                 yield token(actor.name, store)
@@ -203,8 +204,8 @@ def bound_copies(plan: PhysicalPlan, items: Iterable[Item], in_flight: int) -> P
     plan = _with_registers(plan, stored_after)
     flow = successors(plan)
     behind = downstream(flow, groups)
-    # Of each actor, the last of the fetches that it waits for. A fetch never waits for what waits
-    # for itself or a later one: so there is no circle.
+    # For each actor, the last fetch that it waits for. A fetch never waits for an actor that waits
+    # for the same or a later fetch: so there is no circle.
     last: dict[str, int] = {}
     for name in sorted(groups, key=groups.__getitem__):
         last |= dict.fromkeys(downstream(flow, [name]), groups[name])
@@ -233,7 +234,7 @@ def bound_copies(plan: PhysicalPlan, items: Iterable[Item], in_flight: int) -> P
 def _with_registers(
     plan: PhysicalPlan, more: Callable[[RankPlan], Iterator[Register]]
 ) -> PhysicalPlan:
-    """Return the plan with more registers; ranks that share theirs go on to do so."""
+    """Return the plan with more registers; ranks that share registers still share them."""
     known: dict[object, tuple[Register, ...]] = {}
     ranks = []
     for part in plan.ranks:

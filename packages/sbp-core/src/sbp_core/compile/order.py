@@ -1,13 +1,13 @@
 """Order firings: list scheduling of the token game gives every thread its fixed order.
 
-Sends go first, since another rank waits for them, and updates between micro-batches, which the next
-ones wait for; then forward firings, then older micro-batches, so the quotas alone decide the
-schedule: as many as there are micro-batches give GPipe, `stages - stage` gives 1F1B. A strategy
-that says the order of its actions is followed instead (`Turns`). A collective starts on all ranks
-of its group at once, hence in one order everywhere. What a rank receives only to report it, such as
-the loss that another stage made, comes last of all that its thread does before the commit, so that
-nothing else waits for it. What a thread receives it asks for ahead of that order
-(`early_receives`).
+Sends go first, because another rank waits for them; then updates between micro-batches, because the
+next micro-batches wait for them; then forward firings, then older micro-batches. So the quotas
+alone decide the schedule: a quota of all micro-batches gives GPipe, `stages - stage` gives 1F1B. If
+a strategy gives the order of its actions, that order is followed instead (`Turns`). A collective
+starts on all ranks of its group at once, hence in one order everywhere. A value that a rank
+receives only to report it, such as the loss of another stage, comes after all other work of its
+thread before the commit, so that nothing waits for it. A thread may post its receives ahead of that
+order (`early_receives`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def order_firings(
     """Return the plan with a firing order for every thread.
 
     Args:
-        plan: Without.
-        actions: For each rank the order of its forward and backward work; without, the quotas
+        plan: A plan without firing orders.
+        actions: For each rank the order of its forward and backward work; without it, the quotas
             decide.
 
     Raises:
-        PlanError: the quotas admit no order; names the actors that wait, and larger quotas.
+        PlanError: the quotas allow no order; names the actors that wait, and larger quotas.
     """
     actions = actions or {}
     folded = fold(plan, {rank: tuple(order) for rank, order in actions.items()})
@@ -55,7 +55,7 @@ def order_firings(
 
 
 class _Scheduler:
-    """An event simulation with predicted times; only the order that it finds is kept."""
+    """An event simulation with predicted times; only the resulting order is kept."""
 
     def __init__(
         self, whole: PhysicalPlan, folded: FoldedPlan, actions: Mapping[int, Sequence[Action]]
@@ -68,13 +68,13 @@ class _Scheduler:
         }
         self.has_turns = bool(actions)
         self.now = 0.0
-        #: What is received for the user alone, whose values no other actor takes.
+        #: Receives of values for the user alone, which no other actor takes.
         self.reports: set[ActorId] = set()
-        #: These, and what waits for them, such as the commit.
+        #: These receives, and all actors that wait for them, such as the commit.
         self.last: set[ActorId] = set()
         self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
-        #: What may start as far as its own data and credits go, with its priority; only a start
-        #: takes that away.
+        #: Actors whose own data and credits let them start, with their priority; only their start
+        #: changes that.
         self.ready: dict[ThreadId, dict[ActorId, tuple[int, ...]]] = defaultdict(dict)
         self.rank_of: dict[ActorId, tuple[int, int, int]] = {}
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
@@ -95,9 +95,9 @@ class _Scheduler:
         self.free: set[ThreadId] = set(self.pending)
         for actor_ids in self.pending.values():
             self._look_at(actor_ids)
-        #: When threads become free, and firings are over: time, sequence, who, which of both.
+        #: When threads become free, and firings end: time, sequence, who, which of both.
         self.running: list[tuple[float, int, tuple[ActorId, ...], bool, bool]] = []
-        #: When the link of each rank has moved all that has begun.
+        #: When the link of each rank has finished all transfers that have begun.
         self.link_free: dict[int, float] = defaultdict(float)
         self.sequence = 0
 
@@ -105,19 +105,19 @@ class _Scheduler:
         """Return the orders of the threads of each rank.
 
         Raises:
-            PlanError: the quotas admit none.
+            PlanError: the quotas allow none.
         """
         while any(self.pending.values()) or self.running:
             for thread in sorted(self.free):
-                # A collective of a thread before took it.
+                # A collective on an earlier thread has already started it.
                 if thread in self.free:
                     # The thread is busy then. A start makes nobody ready, so one pass over the
                     # threads is enough.
                     any(self._starts(actor_id) for actor_id in self._candidates(thread))
             if not self.running:
-                # What waits for nothing but its turn, the earliest of all threads first. Orders of
-                # actions say nothing of what a rank does for other stages besides, such as to send
-                # them a tied weight for their backward phase, which belongs to its own.
+                # Actors that wait only for their turn, the earliest of all threads first. Orders of
+                # actions do not include a rank's work for other stages, such as sending a tied
+                # weight for their backward phase, which belongs to its own.
                 waiting = (c for thread in self.free for c in self._candidates(thread))
                 ordered = sorted(
                     waiting, key=lambda actor_id: (self._priority(actor_id)[1], actor_id)
@@ -131,8 +131,8 @@ class _Scheduler:
                     todo=todo or "raise in_flight of the stages named",
                 )
             self.now = self.running[0][0]
-            # All that ends at this time, before anything starts: else the first of equals would let
-            # its neighbours go ahead of others with a better priority.
+            # Process all ends at this time before anything starts: otherwise the first of several
+            # would let its neighbours go ahead of actors with a better priority.
             while self.running and self.running[0][0] <= self.now:
                 _, _, actor_ids, frees, ends = heapq.heappop(self.running)
                 self.free.update(self._thread(actor_id) for actor_id in actor_ids if frees)
@@ -150,7 +150,7 @@ class _Scheduler:
         # backward firings, which give them back, come in between:
         #
         #     quota 4 (GPipe)    f0 f1 f2 f3 b0 b1 b2 b3
-        #     quota 2 (1F1B)     f0 f1 b0 f2 b1 f3 b2 b3      f2 lacks credit until b0 is through
+        #     quota 2 (1F1B)     f0 f1 b0 f2 b1 f3 b2 b3      f2 lacks credit until b0 has ended
         urgency, phase, index = self.rank_of[actor_id]
         started = self.game.started[actor_id]
         if self.has_turns:
@@ -158,7 +158,7 @@ class _Scheduler:
         return urgency, phase, started, index
 
     def _candidates(self, thread: ThreadId) -> list[ActorId]:
-        """Return what a thread could start, the best first."""
+        """Return the actors that a thread could start, the best first."""
         # A greedy order would put a report into a gap before the thread's last firings, which
         # would wait for it if it came later than predicted.
         ready = self.ready[thread]
@@ -168,11 +168,11 @@ class _Scheduler:
         return [actor_id for actor_id in found if actor_id not in self.reports]
 
     def _starts(self, actor_id: ActorId, *, in_turn: bool = True) -> bool:
-        """Start an actor if it can be; return whether it was."""
+        """Start an actor if possible; return whether it has started."""
         # A collective starts only when every thread of its group is free and has it ready, and then
-        # takes them all at once. So it comes in the same place between other collectives on all
-        # ranks of the group; if each rank chose for itself, two ranks could begin two collectives
-        # crosswise, and wait for each other for ever.
+        # takes them all at once. So it has the same place among other collectives on all ranks of
+        # the group. If each rank chose separately, two ranks could begin two collectives in
+        # opposite order, and wait for each other for ever.
         game, partners = self.game, self.game.partners(actor_id)
         threads = [self._thread(partner) for partner in partners]
         for one, thread in zip(partners, threads, strict=True):
@@ -193,8 +193,8 @@ class _Scheduler:
         if not any(actor.overlaps for actor in actors):
             self._push(end, partners, frees=True, ends=True)
             return True
-        # The threads go on when it has begun. It is over when the links of all its ranks have moved
-        # it, one thing after the other.
+        # The threads continue when it has begun. It ends when the links of all its ranks have moved
+        # its data, one transfer after the other.
         begun = self.now + max(actor.begun_s for actor in actors)
         end += max(0.0, max(self.link_free[rank] for rank, _ in partners) - begun)
         for rank, _ in partners:
@@ -211,7 +211,7 @@ class _Scheduler:
         heapq.heappush(self.running, (when, self.sequence, actor_ids, frees, ends))
 
     def _look_at(self, actor_ids: Iterable[ActorId]) -> None:
-        """Note which of some actors have become ready."""
+        """Add the actors among these that have become ready."""
         for actor_id in actor_ids:
             if self.game.is_ready(actor_id):
                 self.ready[self._thread(actor_id)][actor_id] = self._priority(actor_id)
@@ -230,11 +230,11 @@ class _Scheduler:
 
 
 def _urgency(part: RankPlan, actor: Actor) -> int:
-    """Return who goes first: what other ranks wait for, then what overlaps with the thread."""
+    """Return the priority: work that other ranks wait for, then work that overlaps the thread."""
     if isinstance(actor, Send):
         return 0
-    # An actor that only makes of states what a collective takes that is begun early, such as a
-    # bucket, leads it.
+    # An actor that only prepares states for a collective that begins early, such as a bucket, goes
+    # just before it.
     readers = [
         n for register in part.outputs_of[actor.name] if register.keys for n in register.consumers
     ]
@@ -244,7 +244,7 @@ def _urgency(part: RankPlan, actor: Actor) -> int:
 
 
 def _is_begun_early(actor: Actor) -> bool:
-    """Whether an actor lets something go on in parallel with its thread, for which it goes first.
+    """Whether an actor starts work in parallel with its thread; it then goes first.
 
     An update that only reads states could begin with the step, and would hold memory all along.
     """
@@ -265,27 +265,27 @@ def is_report(actor: Actor) -> bool:
 
 
 class Turns:
-    """Whose turn it is on a rank whose strategy says the order of its forward and backward work.
+    """The turns of a rank whose strategy gives the order of its forward and backward work.
 
-    An action is what the actors of one stage and phase do for one micro-batch: all segments, sums
-    and boxing in between. They are done in the order that the strategy gives (`Strategy.orders`),
-    one after the other:
+    An action is the work of one stage and phase for one micro-batch: all segments, sums and boxing
+    in between. Actions are done in the order that the strategy gives (`Strategy.orders`), one after
+    the other:
 
         orders   0F0 0F1 0B0 0F2 ...
         turn     0   1   2   3         an actor of turn 3 starts when all of the turns 0 to 2 have
 
-    What is done once a step is in no action. Before the first are what the forward phase waits for,
-    such as parameters that are gathered once; after the last are boxing of sums, and the optimizer.
-    Messages leave as soon as they are made, as other ranks wait for them. Without an order, every
-    actor is always on.
+    Work that is done once a step belongs to no action. Before the first action comes work that the
+    forward phase waits for, such as parameters that are gathered once; after the last action come
+    the boxing of sums, and the optimizer. Messages are sent as soon as they are made, because other
+    ranks wait for them. Without an order, every actor may always start.
 
     Attributes:
         now: The turn whose actors may start.
 
     Args:
-        part: Of the rank.
-        order: Of its actions; empty if the strategy leaves it to the quotas.
-        num_micro_batches: Of a step.
+        part: The plan of the rank.
+        order: The order of its actions; empty if the quotas decide.
+        num_micro_batches: Micro-batches of a step.
     """
 
     def __init__(self, part: RankPlan, order: Sequence[Action], num_micro_batches: int) -> None:
@@ -312,12 +312,12 @@ class Turns:
         return -1 if actor.phase is Phase.FORWARD else self._num_turns
 
     def is_on(self, actor: Actor, index: int) -> bool:
-        """Whether a firing may start, as far as the order of actions goes."""
+        """Whether the order of actions lets a firing start."""
         turn = self._turn(actor, index)
         return turn is None or turn <= self.now
 
     def start(self, actor: Actor, index: int) -> None:
-        """Note that a firing has started."""
+        """Record that a firing has started."""
         turn = self._turn(actor, index)
         if turn is not None:
             self._waiting[turn] -= 1
@@ -335,23 +335,22 @@ class Turns:
 
 
 def early_receives(part: RankPlan, thread: str) -> Mapping[int, tuple[int, ...]]:
-    """Return the receives that a thread requests before each firing, as places in its order.
+    """Return the receives that a thread posts before each firing, as places in its order.
 
-    Transports move a message when its receiver has asked for it. So a thread asks for what it
-    receives next as soon as it has what it received last, and computes while that is on its way:
+    Transports move a message once its receive is posted. So a thread posts its next receive as soon
+    as the last one has arrived, and computes while the message is on its way:
 
         the order of a thread      receive a0   F0   B0   receive a1   F1   B1
-        asks for                 a0          a1                     a2
+        posts                    a0          a1                     a2
 
-    What it receives next is a run of receives with nothing between them, such as the tensors that
-    cross from one stage to the next. There is never more than one run that was asked for and has
-    not come, so this holds little memory, which `sbp_core.memory` counts. A receive that needs
-    something of its own rank is asked for when it fires. Orders know nothing of all this: to ask
-    early only shortens a wait.
+    One posting is a run of receives with nothing between them, such as all tensors that cross from
+    one stage to the next. At most one run is posted and has not arrived, so this holds little
+    memory, which `sbp_core.memory` counts. A receive that needs a value of its own rank is posted
+    when it fires. Orders ignore all this, because an early posting only shortens a wait.
 
     Args:
-        part: Of the rank, with firing orders.
-        thread: Of the rank.
+        part: The plan of the rank, with firing orders.
+        thread: Name of its thread.
     """
     found: dict[int, list[int]] = defaultdict(list)
     asks, in_run = 0, False

@@ -1,13 +1,13 @@
 """Rewrite segments so that they write new values of states over the old ones.
 
-An operator that has an in-place form, and whose argument is the state itself, or was made of it by
-such operators and is needed no more, writes over it:
+An operator writes over its argument if it has an in-place form, and the argument is the state
+itself, or was made from it by such operators and is not needed any more:
 
 before: a = mul(v, 0.9); b = addcmul(a, g, g); d = sqrt(b)                       v <- b
 after:  a = mul_(v, 0.9); b = addcmul_(a, g, g); d = sqrt(b)         a and b are v itself
 
-All other new values are copied over the old ones, each as soon as nothing of the segment looks at
-the old one any more:
+All other new values are copied over the old ones, each as soon as nothing in the segment reads the
+old one any more:
 
     0  t = view(w)
     1  a = matmul(w, ..)    <- a is made here
@@ -30,7 +30,7 @@ from sbp_core.signatures.views import in_place_form
 #: An argument of an instruction that a result is written over: (instruction, result).
 _Link = tuple[int, int]
 
-#: Instructions, new keys of states that are copied over, and which donated keys are overwritten.
+#: Instructions, new keys of states that are copied over, and the donated keys that are overwritten.
 _Rewritten = tuple[tuple[Instruction, ...], Mapping[str, str], tuple[str, ...]]
 
 
@@ -41,9 +41,9 @@ def is_in_place(op: str) -> bool:
 
 
 def first_overwrites(actor: Compute) -> Mapping[int, tuple[str, ...]]:
-    """Return the states that a segment writes over, by the instruction that does so first.
+    """Return the states that a segment writes over, by the first instruction that does so.
 
-    A state in `in_place` that is not among them is copied over after the firing.
+    A state in `in_place` that is not among them is overwritten by a copy after the firing.
     """
     found: dict[str, int] = {}
     for at, entry in enumerate(actor.instructions):
@@ -56,14 +56,14 @@ def first_overwrites(actor: Compute) -> Mapping[int, tuple[str, ...]]:
 
 
 def written_arguments(op: str, num_results: int) -> tuple[int, ...]:
-    """Return the arguments that an operator in place writes over, those of lists one by one.
+    """Return the arguments that an in-place operator writes over, with lists flattened.
 
     Args:
-        op: Of which `is_in_place` holds.
-        num_results: Of the call: it may have fewer than the operator can have.
+        op: An operator for which `is_in_place` holds.
+        num_results: Results of the call: possibly fewer than the operator can have.
 
     Returns:
-        None of them if the operator is the form in place of none.
+        Empty if it is not the in-place form of another operator.
     """
     if op == OVERWRITE:
         return (0,)
@@ -73,7 +73,7 @@ def written_arguments(op: str, num_results: int) -> tuple[int, ...]:
 
 
 def written_keys(entry: Instruction) -> tuple[str, ...]:
-    """Return the keys that an instruction in place writes over, in the order of its results."""
+    """Return the keys that an in-place instruction writes over, in the order of its results."""
     flat = _flat(entry.args)
     over = written_arguments(entry.op, len(entry.outputs))
     written = [flat[at] for at in over if at < len(flat)]
@@ -84,7 +84,7 @@ class Overwriting:
     """The rewriting of all segments of a plan; ranks that share instructions share the new ones.
 
     Args:
-        memory: For each key the states in whose memory it may lie.
+        memory: For each key the states whose memory it may be in.
     """
 
     def __init__(self, memory: Mapping[str, frozenset[str]]) -> None:
@@ -92,9 +92,9 @@ class Overwriting:
         self._made: dict[object, _Rewritten] = {}
 
     def of(self, actor: Compute) -> Compute:
-        """Return a segment that overwrites the states in `in_place`, and what is `donated`.
+        """Return a segment that overwrites the states in `in_place`, and its `donated` keys.
 
-        Of the latter only those are left in `donated` that it does overwrite.
+        Only keys that it does overwrite remain in `donated`.
         """
         # Instructions by identity: they are shared, and kept alive by the plan.
         what = (
@@ -106,7 +106,7 @@ class Overwriting:
         instructions, new_keys, donated = self._made[what]
         return replace(
             actor,
-            # To be written, the old value must be at hand, even if no instruction computes with it.
+            # To be overwritten, the old value must be an input, even if nothing computes with it.
             reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
             writes=tuple((state, new_keys.get(state, key)) for state, key in actor.writes),
             instructions=instructions,
@@ -120,7 +120,7 @@ class _Segment:
     def __init__(self, actor: Compute, memory: Mapping[str, frozenset[str]]) -> None:
         self.actor, self.memory = actor, memory
         self.entries = actor.instructions
-        #: Which instruction makes a key, and as which of its results.
+        #: For each key, the instruction that makes it and the number of the result.
         self.made: dict[str, _Link] = {
             key: (at, number)
             for at, entry in enumerate(self.entries)
@@ -136,12 +136,12 @@ class _Segment:
         self.leaving = set(keys_out(actor))
 
     def rewritten(self) -> _Rewritten:
-        """Return what becomes of the segment."""
+        """Return the rewritten segment."""
         links: dict[int, set[int]] = defaultdict(set)
         behind: dict[int, list[Instruction]] = defaultdict(list)
         new_keys: dict[str, str] = {}
         for state, key in self.actor.writes:
-            # What is taken from elsewhere is copied after the firing.
+            # A value that comes from another actor is copied after the firing.
             if state not in self.actor.in_place or key not in self.made:
                 continue
             # A key leads back to one state at most, so no two states share a chain.
@@ -149,7 +149,7 @@ class _Segment:
             for at, number in chain or ():
                 links[at].add(number)
             if chain is None:
-                # What leaves the segment as the state's new value is the old memory, written anew.
+                # The state's new value leaves the segment in the old memory, with new content.
                 new_keys[state] = f"{state} <- {key}"
                 made = self.made[key][0]
                 behind[max((made, *self.looks[state]))].append(
@@ -168,8 +168,8 @@ class _Segment:
         return tuple(entries), new_keys, donated
 
     def _donate(self, links: dict[int, set[int]]) -> Iterator[str]:
-        """Add the results that lead from donated keys to what leaves; yield these keys."""
-        # What leaves in their memory under another name would be looked at when it is overwritten.
+        """Add the results between donated keys and keys that leave; yield these donated keys."""
+        # A key that leaves in their memory under another name would be used after the overwrite.
         kept = {name for key in self.leaving for name in (key, *self.memory.get(key, ()))}
         free = dict.fromkeys(key for key in self.actor.donated if key not in kept)
         for key in self.actor.outputs:
@@ -183,9 +183,9 @@ class _Segment:
                     break
 
     def _chain(self, state: str, key: str) -> list[_Link] | None:
-        """Return the results that lead from a state to a new value, each over the one before.
+        """Return the results between a state and a new value, each written over the one before.
 
-        None if there is none, or if something looks at a value when the next one is written.
+        None if there is none, or if a value is used after the next one is written.
         """
         links: list[_Link] = []
         while True:
@@ -196,7 +196,7 @@ class _Segment:
             links.append(link)
             if target == state:
                 looks = self.looks[state]
-                # Everything that is in the memory of the state, under whatever name.
+                # All keys that are in the memory of the state, under whatever name.
                 others = looks_at((k for k in keys_in(self.entries[at]) if k != state), self.memory)
                 is_last = looks[-1] == at and state not in others
                 return links if is_last and _is_taken_once(self.entries[at], state) else None
@@ -205,7 +205,7 @@ class _Segment:
             key = target
 
     def _dies_at(self, key: str, at: int) -> bool:
-        """Whether a value of the segment is used last, and for nothing else, by an instruction."""
+        """Whether an instruction is the last use of a value, which does not leave the segment."""
         return (
             key in self.made
             and key not in self.leaving
@@ -216,7 +216,7 @@ class _Segment:
 
 
 def _target(entry: Instruction, number: int) -> str | None:
-    """Return what the in-place form of an instruction writes a result over; None if it has none."""
+    """Return the argument that the in-place form writes a result over; None without such a form."""
     form, flat = in_place_form(entry.op), _flat(entry.args)
     # A call may have fewer results than its operator can have, such as without momentum.
     if form is None or number >= len(form.over) or form.over[number] >= len(flat):
@@ -226,7 +226,7 @@ def _target(entry: Instruction, number: int) -> str | None:
 
 
 def _flat(args: Sequence[Argument]) -> list[Argument]:
-    """Return the arguments; those of a list one by one."""
+    """Return the arguments, with lists flattened."""
     return [part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,))]
 
 
@@ -235,7 +235,7 @@ def _in_place(entry: Instruction, numbers: set[int]) -> tuple[Instruction, ...]:
 
     Args:
         entry: The instruction.
-        numbers: Results that may be written over their arguments; others get a copy of theirs.
+        numbers: Results that may be written over their arguments; other arguments are copied first.
     """
     form = in_place_form(entry.op)
     assert form is not None, "it has one"

@@ -1,8 +1,8 @@
-"""Packing: how the values of a bucket are laid out in its flat buffer, and what lays them there.
+"""Packing: the layout of a bucket's values in its flat buffer, and the calls that put them there.
 
-A layout is worked out once, when `buckets` forms a bucket, and goes with its items: to the prices
-of packing (`program`) and to the calls of ranks (`instructions`). On n ranks a buffer that is
-scattered or was gathered is n rows, one for each rank of the group:
+A layout is worked out once, when `buckets` forms a bucket. The bucket's items keep it for the
+prices of packing (`program`) and the calls of ranks (`instructions`). On n ranks, a buffer that is
+scattered or was gathered has n rows, one for each rank of the group:
 
     reduce-scatter of a (2, 3) split by rows and b (4,)     rank 0 | a[0], b[:2]
                                                             rank 1 | a[1], b[2:]
@@ -25,7 +25,7 @@ from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, local_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPart:
-    """One value of a flat buffer, which lies alike on every rank.
+    """One value of a flat buffer, with the same layout on every rank.
 
     Args:
         before: Shape of a rank's shard before the step.
@@ -39,10 +39,10 @@ class PackedPart:
 
     @classmethod
     def of(cls, step: BoxingStep) -> PackedPart | None:
-        """Return how the value of a step lies; None if it is no row for each rank.
+        """Return the layout of the value of a step; None if it is not one row for each rank.
 
         Args:
-            step: An all-reduce, reduce-scatter or all-gather that moves alike on all ranks.
+            step: An all-reduce, reduce-scatter or all-gather with equal shards on all ranks.
         """
         if _num_rows(step) < 2 or not prod(step.shape):
             return None
@@ -56,18 +56,18 @@ class PackedPart:
 
     @property
     def num_elements(self) -> int:
-        """Elements in the buffer: of the larger of what a rank has before and after."""
+        """Elements in the buffer: the larger of a rank's shards before and after."""
         return max(prod(self.before), prod(self.after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """How all values of a bucket are laid out in its flat buffer.
+    """The layout of all values of a bucket in its flat buffer.
 
     Args:
-        kind: Of the steps that the bucket replaces.
+        kind: Kind of the steps that the bucket replaces.
         rows: Ranks of a group.
-        num_outer_dims: Dims of the buffer before that of its elements; see `flat_step`.
+        num_outer_dims: Dims of the buffer before its dim of elements; see `flat_step`.
         parts: The values, one after the other.
     """
 
@@ -107,16 +107,16 @@ def flat_step(
 ) -> BoxingStep:
     """Return the step of a flat buffer.
 
-    Its last dim holds the elements; each other mesh axis has a dim of its own that it splits, as
+    Its last dim holds the elements. Each other mesh axis has a separate dim that it splits, because
     ranks along it hold other values.
 
     Args:
-        kind: As of the steps that it replaces; so are mesh, axes and dtype.
-        mesh: Of the stage.
-        axes: Whose ranks take part.
-        dtype: Of the elements.
-        num_elements: Of the larger of what a rank has before and after.
-        like: The nd-SBP of one of them before, which says what is reduced; sums if None.
+        kind: Kind of the steps that it replaces.
+        mesh: Mesh of the stage.
+        axes: The axes along which ranks take part.
+        dtype: Dtype of the elements.
+        num_elements: Elements of the larger of a rank's shards before and after.
+        like: The nd-SBP of one replaced tensor before, which has the reduction; sums if None.
     """
     # An all-reduce along `data` of 10 elements a rank, on a mesh (data: 2, tensor: 4):
     #
@@ -145,7 +145,7 @@ def flat_step(
 
 
 def _outer_axes(mesh: Placement, axes: tuple[int, ...]) -> list[int]:
-    """Return the mesh axes that a flat buffer has a dim for, before that of its elements."""
+    """Return the mesh axes that have a dim of a flat buffer, before its dim of elements."""
     return [a for a, extent in enumerate(mesh.mesh_shape) if a not in axes and extent > 1]
 
 
@@ -180,21 +180,21 @@ def _split_dim(step: BoxingStep, before: Sequence[int], after: Sequence[int]) ->
     return dim
 
 
-# What ranks execute.
+# The instructions of ranks.
 
 
 def pack_instructions(
     node: str, keys: Sequence[str], flat: str, layout: PackedLayout
 ) -> Iterator[Instruction]:
-    """Yield how values are laid out in a flat buffer; the same on every rank.
+    """Yield the instructions that put values into a flat buffer; the same on every rank.
 
     Args:
-        node: What the calls belong to.
-        keys: Of the values, in the order of the layout.
+        node: Name of the node that the calls belong to.
+        keys: Keys of the values, in the order of the layout.
         flat: The key of the buffer.
-        layout: Of the buffer.
+        layout: Layout of the buffer.
     """
-    # A row for each rank where rows part; else a rank's values, one after the other. On two ranks:
+    # If the buffer is scattered, a row for each rank; else the values one after the other. For two:
     #
     #     all-reduce, all-gather    a (2, 3) -> (6,)                      b (4,) -> (4,)      (10,)
     #     reduce-scatter by dim 1   a (3, 2) -> (3, 2, 1) -> (2, 3, 1)    b (4,) -> (2, 2)    (2, 5)
@@ -213,20 +213,20 @@ def pack_instructions(
         yield _call(node, RESHAPE, (Ref(value), row), rows[-1])
     joined = f"{flat}.joined"
     yield _call(node, CAT, (tuple(map(Ref, rows)), 1 if layout.scatters else 0), joined)
-    # Of each other mesh axis a rank has one entry, its own: see `flat_step`.
+    # Along each other mesh axis a rank has one entry, its own: see `flat_step`.
     yield _call(node, RESHAPE, (Ref(joined), (*(1,) * layout.num_outer_dims, -1)), flat)
 
 
 def unpack_instructions(
     node: str, flat: str, keys: Sequence[str], layout: PackedLayout
 ) -> Iterator[Instruction]:
-    """Yield how values are taken out of a flat buffer; the same on every rank.
+    """Yield the instructions that take values out of a flat buffer; the same on every rank.
 
     Args:
-        node: What the calls belong to.
+        node: Name of the node that the calls belong to.
         flat: The key of the buffer.
-        keys: Of the values, in the order of the layout.
-        layout: Of the buffer.
+        keys: Keys of the values, in the order of the layout.
+        layout: Layout of the buffer.
     """
     gathers, rows = layout.gathers, layout.rows
     sizes = tuple(prod(part.before if gathers else part.after) for part in layout.parts)

@@ -1,7 +1,7 @@
 """The physical plan: for every rank its actors, registers, threads and firing order.
 
-A plan is a synchronous-dataflow graph that says everything a runtime needs and nothing else: it is
-serialisable, hashable, executed by runtimes, replayed by `sbp_core.check`.
+A plan is a synchronous-dataflow graph that holds everything a runtime needs and nothing else. It is
+serialisable and hashable; runtimes execute it and `sbp_core.check` replays it.
 
 Keys name what a rank holds: `x` is a value as its op makes it, `x@1(S(0), B)` the same logical
 value boxed to stage 1 and that nd-SBP. Actors read graph inputs (states, batch, scalars) by name
@@ -30,23 +30,23 @@ from sbp_core.serialize import Document, Lines, dump, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """Holds what one actor makes for the same consumers.
+    """Holds results of one actor for the same consumers.
 
     Args:
         name: Unique on its rank.
         producer: Actor that fills it.
         consumers: Actors that read it; each gives its credit back after its firing.
-        keys: The values in it; none of a register that only says that its producer has fired.
+        keys: The values in it; none if the register only signals that its producer has fired.
         rate: How often it is filled: less often than its producer fires if it holds the sums of an
-            accumulation, or says that the last firing of the step is through. Only what carries
-            states may be read more often, each filling as often as it takes.
-        quota: How many may be alive at once.
-        carries: Of a register that hands states from each micro-batch or update to the next, the
+            accumulation, or signals the last firing of the step. Only a register that carries
+            states may be read more often than filled: each filling several times.
+        quota: How many fillings may be alive at once.
+        carries: If the register passes states from each micro-batch or update to the next, the
             names of the states, one for each key; else empty. Its consumers read them as states. It
             is full when a step begins, with the states themselves, and when it ends, with the new
-            ones.
-        staleness: Of one that carries states: how many updates those that a consumer takes are
-            after the newest ones, except in the first micro-batches of a step.
+            values.
+        staleness: If it carries states: by how many updates the values that a consumer takes are
+            older than the newest ones, except in the first micro-batches of a step.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Register:
 
 
 def token(producer: str, *consumers: str, rate: Rate = Rate.STEP, quota: int = 1) -> Register:
-    """Return a register without values, by which actors wait for another one."""
+    """Return a register without values, by which actors wait for another actor."""
     return Register(
         name=f"{producer}>{consumers[0]}",
         producer=producer,
@@ -78,7 +78,7 @@ def token(producer: str, *consumers: str, rate: Rate = Rate.STEP, quota: int = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A register between ranks: what a send has put out and the receiver has not yet taken."""
+    """A register between ranks: messages that were sent and that the receiver has not yet taken."""
 
     name: str
     sender: ActorId
@@ -92,12 +92,12 @@ class StateSlot:
 
     Args:
         name: Name of the graph input.
-        kind: What the graph input is.
-        shape, dtype: Of the logical tensor; dtype alone, with an empty shape, for host scalars.
-        sbp: How it is cut on the placement of its stage; None for host scalars.
-        local_shape: Of this rank's part.
-        offloaded: Whether that is in the memory of the host, where actors of transfer threads
-            fetch and store it (`offload`).
+        kind: Kind of the graph input.
+        shape, dtype: Of the logical tensor; a host scalar has an empty shape.
+        sbp: The nd-SBP on the placement of its stage; None for host scalars.
+        local_shape: Shape of this rank's part.
+        offloaded: Whether that part is in host memory, where actors of transfer threads fetch and
+            store it (`offload`).
     """
 
     name: str
@@ -111,7 +111,7 @@ class StateSlot:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of this rank's part; 0 of a host scalar."""
+        """Bytes of this rank's part; 0 for a host scalar."""
         return 0 if self.sbp is None else TensorType(self.local_shape, self.dtype).size_bytes
 
 
@@ -152,7 +152,7 @@ class RankPlan:
 class PhysicalPlan:
     """The actors of all ranks for one step, and the strategy that they were compiled from.
 
-    `ties` says for a host state, such as a step counter, which states of the model it stands for.
+    `ties` maps a host state, such as a step counter, to the states of the model that it stands for.
     """
 
     graph_hash: str
@@ -167,11 +167,11 @@ class PhysicalPlan:
 
     @cached_property
     def repetitions(self) -> Mapping[Rate, int]:
-        """How often what has a rate fires, or is filled, in one step."""
+        """How often actors and registers of each rate fire, or are filled, in one step."""
         return repetitions(self.num_micro_batches, self.num_updates)
 
     def firings_per_filling(self, actor: Actor, register: Register) -> int:
-        """Return how many firings of its producer a filling takes, or it serves of a consumer."""
+        """Return how many firings of its producer a filling takes, or of a consumer it serves."""
         return self._per_filling[actor.rate, register.rate]
 
     @cached_property
@@ -186,9 +186,9 @@ class PhysicalPlan:
 
     @property
     def distinct(self) -> list[RankPlan]:
-        """One of all ranks that share slots, actors and registers; by the last of each such class.
+        """One rank of each class that shares slots, actors and registers: the last of the class.
 
-        What holds of these alone is looked at once, however many ranks there are.
+        Properties of these objects alone are checked once, however many ranks there are.
         """
         found = {
             (id(part.slots), id(part.actors), id(part.registers)): part
@@ -200,7 +200,7 @@ class PhysicalPlan:
     def alike(self) -> Mapping[int, int]:
         """For each rank the first one with equal slots, actors, registers and orders."""
         ranks = self.ranks
-        # Instructions are not hashable; ranks whose actors are named and timed alike are compared.
+        # Instructions are not hashable; ranks with equal names and times of actors are compared.
         numbers = zip(
             _numbered([part.slots for part in ranks], lambda value: value),
             _numbered([p.actors for p in ranks], lambda v: tuple((a.name, a.time_s) for a in v)),
@@ -214,7 +214,7 @@ class PhysicalPlan:
 
     @cached_property
     def alike_but_for_numbers(self) -> Mapping[int, int]:
-        """Likewise, whatever numbers operators are given, such as where a shard begins."""
+        """Like `alike`, but ignoring the numbers among arguments, such as where a shard begins."""
         few = [part for part in self.ranks if self.alike[part.rank] == part.rank]
         known: dict[int, Instruction] = {}
         formed = replace(
@@ -234,7 +234,7 @@ class PhysicalPlan:
 
     @cached_property
     def staleness(self) -> Mapping[str, int]:
-        """How many updates the parameters that a micro-batch uses are behind; only those > 0."""
+        """By how many updates the parameters of a micro-batch are stale; only values > 0."""
         return {
             state: register.staleness
             for part in self.ranks
@@ -245,7 +245,7 @@ class PhysicalPlan:
 
     @property
     def boxing_bytes(self) -> int:
-        """Bytes that one step moves between ranks, summed over ranks, as the steps price them."""
+        """Bytes that one step moves between ranks, summed over ranks and steps."""
         moves = {
             actor.step: actor.num_firings(self.repetitions)
             for part in self.distinct
@@ -259,11 +259,11 @@ _T = TypeVar("_T")
 
 
 def _numbered(values: list[_T], sketch: Callable[[_T], Hashable]) -> list[int]:
-    """Return a number for each value, the same for equal ones; an object is looked at once.
+    """Return a number for each value, the same for equal ones; each object is compared once.
 
     Args:
-        values: That somebody keeps alive.
-        sketch: Makes something hashable of a value that is the same for equal ones.
+        values: The values, kept alive by the caller.
+        sketch: Maps a value to something hashable that is the same for equal values.
     """
     by_id: dict[int, int] = {}
     alike: dict[Hashable, list[tuple[_T, int]]] = defaultdict(list)
@@ -279,14 +279,14 @@ def _numbered(values: list[_T], sketch: Callable[[_T], Hashable]) -> list[int]:
 
 
 def _without_numbers(actor: Actor, known: dict[int, Instruction]) -> Actor:
-    """Return an actor with the types of numbers in their places; `known` are instructions by id."""
+    """Return an actor with types in place of numbers; `known` are instructions by id."""
     if not isinstance(actor, Compute):
         return actor
     for entry in actor.instructions:
         if id(entry) not in known:
             args = tuple(map(_type_of_number, entry.args))
             kwargs = {key: _type_of_number(value) for key, value in entry.kwargs.items()}
-            # Of a local boxing step the number is which one.
+            # In a local boxing step the number selects the step.
             is_local = entry.op == LOCAL_BOX
             known[id(entry)] = entry if is_local else replace(entry, args=args, kwargs=kwargs)
     return replace(actor, instructions=tuple(known[id(one)] for one in actor.instructions))
@@ -306,12 +306,12 @@ _LIKE: Any = Mapping[str, Mapping[str, int]]
 
 
 class _PlanDocument(Document[PhysicalPlan]):
-    """The file of a plan, in which ranks that are alike are written once.
+    """The file of a plan, in which equal ranks are written once.
 
         "ranks": [{"rank": 0, "slots": ...}, ...]
-        "like":  {"1": 0, "2": 0, ...}             ranks that have what another one has
+        "like":  {"1": 0, "2": 0, ...}             ranks that are equal to another rank
 
-    One that lists every rank by itself says the same, and is read as well.
+    A file that lists every rank separately means the same, and can be read, too.
     """
 
     def dump(self, value: PhysicalPlan) -> dict[str, Any]:
@@ -353,14 +353,14 @@ PLAN = _PlanDocument(
 
 
 def to_json(plan: PhysicalPlan) -> dict[str, Any]:
-    """Return a JSON value that `from_json` reads, with every rank by itself."""
+    """Return a JSON value that `from_json` reads, with every rank listed separately."""
     return {"format": PLAN.format, "version": PLAN.version, **dump(plan, PhysicalPlan)}
 
 
 def from_json(value: object) -> PhysicalPlan:
-    """Read what `to_json` wrote; `sbp_core.check` says whether it is right.
+    """Read the output of `to_json`; `sbp_core.check` says whether the plan is correct.
 
     Raises:
-        SbpValueError: it is no plan, or was written by another version.
+        SbpValueError: it is not a plan, or was written by another version.
     """
     return PLAN.load(value)

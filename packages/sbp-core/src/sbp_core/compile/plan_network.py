@@ -1,26 +1,27 @@
-"""The network of a plan: what `sbp_core.dataflow` says of it is of steps that follow each other.
+"""The network of a plan, on which `sbp_core.dataflow` analyses steps that follow each other.
 
     plan                                   network; an iteration is a step
     actor                                  actor of that duration
     collective of a group                  one actor for all ranks, on the threads of all of them
     collective that overlaps               it begins on the threads; its flight is an actor of its
                                            own, and the links of a rank move one thing at a time;
-                                           so is the time that the transport takes of the threads
+                                           the transport's time on the threads is another actor
     register, channel                      edge with that quota, for each consumer
     register of carried states             edge with an initial token: the states themselves
     register of rate `step` after an       edge that takes a token of each micro-batch, all of them
     actor that fires for each micro-batch  at once; the last of them is the filling
     order of a thread                      order of a processor
 
-Ranks that do the same are one of them (`symmetry`), and what is found holds for all. Each wait of a
-rank is one of its class, and each wait of a class one of all its ranks. So a cycle of waits among
-all ranks is one of classes; and a walk back along a cycle of classes goes on for ever among all
-ranks, which are finitely many, so it closes there with the same times and delays for each round.
+Ranks that do the same are one rank of the network (`symmetry`), and results hold for all of them.
+Each wait of a rank is a wait of its class, and each wait of a class is one of all its ranks. So a
+cycle of waits among all ranks is a cycle of classes. Conversely, a walk back along a cycle of
+classes never ends among all ranks, which are finitely many, so it closes there with the same times
+and delays for each round.
 
-A step begins on a rank when the last one is through there, on all its threads and links; ranks that
-are processes do not wait for each other beyond what registers and channels say. So the network says
-what the plan itself allows, and a session whose ranks share a process may be slower: there a step
-begins when all are through, which takes the latency.
+A step begins on a rank when the step before it has finished there, on all its threads and links.
+Ranks that are processes wait for each other only at registers and channels. So the network shows
+what the plan itself allows. A session whose ranks share a process may be slower: there a step
+begins when all ranks have finished, so it takes the latency.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from sbp_core.dataflow import (
 )
 from sbp_core.graph.ir import Rate
 
-#: Quotas that are named.
+#: Most quotas that a message names.
 _MOST_QUOTAS = 6
 
-#: Ranks of a group that are named, unless they are in a row.
+#: Most ranks of a group that a message names, unless they are consecutive.
 _MOST_RANKS = 4
 
-#: For each thread the firings of a step, as a rank plan has them.
+#: For each thread the firings of a step, as in a rank plan.
 Orders = Mapping[str, Sequence[tuple[str, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSpan:
-    """The actors of a network that an actor of a plan is: as it begins, and when it is over.
+    """The network actors that stand for an actor of a plan: for its begin, and for its end.
 
-    `drag` is on its threads after the begin, if the transport needs their core; else empty.
+    `drag` follows the begin on its threads, if the transport needs their core; else it is empty.
     """
 
     begin: str
@@ -68,7 +69,7 @@ class ActorSpan:
 
 
 def waits_without_order(plan: PhysicalPlan) -> tuple[list[str], str]:
-    """Return why no order of firings exists: who waits for whom, and quotas that would be enough.
+    """Return why no order of firings exists: the cycle of waits, and quotas that would be enough.
 
     Returns:
         The lines of a cycle of waits, and a sentence as from `quotas_to_raise`; both empty if
@@ -83,23 +84,23 @@ class PlanNetwork:
     """A plan as a network.
 
     Args:
-        folded: With firing orders, whose parts fit together (see `sbp_core.check`).
+        folded: With firing orders; its parts fit together (see `sbp_core.check`).
 
     Attributes:
-        network: Of one rank of each class.
-        ends: What each actor of these ranks is in it.
+        network: The network of one rank of each class.
+        ends: The network actors of each actor of these ranks.
         registers: The edges of each register, as (rank, name).
         links: The edges of the links that each actor sends on.
     """
 
     def __init__(self, folded: FoldedPlan) -> None:
         self._plan, self._folded = folded.plan, folded
-        #: For each edge with a quota the register or link that it is of, the quota there, and the
-        #: tokens that a firing produces and consumes.
+        #: For each edge with a quota: its register or link, the quota there, and the tokens that a
+        #: firing produces and consumes.
         self._quota_of: dict[str, tuple[str, int, int, int]] = {}
-        #: For each actor of the network what it is, and where, in words.
+        #: A description of each actor of the network.
         self._words: dict[str, tuple[str, str]] = {}
-        #: Of actors that fire several times: for each of what, in words.
+        #: For actors that fire several times: the unit of one firing, in words.
         self._numbered: dict[str, str] = {}
         self._actors: dict[str, FlowActor] = {}
         self._edges: list[FlowEdge] = []
@@ -109,7 +110,7 @@ class PlanNetwork:
         self.network = self._made()
 
     def cycle_lines(self, cycle: Sequence[Dependency]) -> list[str]:
-        """Return who waits for whom on a cycle, a line for each wait."""
+        """Return the waits of a cycle, one line each."""
 
         def named(firing: FlowFiring) -> str:
             what, where = self._words[firing.actor]
@@ -124,10 +125,10 @@ class PlanNetwork:
         return self.cycle_lines(dead_cycle(self.network) or ())
 
     def quotas_to_raise(self) -> str:
-        """Return which quotas would have to be how large for no deadlock to be, as a sentence.
+        """Return which quotas have to be raised to what, to avoid the deadlock, as a sentence.
 
         Returns:
-            An empty text if there is none; what to do instead if no quota helps.
+            Empty if there is no deadlock; another remedy if no quota helps.
         """
         needed = sufficient_quotas(self.network)
         if needed is None:
@@ -151,7 +152,7 @@ class PlanNetwork:
         return f"{text}; registers have theirs from in_flight of their stage"
 
     def orders_of(self, rank: int, orders: Orders) -> dict[str, list[tuple[str, int]]]:
-        """Return the orders of processors that orders of a rank's threads are."""
+        """Return the orders of processors that correspond to orders of a rank's threads."""
         found: dict[str, list[tuple[str, int]]] = {}
         for thread, order in orders.items():
             ends = [(self.ends[(rank, actor)], index) for actor, index in order]
@@ -193,7 +194,7 @@ class PlanNetwork:
             group = list(self._plan.steps[actor.step].group(rank))
         ranks = dict.fromkeys(self._folded.stands_for[other] for other in group)
         there = [self._plan.by_rank[other].by_name[actor.name] for other in ranks]
-        # It is over on all ranks of its group at once, so the slowest counts.
+        # It ends on all ranks of its group at once, so the slowest counts.
         begun_s = max(one.begun_s for one in there)
         flight_s = max(one.time_s for one in there) - begun_s
         drag_s = max(one.busy_s - one.begun_s for one in there)
@@ -221,7 +222,7 @@ class PlanNetwork:
             self.ends[(other, actor.name)] = ActorSpan(begin=name, over=over, drag=drag)
 
     def _others(self, group: Sequence[int]) -> str:
-        """Return in words how many others there are like a rank or group of ranks."""
+        """Return in words how many more ranks or groups of the same class there are."""
         alike = self._folded.members[self._folded.stands_for[group[0]]]
         here = len(set(group).intersection(alike))
         more = len(alike) // here - 1
@@ -257,11 +258,11 @@ class PlanNetwork:
         consumed: int = 1,
         initial: int = 0,
     ) -> str:
-        """Add the edge of a register or link, and another one for its data if a side flies.
+        """Add the edge of a register or link, and another one for its data if a side is in flight.
 
-        Quota and initial fillings are those of the register. A filling is one token, or as many as
-        firings of its producer make it, which is then `consumed`, or as many as firings of its
-        consumer take it, which is then `produced`.
+        Quota and initial fillings belong to the register. A filling is one token, with exceptions:
+        `consumed` tokens if several firings of its producer make it, `produced` tokens if several
+        firings of its consumer take it.
 
         Returns:
             The name of the edge that has the quota.
@@ -278,7 +279,7 @@ class PlanNetwork:
                 )
             )  # fmt: skip
             return edge
-        # A place is taken when the producer begins, and given back when the consumer is over.
+        # A place is taken when the producer begins, and given back when the consumer ends.
         self._edges += [
             FlowEdge(
                 name=edge, producer=ends[0].begin, consumer=ends[1].over, produced=produced,
@@ -293,11 +294,11 @@ class PlanNetwork:
 
 
 def tokens_of(quota: int, produced: int, consumed: int) -> int:
-    """Return how many tokens a quota of fillings is.
+    """Return the number of tokens in a quota of fillings.
 
-    A filling that one firing makes, for several of its consumer, takes its place at once. One of
-    several firings takes its place with its last token, so those before may be there already: the
-    tokens of `quota` fillings and all but one of the next.
+    A filling that one firing makes, for several firings of its consumer, takes its place at once. A
+    filling made by several firings takes its place with its last token, so the earlier ones may be
+    there already: the tokens of `quota` fillings and all but one of the next.
     """
     return quota * produced if produced > 1 else (quota + 1) * consumed - 1
 

@@ -1,7 +1,7 @@
 """What is legal in a `PhysicalPlan` as it stands, before a step of it is replayed.
 
-A plan may come from a file that somebody edited. What replays it (`sbp_core.check`) and what
-runs it rely on what is checked here; that it comes to an end is checked by replaying it.
+A plan may come from a file that somebody edited. The replay (`sbp_core.check`) and the runtimes
+rely on the checks made here; only the replay can tell whether the plan comes to an end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sbp_core.sbp import local_shape
 #: Kinds of devices that a plan may be for.
 _DEVICES = ("cpu", "cuda")
 
-#: How an accumulation makes one of several parts, apart from a factor.
+#: How an accumulation combines several parts, apart from a factor.
 _HOWS = ("maximum", "minimum")
 
 
@@ -33,23 +33,22 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     """Check a plan against its specification and return it.
 
     1. There is at least one micro-batch. Ranks are listed once, and so is every name on a rank.
-    2. Boxing steps are such as routes have (`boxing.step_spec`).
-    3. A slot is on a stage of its rank and holds the part of its tensor that its nd-SBP says.
-    4. Stages and boxing steps that actors name are there, and no size is negative.
-    5. A compute segment uses what it takes and what it has made; what leaves it was taken or made.
-       A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
-       say, and nothing else leaves them.
-       What an instruction writes over is a state that the actor overwrites, of its own making, or
-       a copy of an offloaded state that it is given.
-       States are overwritten by actors that fire once a step.
-    6. Links lead from an actor that sends to one that receives the same, once.
-    7. What ranks hold by one name is one graph input, and who holds a part of a state has a plan.
-       Actors write states that their rank holds, one actor each; so it is with results. Ties stand
-       for states that no other one is.
-    8. All stages are of one kind of device.
+    2. Boxing steps are legal steps of routes (`boxing.step_spec`).
+    3. A slot is on a stage of its rank and holds the part of its tensor that its nd-SBP gives.
+    4. Stages and boxing steps that actors name exist, and no size is negative.
+    5. A compute segment uses only its inputs and its own results; its outputs are among these.
+       A boxing actor takes one shard, an accumulation the parts that it sums; they make their
+       declared results, and nothing else leaves them. An instruction overwrites only a state that
+       the actor overwrites, a result of the segment, or a copy of an offloaded state that is
+       donated to it. States are overwritten by actors that fire once a step.
+    6. Links lead from an actor that sends to an actor that receives the same message, once.
+    7. Slots of one name are one graph input on all ranks, and every holder of a part has a plan.
+       Actors write states that their rank holds, one actor each; likewise results. Ties map host
+       states to states that have no other tie.
+    8. All stages have one kind of device.
 
     Raises:
-        PlanError: names the rank and the part, and what it breaks.
+        PlanError: names the rank and the part, and the rule that it breaks.
     """
     if plan.num_micro_batches < 1:
         raise PlanError(
@@ -61,7 +60,7 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
             verify_step(step)
         except SbpValueError as error:
             raise error.replaced(PlanError, where=f"boxing step {index}") from error
-    # What ranks share is looked at once, but for where in its tensors a rank is.
+    # Shared objects are checked once, except for the position of a rank in its tensors.
     seen: set[tuple[int, ...]] = set()
     cuts: dict[int, list[StateSlot]] = {}
     for part in plan.ranks:
@@ -71,7 +70,7 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
             for what in ("actors", "registers", "slots"):
                 _check_once(what, (one.name for one in getattr(part, what)), where)
         if id(part.slots) not in cuts:
-            # The first of all slots that are alike in all that `_check_slot` looks at.
+            # The first of all slots that are equal in everything that `_check_slot` checks.
             alike: dict[object, StateSlot] = {}
             for slot in part.slots:
                 key = slot.stage, slot.shape, slot.dtype, slot.sbp, slot.local_shape
@@ -136,13 +135,13 @@ def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
 
 
 def _check_inputs(plan: PhysicalPlan) -> None:
-    """Check that slots of one name are of one graph input, and that all holders have a plan."""
+    """Check that slots of one name belong to one graph input, and that all holders have a plan."""
     met: dict[str, tuple[int, StateSlot]] = {}
     few = {id(part.slots): part for part in reversed(plan.ranks)}  # the first that has them
     for part in reversed(few.values()):
         for slot in part.slots:
             rank, first = met.setdefault(slot.name, (part.rank, slot))
-            # A host number is on every stage that computes with it.
+            # Every stage that computes with a host number has it.
             stage = slot.stage if slot.sbp is not None else first.stage
             if replace(slot, stage=stage, local_shape=first.local_shape) != first:
                 raise PlanError(
@@ -164,7 +163,7 @@ def _check_inputs(plan: PhysicalPlan) -> None:
 
 
 def _check_ties(plan: PhysicalPlan) -> None:
-    """Check that ties are of host numbers, and stand for states that no other one is."""
+    """Check that ties belong to host numbers, and stand for states that have no other tie."""
     few = {id(part.slots): part.slots for part in plan.ranks}  # many ranks share them
     slots = {slot.name: slot for shared in few.values() for slot in shared}
     names = Counter(slot.name for slot in slots.values() if slot.name not in plan.ties)
@@ -215,7 +214,7 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
 
 
 def _check_writes(states: set[str], numbers: set[str], actor: Actor, where: str) -> None:
-    """Check that an actor writes states, some of them in place, of which numbers are none."""
+    """Check that an actor writes states, some of them in place, but no host numbers in place."""
     written = {state for state, _ in actor.writes}
     if not states >= written or not written - numbers >= set(actor.in_place):
         raise PlanError(
@@ -233,7 +232,7 @@ def _check_writes(states: set[str], numbers: set[str], actor: Actor, where: str)
 
 
 def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
-    """Return all keys that are there when a segment ends."""
+    """Return all keys that exist when a segment ends."""
     known = {*actor.inputs, *actor.reads}
     for instruction in actor.instructions:
         parts = instruction.op.split(".")
@@ -279,15 +278,15 @@ def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
 
 
 def _check_overwriting(actor: Compute, where: str) -> None:
-    """Check that nothing is written over that others hold.
+    """Check that no value is overwritten that other actors hold.
 
     before: y = add_(x, 1)    x is taken from a register, or read and not in `in_place`: refused
     """
-    # By a register comes what others hold, under whatever name, unless it is given away.
+    # Other actors hold values that come by a register, under whatever name, unless donated.
     own = set(actor.in_place).difference(actor.inputs).union(actor.donated)
     for instruction in actor.instructions:
         if not is_in_place(instruction.op):
-            # What looks at somebody else's memory is not the segment's own.
+            # A view of another actor's memory does not belong to the segment.
             if not may_be_view(instruction.op):
                 own.update(instruction.outputs)
             continue
@@ -310,9 +309,9 @@ def _unknown(names: set[str], what: str, where: str) -> PlanError:
 
 
 def _check_links(plan: PhysicalPlan) -> None:
-    """Check that each link is from a send to the receive of what it sends, and that none is twice.
+    """Check that each link leads from a send to the receive of its message, and that none is twice.
 
-    The two ends call a message alike.
+    The two ends use the same name for a message.
     """
     for link in plan.links:
         where = f"link {link.name!r}"

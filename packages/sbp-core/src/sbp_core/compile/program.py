@@ -1,4 +1,4 @@
-"""What all ranks of a plan have in common: the items, where keys lie, their sizes."""
+"""The parts of a plan that all ranks have in common: items, layouts of keys, and their sizes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LoweredProgram:
     """A lowered graph under a strategy.
 
     Args:
-        graph: What was lowered.
-        strategy: How.
+        graph: The graph that was lowered.
+        strategy: Its strategy.
         lowered: The items.
-        cluster: The machine that says how long they take; a nominal one if None.
+        cluster: The machine that determines the times of items; a nominal one if None.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class LoweredProgram:
         self._calls: dict[str, OpCall] = {}
         self._times_s: dict[str, float] = {}
         self._op_times_s: dict[object, float] = {}
-        #: By what determines it: keys of one type that lie alike are of one size.
+        #: Sizes by all that determines them: keys of one type and layout have one size.
         self._sizes: dict[object, int] = {}
-        #: Of ranks of some stages, how what they hold is cut: stage, shape, nd-SBP.
+        #: For ranks of some stages, the shapes of their shards: stage, shape, nd-SBP.
         self._cuts: dict[frozenset[int], tuple[tuple[int, tuple[int, ...], NdSbp], ...]] = {}
         self._slots: dict[object, tuple[StateSlot, ...]] = {}
         self._distinct_slots: dict[tuple[StateSlot, ...], tuple[StateSlot, ...]] = {}
@@ -74,7 +74,7 @@ class LoweredProgram:
         return [item for item in self.hosts if item.name in needed]
 
     def call(self, node: Node) -> OpCall:
-        """Return the call that a node makes, on logical values."""
+        """Return the call of a node, on logical values."""
         if node.name not in self._calls:
             self._calls[node.name] = OpCall.of(self.graph, node)
         return self._calls[node.name]
@@ -100,14 +100,14 @@ class LoweredProgram:
     def time_s(self, item: Item) -> float:
         """Return the time of one item on the rank with the largest shard, by `sbp_core.cost`.
 
-        Packing copies what it packs; unpacking does where its results are no views.
+        Packing copies its values; unpacking copies unless its results are views.
         """
         if item.name not in self._times_s:
             self._times_s[item.name] = self._time_s(item)
         return self._times_s[item.name]
 
     def begin_s(self, item: Item) -> float:
-        """Return the part of the time of a boxing item that its thread is busy, to start it."""
+        """Return how long a boxing item keeps its thread busy to start it, in seconds."""
         return min(self.time_s(item), self.cluster.device.boxing_launch_s)
 
     def drag_s(self, item: Item) -> float:
@@ -137,9 +137,9 @@ class LoweredProgram:
         return self._op_times_s[key]
 
     def slots(self, rank: int) -> tuple[StateSlot, ...]:
-        """Return what a rank holds of the graph's inputs; one object for all that hold the same."""
-        # What a rank holds follows from its stages and from the sizes of its shards, and of these
-        # there are few: layers repeat.
+        """Return a rank's slots for the graph's inputs; equal slots are one object."""
+        # The slots follow from the rank's stages and the sizes of its shards, of which there are
+        # few, because layers repeat.
         stages = frozenset(self.stages_of(rank))
         if stages not in self._cuts:
             types = ((e.name, self.graph.types[e.name]) for e in self.graph.inputs)

@@ -1,10 +1,10 @@
-"""What ranks may be asked to call in a step, however it is planned: a list to be measured.
+"""All calls that a rank might execute in a step, under any plan: a list to be measured.
 
     graph, mesh --> each call, cut by each of its signatures --> distinct calls of a rank, by text
 
-The list is a file, so that a step can be listed on one machine and measured on another one, which
-`sbp-calibrate ops=FILE` does. A planner then looks at times that were measured in place of
-rooflines, also of layouts that nobody has run.
+The list is a file, so a step can be listed on one machine and measured on another:
+`sbp-calibrate ops=FILE`. A planner then uses measured times in place of rooflines, even for layouts
+that nobody has run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["RankCall", "RankCalls", "rank_calls"]
 #: Stands for every number that a host computes.
 _HOST = "host"
 
-#: Signatures of a call that are looked at on a mesh of several axes, which may have very many.
+#: Most signatures of a call that are tried on a mesh of several axes, which may have very many.
 _MOST_SIGNATURES = 4096
 
 
@@ -49,10 +49,10 @@ class RankCall:
     Args:
         call: `sbp_core.cost.local_call`.
         dtype, flop, num_bytes: See `sbp_core.operators.MeasuredOperator`.
-        predicted_s: What it takes by the rates of the machine that it was listed for, in seconds.
-        instructions: What the rank executes, on tensors named "0", "1", ..., and "host": a number.
+        predicted_s: Its time by the rates of the machine that it was listed for, in seconds.
+        instructions: The rank's instructions, on tensors named "0", "1", ..., and "host": a number.
         inputs: Types of these tensors on the rank.
-        outputs: Keys of what is made.
+        outputs: Keys of the results.
     """
 
     call: str
@@ -66,7 +66,7 @@ class RankCall:
 
     @property
     def segment(self) -> Compute:
-        """A segment of just this call; it takes the tensors, and after them the number, if any."""
+        """A segment with only this call; its inputs are the tensors, then the number, if any."""
         taken = {key for entry in self.instructions for key in keys_in(entry)}
         tensors = map(str, range(len(self.inputs)))
         return Compute(
@@ -83,10 +83,10 @@ class RankCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCalls:
-    """The calls of a step, those that are predicted to take longest first.
+    """The calls of a step, the longest predicted times first.
 
     Args:
-        num_ranks: Of the meshes that the step was cut for.
+        num_ranks: Ranks of the meshes that the step was cut for.
         calls: Each call once.
     """
 
@@ -102,7 +102,7 @@ class RankCalls:
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, or it is another one.
+            ConfigError: there is no such file, or it has another format.
         """
         return RANK_CALLS.read(path)
 
@@ -119,14 +119,14 @@ RANK_CALLS: Document[RankCalls] = Document(
 def rank_calls(
     graphs: Iterable[LogicalGraph], meshes: Sequence[Placement], device: Device
 ) -> RankCalls:
-    """Return what the ranks of some meshes may be asked to call, by all legal signatures.
+    """Return all calls that ranks of some meshes might execute, by all legal signatures.
 
-    Views and what else takes no time are left out, and so is what only hosts compute.
+    Views and other calls that take no time are left out, and so are calls that only hosts execute.
 
     Args:
         graphs: The step, in every form in which it may be planned.
-        meshes: Where it may run, of equally many ranks.
-        device: What runs it, for the order of the list.
+        meshes: Meshes on which it may run, with equally many ranks.
+        device: The device that runs it, for the order of the list.
 
     Raises:
         SignatureError: an operator has no rule.
@@ -147,7 +147,7 @@ def _of_call(call: OpCall, mesh: Placement, device: Device) -> Iterator[RankCall
         return
     args, kwargs = tensors_as_refs(call)
     names = tuple(map(str, range(len(call.inputs))))
-    # Named by number, so that what is executed is that of all calls with the same text.
+    # Named by number, so that one measurement stands for all calls with the same text.
     numbered = replace(call, args=args, kwargs=kwargs, tensor_names=names)
     outputs = tuple(f"made{index}" for index in range(len(call.outputs)))
     mesh_shape, origin = mesh.mesh_shape, (0,) * len(mesh.mesh_shape)
@@ -161,7 +161,7 @@ def _of_call(call: OpCall, mesh: Placement, device: Device) -> Iterator[RankCall
         local = localize(numbered, signature, mesh, mesh.rank_list[0])
         executed = []
         for entry in named(local, outputs, call.op):
-            # An update of states as plans have it, which write the new ones over the old ones.
+            # An update of states as in plans, which overwrites the old values.
             form = in_place_form(entry.op) if entry.op.startswith("sbp.") else None
             executed.append(entry if form is None else replace(entry, op=form.op))
         yield RankCall(

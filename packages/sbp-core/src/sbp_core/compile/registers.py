@@ -1,4 +1,4 @@
-"""Registers and links: who hands what to whom, and how much of it may be alive."""
+"""Registers and links: which actor hands which values to which, and how many may be alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbp_core.graph.ir import InputKind, Phase, Rate
 
 
 def registers(program: LoweredProgram, actors: Sequence[Actor]) -> Iterable[Register]:
-    """Yield the registers of one rank: one for all that an actor makes for the same consumers."""
+    """Yield the registers of one rank: one for all results of an actor with the same consumers."""
     consumers = _consumers(actors)
     for actor in actors:
         shared: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -49,7 +49,7 @@ def _consumers(actors: Sequence[Actor]) -> dict[str, list[Actor]]:
 def _carrying(
     program: LoweredProgram, writer: Actor, actors: Sequence[Actor]
 ) -> Iterable[Register]:
-    """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
+    """Yield the registers that carry an actor's new states from micro-batch to micro-batch.
 
     before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
     after:  register n -> the readers      in micro-batch 2, n = n of micro-batch 1 + m
@@ -60,7 +60,7 @@ def _carrying(
         is_parameter = program.graph.input_kinds[state].kind is InputKind.PARAMETER
         for reader in carried_readers(program, state, actors):
             # Forward and backward compute with the version that the pipeline had when the
-            # micro-batch came in. The update itself goes on from the newest one.
+            # micro-batch entered. The update itself continues from the newest version.
             is_stale = is_parameter and reader.phase is not Phase.OPTIMIZER
             stale = program.strategy.staleness if is_stale else ()
             by_staleness[stale[reader.stage] if stale else 0].append(reader)
@@ -70,13 +70,13 @@ def _carrying(
         users = [actor for actor in actors if actor.name in names]
         # One filling is there when the step begins.
         if writer.phase is Phase.OPTIMIZER:
-            # An update comes when the backward phase of its micro-batch is through, so before it
-            # takes a place its readers have given one back. But what it reads itself it gives back
-            # at its end.
+            # An update comes after the backward phase of its micro-batch, so before it takes a
+            # place its readers have given one back. But its own reads are given back only at its
+            # end.
             quota = 1 + max(staleness, int(any(u.phase is Phase.OPTIMIZER for u in users)))
         else:
-            # The slowest reader may be so many micro-batches after the forward phase: the backward
-            # phase reads the state as its own micro-batch's forward phase found it.
+            # The slowest reader may be this many micro-batches after the forward phase: the
+            # backward phase reads the state that its own micro-batch's forward phase read.
             late = [user.stage for user in users if user.phase is not Phase.FORWARD]
             lag = max((program.strategy.in_flight[stage] for stage in late), default=1)
             quota = 1 + max(_quota(program, writer, users, Rate.MICRO), lag)
@@ -102,8 +102,8 @@ def carried_readers(program: LoweredProgram, state: str, actors: Sequence[Actor]
 def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
     """Return how many fillings may be alive.
 
-    What the backward phase needs of the forward phase lives for the micro-batches in flight,
-    which is what tells GPipe from 1F1B; a register between threads is double-buffered.
+    Values of the forward phase that the backward phase needs live for the micro-batches in flight,
+    which is the difference between GPipe and 1F1B; a register between threads is double-buffered.
     """
     if rate is not Rate.MICRO:
         return 1
@@ -113,15 +113,15 @@ def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rat
     #     in flight 4 (GPipe)    1 2 3 4 . . a b c d        activations of all four
     phases = {user.phase for user in users} - {producer.phase}
     if producer.phase is Phase.BACKWARD and not program.strategy.splits_backward:
-        # Weight gradients that no schedule puts off come before the next input gradients.
+        # Weight gradients that no schedule postpones come before the next input gradients.
         phases.discard(Phase.WEIGHT_GRADIENT)
     crosses = phases and producer.phase is not Phase.WEIGHT_GRADIENT
-    # What one chunk of a rank hands to another waits for the other's turn.
+    # Values that pass between chunks of one rank wait for the other chunk's turn.
     stages = {producer.stage, *(user.stage for user in users)}
     if crosses or len(stages) > 1:
         return max(program.strategy.in_flight[stage] for stage in stages)
     # On one thread a second filling would gain nothing, because no two actors fire at once; but
-    # boxing goes on while its thread fires others.
+    # boxing in flight continues while its thread fires other actors.
     beside = producer.overlaps or any(
         user.thread != producer.thread or user.overlaps for user in users
     )
@@ -133,9 +133,9 @@ def prefetch_registers(
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    Boxing that goes on in parallel with compute would gather them all at once. So each gather, or
-    what packs for it, takes a token of the segment that is `prefetch + 1` before the first one that
-    uses what it makes.
+    Boxing in parallel with compute would gather all of them at once. So each gather, or the packing
+    for it, takes a token of the segment that is `prefetch + 1` segments before the first user of
+    its result.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
@@ -144,7 +144,7 @@ def prefetch_registers(
     lines: dict[int, list[str]] = defaultdict(list)
     apart = {item.name for item in program.lowered.items if item.is_apart}
     for actor in actors:
-        # What needs nothing that another actor makes may fire when the step begins.
+        # An actor without inputs from other actors may fire when the step begins.
         waits = bool(actor.inputs) or actor.phase is Phase.FORWARD
         computes = isinstance(actor, Compute) and actor.name not in apart
         if computes and waits and actor.rate is Rate.MICRO:
@@ -159,15 +159,15 @@ def prefetch_registers(
         place = {name: number for number, name in enumerate(line)}
         first = min((place[n] for n in _segments_behind(actor, users) if n in place), default=0)
         if first > prefetch:
-            # Its token says that the segment has fired. There are as many as micro-batches, so that
-            # the register never holds the segment back.
+            # Its token signals that the segment has fired. There are as many tokens as
+            # micro-batches, so the register never holds the segment back.
             before = line[first - 1 - prefetch]
             count = program.strategy.num_micro_batches
             yield token(before, actor.name, rate=Rate.MICRO, quota=count)
 
 
 def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iterable[str]:
-    """Yield the compute actors that take what an actor makes, also through boxing actors."""
+    """Yield the compute actors that take an actor's results, also through boxing actors."""
     for key in actor.outputs:
         for user in users.get(key, ()):
             if isinstance(user, Compute):
@@ -177,7 +177,7 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
 
 
 def links(program: LoweredProgram, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
-    """Yield the links of all transfers, from each sender to those that it has something for."""
+    """Yield the links of all transfers, from each sender to the receivers of its messages."""
     in_flight, orders = program.strategy.in_flight, program.strategy.orders
     receives = {
         (part.rank, actor.step): actor.name

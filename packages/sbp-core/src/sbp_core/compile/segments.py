@@ -40,26 +40,26 @@ class CompileOptions:
 
     Args:
         overlap: Begin collectives as soon as their input is made, and wait for them where their
-            result is used; otherwise the thread that boxes waits in each.
-        boxing_thread: Give boxing a thread of its own on every rank, so that it overlaps with
+            result is used; otherwise the boxing thread waits in each.
+        boxing_thread: Give boxing a separate thread on every rank, so that it overlaps with
             compute; otherwise one thread a rank does both.
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
-            block, travel together; 0 for none, None for what the price of the step on `cluster`
-            suggests.
-        cluster: The machine, which says how long firings take; a nominal one without.
-        piece_s: With either, least time of the pieces that a segment is cut into,
+            block, travel together; 0 for no buckets, None for the size that the price of the step
+            on `cluster` suggests.
+        cluster: The machine, which determines how long firings take; a nominal one without.
+        piece_s: With either of the first two, least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
-        prefetch: With either, how many segments ahead of its user a parameter may be
-            gathered; 0 gathers it when the segment before its user is through.
+        prefetch: With either of the first two, how many segments ahead of its user a parameter may
+            be gathered; 0 gathers it when the segment before its user has ended.
         in_place_states: Let updates write over the states, in their memory, once the step is
-            committed (`commit`). Otherwise new values live next to the old ones to the end of the
-            step, which takes more time and memory, and a failing update leaves the old ones.
+            committed (`commit`). Otherwise new values are kept next to the old ones to the end of
+            the step, which takes more time and memory, but a failing update keeps the old values.
         input_gradients_first: Compute the gradients that another stage waits for, and send them,
-            before those of weights. The other stage begins earlier, as in a pipeline of half the
-            backward; gradients of activations are held until the weights' are made, of one
-            micro-batch.
+            before the gradients of weights. The other stage begins earlier, as in a pipeline of
+            half the backward; the gradients of activations of one micro-batch are held until the
+            weight gradients are made.
         offload_in_flight: Most groups of offloaded states that are on the device at a time (see
-            `offload`); with 2, one is copied while another one is updated.
+            `offload`); with 2, one group is copied while another one is updated.
     """
 
     overlap: bool = False
@@ -95,7 +95,7 @@ _COPYING = {ItemKind.FETCH: FETCH_THREAD, ItemKind.STORE: STORE_THREAD}
 
 
 def boxing_thread(options: CompileOptions) -> str:
-    """Return the name of the thread of a rank that boxing is done on."""
+    """Return the name of the thread of a rank that does the boxing."""
     return BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
 
 
@@ -103,7 +103,7 @@ def form_plan(
     graph: LogicalGraph, strategy: Strategy, lowered: LoweredItems, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
-    # On one thread that waits an earlier begin overlaps nothing, but may free memory.
+    # On one thread that waits, an earlier begin overlaps nothing, but may free memory.
     lowered = cut(
         graph, strategy, lowered, options.piece_s, options.cluster, overlaps=options.boxing_goes_on
     )
@@ -130,14 +130,14 @@ def _rank_plans(
 ) -> Iterable[RankPlan]:
     """Yield the plan of each rank; ranks that do the same share actors and registers.
 
-    A rank's actors follow from its stages, the ends of transfers that it is at, and the programs
-    that it executes: those depend on the sizes of its shards.
+    A rank's actors follow from its stages, the ends of transfers that it has, and its programs,
+    which depend on the sizes of its shards.
     """
     steps = [item.step for item in program.lowered.items if item.kind is ItemKind.TRANSFER]
     ends = [end for step in steps if step is not None for end in (step.source[0], step.target[0])]
     meshes = [set(mesh.rank_list) for mesh in dict.fromkeys(ends)]
     known: dict[object, tuple[tuple[Actor, ...], tuple[Register, ...]]] = {}
-    # Of ranks that differ in their programs alone, such as in where their shards begin, the first.
+    # The first of the ranks that differ in programs only, such as in where their shards begin.
     similar: dict[object, tuple[_Actors, tuple[Actor, ...], tuple[Register, ...]]] = {}
     for rank in program.strategy.ranks:
         stages = frozenset(program.stages_of(rank))
@@ -182,12 +182,12 @@ class _Actors:
         self._groups: dict[tuple[str, bool], list[Item]] = defaultdict(list)
 
     def make(self) -> list[Actor]:
-        """Return the actors, in the order in which they should go when several could fire."""
-        # Items that are given the same name become one actor. Names are made of the item alone,
+        """Return the actors, in their order of priority when several could fire."""
+        # Items with the same name become one actor. Names are made from the item alone,
         # never of the rank, so that partners have one name on all ranks:
         #
         #     forward.0.2          a segment: phase, stage, level     backward.0.3.1   its piece 1
-        #     backward.0.1.step    what follows an accumulation       accumulate.backward.0.1
+        #     backward.0.1.step    items after an accumulation        accumulate.backward.0.1
         #     send x@1(B)          the two ends of a transfer         receive x@1(B)
         for item in self.program.lowered.items:
             for group in self._groups_of(item):
@@ -202,10 +202,10 @@ class _Actors:
             else:
                 actors.append(self._segment(name, items))
         actors += self._host_states()
-        # Keep among each actor's outputs only what another actor takes, which is known when all
-        # actors are made. What nobody takes, such as a loss or a new state, leaves by `emits` and
-        # `writes`; in a register it would only live longer. A new state that later micro-batches
-        # of the step read is kept for them (`carries`).
+        # Each actor's outputs are the keys that another actor takes, known when all actors are
+        # made. Other keys, such as a loss or a new state, leave by `emits` and `writes`; in a
+        # register they would only live longer. A new state that later micro-batches of the step
+        # read is kept for them (`carries`).
         taken = {key for actor in actors for key in actor.inputs}
         finished: list[Actor] = []
         for actor in actors:
@@ -215,7 +215,7 @@ class _Actors:
         return finished
 
     def of_another(self, rank: int, actor: Actor) -> Actor:
-        """Return an actor as another rank has it, whose programs alone may be others."""
+        """Return the actor of another rank, which may have other programs."""
         if not isinstance(actor, Compute) or (actor.name, False) not in self._groups:
             return actor
         items = self._groups[actor.name, False]
@@ -247,7 +247,7 @@ class _Actors:
         if item.is_inside:
             yield segment, False
         elif item.kind is ItemKind.ACCUMULATE:
-            # A loss must not wait for gradients of its level, and neither for the end of the step.
+            # A loss must not wait for gradients of its level, nor for the end of the step.
             until = self.program.graph.rate_of(item.outputs[0])
             late = f".{until.value}" if until is not Rate.STEP else ""
             yield f"accumulate.{segment}{late}", False
@@ -257,7 +257,7 @@ class _Actors:
     def _boxing_actor(self, name: str, item: Item, *, receives: bool) -> BoxingActor:
         program, step = self.program, item.step
         assert step is not None
-        # A receiver that is also a source has a shard of its own, which it takes like a sender.
+        # A receiver that is also a source has its own shard, which it takes like a sender.
         keys = item.inputs if not receives or self.rank in step.source[0] else ()
         sends = item.kind is ItemKind.TRANSFER and not receives
         fields: dict[str, Any] = {
@@ -268,7 +268,7 @@ class _Actors:
             "thread": self.boxing_thread,
             "inputs": tuple(key for key in keys if key not in program.inputs),
             "reads": tuple(key for key in keys if key in program.inputs),
-            # Who sends hands over and goes on.
+            # A sender puts the message out and continues.
             "time_s": 0.0 if sends else program.time_s(item),
             "step": program.step_index[item.name],
         }
@@ -303,7 +303,7 @@ class _Actors:
 
     def _segment(self, name: str, items: Sequence[Item]) -> Compute:
         program, first = self.program, items[0]
-        # Host numbers do not travel in registers: each segment computes those that it needs anew,
+        # Host numbers do not travel in registers: each segment computes the ones it needs again,
         # from scalars and step counters, which every rank has.
         hosts = program.needed_hosts(key for item in items for key in item.inputs)
         made = {key for item in (*hosts, *items) for key in item.outputs}
@@ -355,7 +355,7 @@ class _Actors:
         emits: list[tuple[str, str]] = []
         for name, places in lowered.results.items():
             for at, key in enumerate(places):
-                # A rank gives each result once. A loss that is made on rank 3 goes to a stage on
+                # A rank returns each result once. A loss that is made on rank 3 goes to a stage on
                 # ranks 0 to 3 for the sake of ranks 0 to 2.
                 has_it = any(lowered.held[k].stage in self.stages for k in places[:at])
                 if key in made and not has_it:
@@ -364,6 +364,6 @@ class _Actors:
 
 
 def _precedence(item: Item) -> tuple[int, int, int, bool]:
-    """Return the place among actors that could fire: what a segment made leaves first."""
+    """Return the priority among actors that could fire: results of a segment are sent first."""
     level, piece = item.behind or (item.level, item.piece)
     return PHASE_ORDER[item.phase], level, piece, not item.is_inside

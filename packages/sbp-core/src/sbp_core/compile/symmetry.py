@@ -1,25 +1,25 @@
 """Ranks that do the same: a plan folded to one rank of each class.
 
     ranks   0 1 2 3 | 4 5 6 7        two stages, in each four ranks that split a batch
-    folded  0       | 4              one of each; `stands_for` says of every rank which
+    folded  0       | 4              one of each; `stands_for` maps every rank to its representative
 
 Two ranks are of one class if
 
     content     their slots, actors, registers and orders are equal, but for numbers (see `fold`)
-    groups      for each collective of theirs, the classes of the ranks of the group are the same
-    links       for each send and receive of theirs, the classes of the other ends are the same
+    groups      for each of their collectives, the ranks of the groups have the same classes
+    links       for each of their sends and receives, the other ends have the same classes
 
-This is the coarsest equitable partition: it begins with ranks of equal content, and parts ranks
-whose neighbours differ until none do. Nothing is assumed of where a plan comes from.
+This is the coarsest equitable partition: it begins with ranks of equal content, and separates ranks
+whose neighbours differ until no class has such ranks. It works for plans from any source.
 
-Why one rank of a class tells of all: let the ranks of a class fire in step, each actor when the
-folded plan fires it. Then before each firing the counts of firings are equal all over a class, and
-what a rank waits for (fillings of its own registers, messages and credits of some classes, a group
-of some classes) is there for all of the class if it is there for one. So each firing order of the
-folded plan is one of the whole plan, with the same counts. In a marked graph one order that comes
-to its end proves that all do (Kahn). And if the folded plan stops, so does the whole one.
+Why one rank of a class stands for all: let the ranks of a class fire in step, each actor when the
+folded plan fires it. Then before each firing the counts of firings are equal all over a class. What
+a rank waits for (fillings of its own registers, messages and credits of some classes, a group of
+some classes) is there for the whole class if it is there for one rank. So each firing order of the
+folded plan is an order of the whole plan, with the same counts. In a marked graph, one order that
+comes to its end proves that all do (Kahn). And if the folded plan stops, so does the whole one.
 
-It does not tell when a rank knows of another one of its class: see `happens_before`.
+The folded plan does not show what ranks of one class know of each other: see `happens_before`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FoldedPlan:
     """A plan of one rank of each class.
 
     Args:
-        plan: Of the first rank of each class. Its boxing steps and stages are those of all ranks.
-        stands_for: For each rank, the one that it is represented by.
+        plan: The plan of the first rank of each class, with the boxing steps and stages of all.
+        stands_for: For each rank, its representative.
         members: For each rank that represents a class, the ranks of the class, ascending.
     """
 
@@ -53,8 +53,8 @@ class FoldedPlan:
         """Yield the firings of all ranks, in an order in which they may happen.
 
         Args:
-            firings: Of the folded plan, in such an order; those of a collective after each other.
-                So are the ones that are returned, group by group.
+            firings: Firings of the folded plan, in such an order; the firings of a collective after
+                each other. The returned firings are also in this order, group by group.
         """
         awaited: set[int] = set()
         for rank, name in firings:
@@ -63,7 +63,7 @@ class FoldedPlan:
                 yield from ((member, name) for member in self.members[rank])
                 continue
             if not awaited:
-                # The first of a collective brings all of the classes that fire together.
+                # The first firing of a collective brings all classes that fire together.
                 group = self.plan.steps[actor.step].group
                 awaited = {self.stands_for[other] for other in group(rank)}
                 met: set[int] = set()
@@ -81,10 +81,10 @@ def fold(
     """Return a plan folded to one rank of each class.
 
     Args:
-        plan: Whose boxing actors have their partners.
-        marks: By rank, what else must be equal for ranks to be of one class.
-        numbers: Whether the numbers that operators are given must be equal. They say where the
-            shard of a rank begins, such as its part of the classes, and nothing of what fires when.
+        plan: A plan whose boxing actors have their partners.
+        marks: By rank, further properties that must be equal for ranks of one class.
+        numbers: Whether the numbers among operators' arguments must be equal. They say where the
+            shard of a rank begins, such as its part of the classes, and do not affect the firings.
     """
     marks = marks or {}
     alike = plan.alike if numbers else plan.alike_but_for_numbers
@@ -101,7 +101,7 @@ def fold(
     for rank, number in sorted(classes.items()):
         members[number].append(rank)
     stands_for = {rank: ranks[0] for ranks in members.values() for rank in ranks}
-    # One link for all between the same actors of two classes, of the least quota.
+    # One link for all links between the same actors of two classes, with the least quota.
     links: dict[tuple[ActorId, ActorId], Channel] = {}
     for link in plan.links:
         (sender, sends), (receiver, receives) = link.sender, link.receiver
@@ -123,8 +123,8 @@ def fold(
 def shard_shapes(steps: Iterable[BoxingStep]) -> Mapping[int, Hashable]:
     """Return for each rank the shapes of its shards before and after all boxing steps.
 
-    Of a local step also that of the slice which it has of both, and whether it is the rank that
-    keeps its values as the one addend: what a rank keeps, cuts or fills up is in other ways.
+    For a local step, also the shape of the slice that the rank has in both, and whether it is the
+    rank that keeps its values as the one addend: these decide what it keeps, cuts or fills up.
     """
     found: dict[int, list[Hashable]] = defaultdict(list)
     for step in dict.fromkeys(steps):
@@ -151,7 +151,7 @@ def _numbered(keys: Iterable[tuple[int, Hashable]]) -> dict[int, int]:
 
 
 class _Neighbours:
-    """Whom the actors of each rank meet on other ranks."""
+    """The partners of each rank's actors on other ranks."""
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self._links: dict[int, list[tuple[bool, str, int, ActorId]]] = defaultdict(list)
@@ -159,7 +159,7 @@ class _Neighbours:
             (sender, sends), (receiver, receives) = link.sender, link.receiver
             self._links[sender].append((True, sends, link.quota, link.receiver))
             self._links[receiver].append((False, receives, link.quota, link.sender))
-        #: By mesh and axes, the group of each rank; of each rank, those that its collectives have.
+        #: By mesh and axes, the group of each rank; and for each rank, the groups it uses.
         self._groups: list[Mapping[int, tuple[int, ...]]] = []
         self._collectives: dict[int, Sequence[int]] = {}
         known: dict[object, int] = {}
@@ -180,8 +180,8 @@ class _Neighbours:
             self._collectives[part.rank] = of_actors[id(part.actors)]
 
     def of(self, classes: Mapping[int, int]) -> dict[int, tuple[Hashable, Hashable]]:
-        """Return by rank the classes of the ranks that it meets, by collectives and by links."""
-        # The ranks of a group share it, and what is in it.
+        """Return by rank the classes of its partners, by collectives and by links."""
+        # The ranks of a group share the group's key, so it is computed once.
         groups = {id(group): group for of_rank in self._groups for group in of_rank.values()}
         met = {key: frozenset(map(classes.__getitem__, group)) for key, group in groups.items()}
         found: dict[int, tuple[Hashable, Hashable]] = {}

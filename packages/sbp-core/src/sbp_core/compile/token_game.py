@@ -1,4 +1,4 @@
-"""The token game of a plan: who may fire, given data and credits. Counts only.
+"""The token game of a plan: which actors may fire, given data and credits. Counts only.
 
 Registers and channels are first-in first-out, so a count of fillings and a count of readings by
 each consumer is their whole state. The scheduler plays the game to find an order; the interpreter
@@ -10,7 +10,7 @@ plays it again in that order.
     f                                       2            0            2       2      no     yes
     g                                       2            1            2       1      yes    yes
 
-That a register is full is a credit that its producer lacks: back pressure is data in the other
+A full register means that its producer lacks a credit: back pressure is data in the other
 direction. A register that carries states has more fillings than its producer has made: the states
 themselves, with which the step begins.
 """
@@ -29,24 +29,24 @@ from sbp_core.compile.physical import Channel, PhysicalPlan, Register
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why an actor cannot fire: what it lacks, and the actor that would provide it."""
+    """Why an actor cannot fire: the missing data or credit, and the actor that would provide it."""
 
     reason: str
     on: ActorId
 
 
 class Need(NamedTuple):
-    """For which firings of another actor the firings of an actor wait, as a formula.
+    """The firings of another actor that the firings of an actor wait for, as a formula.
 
     Firing `index` may start when `on` has finished `(index // per + ahead) * times` firings.
 
     Args:
-        on: Whom it waits for.
+        on: The actor that is waited for.
         per: How many firings take, or fill, one filling.
-        ahead: Fillings beyond those of the firings before; less those that are there already.
-        times: How many firings of `on` a filling is.
+        ahead: Fillings needed beyond the earlier firings' ones; less the fillings already there.
+        times: How many firings of `on` make or take a filling.
         last_only: Whether only the last of `per` firings waits.
-        what: What it waits for, in words.
+        what: The reason of the wait, in words.
     """
 
     on: ActorId
@@ -57,22 +57,22 @@ class Need(NamedTuple):
     what: str
 
     def count(self, index: int) -> int:
-        """Return how many firings of `on` must be over; 0 or less for none."""
+        """Return how many firings of `on` must have ended; 0 or less for none."""
         if self.last_only and (index + 1) % self.per:
             return 0
         return (index // self.per + self.ahead) * self.times
 
 
-# The plan is a marked graph: each register has one producer, and each consumer a count of its own.
-# So nothing that another actor does takes data or credit away from one that is ready. It stays
-# ready until it starts; this is why any order of firings leads to the same end (Kahn), and why
-# schedulers need to look only at the `neighbours` of what has finished.
+# The plan is a marked graph: each register has one producer, and each consumer a separate count. So
+# no other actor takes data or credit away from a ready actor, which stays ready until it starts.
+# This is why any order of firings leads to the same end (Kahn), and why schedulers need to check
+# only the `neighbours` of an actor that has finished.
 class TokenGame:
     """The marking of a plan within one step. A firing starts (takes) and finishes (gives).
 
     Args:
         plan: The plan.
-        stands_for: Of a folded plan (`symmetry`), which rank each rank is represented by.
+        stands_for: For a folded plan (`symmetry`), the representative of each rank.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TokenGame:
         self.sends: dict[ActorId, list[Channel]] = defaultdict(list)
         self.receives: dict[ActorId, list[Channel]] = defaultdict(list)
         self._partners: dict[ActorId, tuple[ActorId, ...]] = {}
-        # What is asked again and again of each actor, and does not change.
+        # Facts about each actor that are needed often and do not change.
         self._needs: dict[ActorId, tuple[Need, ...]] = {}
         self._neighbours: dict[ActorId, frozenset[ActorId]] = {}
         self._totals: dict[ActorId, int] = {}
@@ -94,7 +94,7 @@ class TokenGame:
             self.receives[link.receiver].append(link)
 
     def actor(self, actor_id: ActorId) -> Actor:
-        """Return what the plan says of an actor."""
+        """Return an actor of the plan."""
         return self.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
 
     def total(self, actor_id: ActorId) -> int:
@@ -111,8 +111,8 @@ class TokenGame:
 
     def filled(self, rank: int, register: Register) -> int:
         """Return how often a register has been filled."""
-        # With carried states the count is ahead to the end: the last filling is what the next step
-        # begins with, so a step ends in the marking that it began with.
+        # With carried states the count starts ahead: the last filling is the first of the next
+        # step, so a step ends in the marking that it began with.
         producer = (rank, register.producer)
         # A sum is full when the last micro-batch is in it.
         firings = self._firings_per_filling(producer, register)
@@ -120,7 +120,7 @@ class TokenGame:
 
     def live(self, rank: int, register: Register) -> int:
         """Return how many fillings of a register are alive: not yet read by all consumers."""
-        # How many fillings the consumer is through with that is behind the others.
+        # How many fillings the slowest consumer has finished.
         consumers = [(rank, name) for name in register.consumers]
         read = min(self.finished[c] // self._firings_per_filling(c, register) for c in consumers)
         return self.filled(rank, register) - read
@@ -129,7 +129,7 @@ class TokenGame:
         return self.plan.firings_per_filling(self.actor(actor_id), register)
 
     def needs(self, actor_id: ActorId) -> tuple[Need, ...]:
-        """Return for whom the firings of an actor wait, in the order in which reasons are given."""
+        """Return the waits of an actor's firings, in the order in which messages list them."""
         known = self._needs.get(actor_id)
         if known is None:
             known = self._needs[actor_id] = tuple(self._found_needs(actor_id))
@@ -139,8 +139,8 @@ class TokenGame:
         rank, name = actor_id
         part = self.plan.by_rank[rank]
         for register in part.inputs_of[name]:
-            # Data. The n-th firing (from 0) reads the n-th filling: whoever reads a register reads
-            # each of its fillings, in order; those of an update as often as it has micro-batches.
+            # Data. The n-th firing (from 0) reads the n-th filling: a consumer reads each filling
+            # of a register, in order; fillings of an update once for each of its micro-batches.
             # Fillings count from the end of a firing.
             producer = (rank, register.producer)
             yield Need(
@@ -154,9 +154,9 @@ class TokenGame:
         for link in self.receives[actor_id]:
             yield Need(link.sender, 1, 1, 1, False, f"data on link {link.name}")
         for register in part.outputs_of[name]:
-            # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
-            # given back at the end of the reader's. All consumers must have read a filling before
-            # its place is free. The last firing of several fills it.
+            # Credit. A place is taken at the start of a firing, so it is counted by `started`, and
+            # given back at the end of the reader's firing. All consumers must have read a filling
+            # before its place is free. The last of several firings fills it.
             for consumer in register.consumers:
                 yield Need(
                     on=(rank, consumer),
@@ -171,7 +171,7 @@ class TokenGame:
             yield Need(link.receiver, 1, 1 - link.quota, 1, False, what)
 
     def waits(self, actor_id: ActorId) -> Iterator[Wait]:
-        """Yield what keeps an actor from starting its next firing; nothing if it may start."""
+        """Yield the reasons why an actor cannot start its next firing; nothing if it can."""
         index = self.started[actor_id]
         for need in self.needs(actor_id):
             if self.finished[need.on] < need.count(index):
@@ -182,7 +182,7 @@ class TokenGame:
         index, finished = self.started[actor_id], self.finished
         if index >= self.total(actor_id):
             return False
-        # As `waits`, without its words: this is asked more often than anything else.
+        # Like `waits`, without the words: this is called more often than anything else.
         for on, per, ahead, times, last_only, _ in self.needs(actor_id):
             if finished[on] < (index // per + ahead) * times and not (
                 last_only and (index + 1) % per

@@ -1,10 +1,10 @@
 """Inference of a whole strategy from a few pinned tensors, at least predicted cost.
 
-In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
-`work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis` (one of
-them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs). `nearby`
-changes a strategy as little as a pin asks for, `one_axis` decides one axis of it anew, and
-`placed` has stages that somebody has chosen node by node.
+In the order in which they are used: `stages` (where each node runs), `pins` (what the user has
+decided), `work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis`
+(one axis as a min-sum problem), `minsum` (solves it), `predict_cost` (the cost of the result).
+`nearby` changes a strategy as little as a pin asks for, `one_axis` decides one of its axes again,
+and `placed` takes stages that somebody has chosen node by node.
 """
 
 from sbp_core.infer.axis import decide_axis

@@ -12,7 +12,7 @@ from sbp_core.infer.tables import CostTables
 from sbp_core.infer.work import Decision, FixedDecisions, StepWork, replicated
 from sbp_core.sbp import B
 
-#: Values whose tables would be larger get a variable of their targets.
+#: Values whose tables would be larger than this get a variable for their targets.
 _MAX_DIRECT_ENTRIES = 20_000
 
 
@@ -27,18 +27,18 @@ def decide_axis(
 ) -> bool:
     """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
 
-    On an axis of one rank all SBPs are the same thing; it is written as B.
+    On an axis of one rank all SBPs mean the same; B is written.
 
     Args:
         work: The step.
-        decision: What is decided on the axes before; this one is added.
-        axis: Which.
-        pins: What must hold.
-        kept: What stays as an earlier strategy has it, where pins allow; nothing if None.
-        layers: What is decided alike, on the axes before, too; nothing if None.
+        decision: The decisions on the earlier axes; this axis is added.
+        axis: The mesh axis.
+        pins: The pins, which must hold.
+        kept: Decisions of an earlier strategy that stay where pins allow; nothing if None.
+        layers: The layers that are decided alike, on earlier axes, too; nothing if None.
 
     Raises:
-        PlanError: the pins leave nothing that can be boxed.
+        PlanError: the pins leave no combination that can be boxed.
     """
     if work.has_ranks(axis):
         return _solve(work, decision, axis, pins, kept or FixedDecisions(), layers)

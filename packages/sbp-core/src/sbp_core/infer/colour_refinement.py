@@ -1,17 +1,17 @@
-"""Equal layers of a step, found before anything is posed: what is alike is decided and priced once.
+"""Equal layers of a step, found before the problem is posed, so each is decided and priced once.
 
     blocks.0.mlp.up   blocks.1.mlp.up   blocks.2.mlp.up        one variable, that of `blocks.0`
 
-What is inside a numbered block is alike if the names differ in the number of the block alone,
-and the calls, meshes and pins are the same. What does not, such as the calls of a module that all
-blocks share, is alike if it makes the same call, takes what is alike, and is taken by what is
-alike: colours are refined by those of neighbours until no more of them appear. Names of blocks do
-not matter, so any model that numbers its layers has them.
+Nodes inside numbered blocks are alike if their names differ in the number of the block alone, and
+their calls, meshes and pins are the same. Any other nodes, such as the calls of a module that all
+blocks share, are alike if they make the same call, take values that are alike, and are used by
+nodes that are alike: the colour of a node is refined by the colours of its neighbours until no new
+colour appears. The names of blocks do not matter, so this works for any model with numbered layers.
 
     blocks.0 -> blocks.1    blocks.1 -> blocks.2    blocks.2 -> norm
 
-Values that cross layers are alike if what makes them is, and all that asks for them: here the
-first two, which cost twice what one does, and the third by itself.
+Values that cross layers are alike if their producers are alike, and all their users: here the first
+two, which cost twice as much as one; the third is different.
 
 Source: Weisfeiler and Leman, "The reduction of a graph to canonical form", 1968 (refinement).
 """
@@ -34,12 +34,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EqualLayers:
-    """What of a step is alike; each node and input by the first one that is like it.
+    """The equal parts of a step; each node and input is represented by the first one like it.
 
     Args:
-        nodes: By the name of each node that computes tensors, that of the first such node.
-        inputs: By the name of each tensor input, that of the first such input.
-        values: The first of the tensors that are made, and asked for, alike; and how many are.
+        nodes: For each node that computes tensors, the name of the first node like it.
+        inputs: For each tensor input, the name of the first input like it.
+        values: For each class of tensors that are made and used alike, the first one and their
+            number.
     """
 
     nodes: Mapping[str, str]
@@ -52,7 +53,7 @@ def equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
 
     Args:
         work: The step.
-        pins: What is decided; what is pinned otherwise is not alike.
+        pins: The pins; nodes and inputs with different pins are not alike.
     """
     inputs = _firsts(_input_colours(work, pins))
     nodes = _firsts(node_colours(work, _options(work, pins)))
@@ -76,7 +77,7 @@ def node_colours(work: StepWork, options: Mapping[str, Hashable]) -> dict[str, H
 
     Args:
         work: The step.
-        options: What nodes must have in common to be alike.
+        options: For each node, what has to be equal in nodes that are alike.
     """
     graph = work.graph
     colours: dict[str, Hashable] = {}
@@ -103,7 +104,7 @@ def node_colours(work: StepWork, options: Mapping[str, Hashable]) -> dict[str, H
                 for user in graph.users[value]
             ]
             refined[node.name] = (colours[node.name], taken, frozenset(users))
-        # Numbers for tuples, which would grow with every round.
+        # Numbers replace the tuples, which would grow with every round.
         numbers: dict[Hashable, int] = {}
         for name, colour in refined.items():
             colours[name] = numbers.setdefault(colour, len(numbers))
@@ -111,13 +112,13 @@ def node_colours(work: StepWork, options: Mapping[str, Hashable]) -> dict[str, H
 
 
 def _firsts(colours: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return for each name the first of its colour."""
+    """Return for each name the first name of its colour."""
     first: dict[Hashable, str] = {}
     return {name: first.setdefault(colour, name) for name, colour in colours.items()}
 
 
 def _options(work: StepWork, pins: Pins) -> dict[str, Hashable]:
-    """Return for each node what its options follow from: its call, where, and what is pinned."""
+    """Return for each node what its options depend on: call, mesh, rate, and pins."""
     pinned: dict[str, Hashable] = {}
     for (value, axis), pin in sorted(pins.use.items(), key=lambda item: item[0]):
         pinned[value] = (*_tuple(pinned.get(value)), (axis, pin.entry, pin.firm))
@@ -128,7 +129,7 @@ def _options(work: StepWork, pins: Pins) -> dict[str, Hashable]:
         key = (*(work.kinds[node.name], work.mesh_shape_of(node), node.rate), taken)
         number = found[node.name] = numbers.setdefault(key, len(numbers))
         if any(pin is not None for pin in taken) and work.is_free(node):
-            # What a view makes of a pinned value may be pinned by that.
+            # The results of a view of a pinned value may be pinned as a consequence.
             for at, value in enumerate(node.outputs):
                 pinned[value] = (*_tuple(pinned.get(value)), ("view", number, at))
     return found
@@ -152,7 +153,7 @@ def _input_colours(work: StepWork, pins: Pins) -> dict[str, Hashable]:
         )
 
     own = {entry.name: colour(entry) for entry in work.inputs}
-    # States may take the variable of their parameter.
+    # A state may share the variable of its parameter.
     return {
         name: (found, own.get(work.parameter_of_state.get(name, ""))) for name, found in own.items()
     }
@@ -161,7 +162,7 @@ def _input_colours(work: StepWork, pins: Pins) -> dict[str, Hashable]:
 def _value_keys(
     work: StepWork, nodes: Mapping[str, str], inputs: Mapping[str, str]
 ) -> dict[str, Hashable]:
-    """Return for each tensor what its conversions follow from, if what is alike is decided so."""
+    """Return for each tensor what its conversions depend on, if alike parts are decided alike."""
     graph: LogicalGraph = work.graph
     makers: dict[str, Hashable] = {
         entry.name: (inputs[entry.name], work.stages.inputs[entry.name]) for entry in work.inputs

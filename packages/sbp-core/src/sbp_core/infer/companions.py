@@ -1,12 +1,12 @@
-"""Which tensors of a step could travel together, as the compiler's buckets take them.
+"""Which tensors of a step could share a bucket, by the rules of the compiler's buckets.
 
-    gradients            what only the optimizer takes of the backward phase
+    gradients            values of the backward phase that only the optimizer uses
     new values           of states that are stored in shards, or whole while their updates are not
     parameters           of one block, gathered for their use in one phase
-    results              of one node that one node takes, such as a sum and what it is divided by
+    results              of one node that one node takes, such as a sum and its divisor
 
-Any arguments of one node travel together; of different makers one may be partial and the other not,
-which is not looked at here.
+The compiler lets any arguments of one node travel together. Arguments made by different nodes are
+left out here, because one of them may be partial and another not.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from sbp_core.infer.stages import StageMap
 _REDUCTIONS = frozenset({StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER})
 _GATHERS = frozenset({StepKind.ALL_GATHER})
 
-#: What tensors have in common that travel together.
+#: What tensors that travel together have in common.
 _Group = tuple[object, ...]
 
 
 class StepCompanions:
-    """What each value of a step could travel with.
+    """The tensors that each value of a step could travel with.
 
     Args:
         graph: The step.
-        stages: Where its nodes run and its inputs are.
-        known: Those of other steps on the same machine; what is equal is one object.
+        stages: Stages of its nodes and inputs.
+        known: Companions in other steps on the same machine; equal ones become one object.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class StepCompanions:
             self._found[group] = known.setdefault(key, Companions(*key))
 
     def of(self, value: str, phase: str = "") -> Companions | None:
-        """Return what a value could travel with; None if it travels alone.
+        """Return the companions of a value; None if it travels alone.
 
         Args:
-            value: Which; it may be one that the step does not have.
-            phase: For a parameter that is gathered for its use, when.
+            value: Its name; the step need not have it.
+            phase: The phase, for a parameter that is gathered for its use.
         """
         for group in self._groups(value) if value in self._graph.types else ():
             if group[0] != "parameter" or group[1] == phase:
@@ -89,5 +89,5 @@ class StepCompanions:
         elif node.phase is Phase.BACKWARD and users and is_late:
             yield "gradient", home, *what
         elif len(node.outputs) > 1 and users:
-            # The first user has them converted, and waits for all that it takes.
+            # The first user has them converted, and waits for all of them.
             yield "result", node.name, users[0].name, *what

@@ -1,4 +1,4 @@
-"""What is asked for of one value, and what it costs: the terms between variables of a step."""
+"""The targets that the users of one value ask for, and their cost: terms that join variables."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Numbers = NDArray[np.int64]
 #: The SBP of a tensor on the axes of a problem.
 Entries = tuple[Sbp, ...]
 
-#: As the variable of an end: there is none, the end is always the same.
+#: Instead of a variable: the end has no choice.
 NO_VARIABLE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionEnd:
-    """One end of conversions: what a tensor is made as, or asked for as.
+    """One end of conversions: the SBP in which a tensor is made, or in which it is needed.
 
     Args:
         variable: The variable that decides it; `NO_VARIABLE` if it is always the first of
             `entries`.
         entries: The SBP on the axes of the problem for each value of the variable.
-        stage: Where.
-        before: The entries on the axes before.
-        phase: For the use of a value that each phase boxes for itself, that phase; else empty.
+        stage: The stage of this end.
+        before: The entries on the earlier axes.
+        phase: The phase, for the use of a value that each phase boxes separately; else empty.
         rate: For such a use, how often it is boxed; else None, as often as it is made.
-        as_stored: Whether it is not boxed at all, if it can be used as it is stored.
+        as_stored: Whether no boxing is needed if it can be used as it is stored.
     """
 
     variable: int
@@ -47,10 +47,10 @@ class ConversionEnd:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionRequest:
-    """What one variable asks for of a value: the target by its number, for each of its values.
+    """The targets of a value that one variable asks for: a column number for each of its values.
 
     Args:
-        variable: Which; `NO_VARIABLE` if the request is always that of `targets[0]`.
+        variable: The variable; `NO_VARIABLE` if the request is always `targets[0]`.
         targets: (values of the variable,), numbers of columns of `ConversionGroup.costs`.
     """
 
@@ -60,15 +60,15 @@ class ConversionRequest:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ConversionGroup:
-    """All that is asked for of one value on one stage in one phase; equal targets are made once.
+    """All requests for one value on one stage in one phase; equal targets are made once.
 
-        cost = sum over the distinct targets t that are asked for of costs[value of source, t]
+        cost = sum over the distinct requested targets t of costs[value of source, t]
 
     Args:
-        value: Which value.
-        source: The variable that decides what it is made as.
+        value: Name of the value.
+        source: The variable that decides in which SBP the value is made.
         costs: (values of the source, targets), seconds of a step.
-        requests: Of all users.
+        requests: The requests of all users.
     """
 
     value: str
@@ -77,7 +77,7 @@ class ConversionGroup:
     requests: tuple[ConversionRequest, ...]
 
     def cost(self, values: Sequence[int]) -> float:
-        """Return what is paid for a value of each variable, in seconds of a step."""
+        """Return the cost for a value of each variable, in seconds of a step."""
         row = self.costs[values[self.source]]
         asked = {
             int(request.targets[0 if request.variable < 0 else values[request.variable]])
@@ -86,15 +86,15 @@ class ConversionGroup:
         return sum(float(row[target]) for target in asked)
 
     def own(self) -> tuple[ConversionRequest, ...]:
-        """Return the requests that the source's own variable makes, or none."""
+        """Return the requests that depend on no other variable than the source's."""
         return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
 
     def own_targets(self) -> NDArray[np.bool_]:
-        """Return which targets each value of the source asks for itself: (values, targets)."""
+        """Return which targets the `own` requests ask for: (values of the source, targets)."""
         return _asked(self.own(), *self.costs.shape)
 
     def targets_by_variable(self) -> dict[int, NDArray[np.bool_]]:
-        """Return which targets each value of each other variable asks for: (values, targets)."""
+        """Return which targets the values of each other variable ask for: (values, targets)."""
         return {
             variable: _asked(requests, len(requests[0].targets), self.costs.shape[1])
             for variable, requests in self.requests_by_variable().items()

@@ -1,4 +1,4 @@
-"""A first assignment of a problem, which searches begin from."""
+"""A first assignment of a problem, from which searches begin."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from sbp_core.infer.problem import StepProblem
 
 
 def start_greedily(problem: StepProblem) -> None:
-    """Let each node in turn start with the option that is cheapest after those before it.
+    """Let each node in turn start with the cheapest option, given the nodes before it.
 
-    Of nodes that are alike the first is looked at.
+    Of nodes that are alike only the first is considered.
 
     Args:
-        problem: Its `start` is changed.
+        problem: The problem, whose `start` is changed.
     """
     before: dict[int, list[tuple[ConversionGroup, ConversionRequest]]] = {}
     for group in problem.groups:
@@ -20,10 +20,10 @@ def start_greedily(problem: StepProblem) -> None:
             before.setdefault(request.variable, []).append((group, request))
     known = set(problem.storage_variable.values())
     for variable in dict.fromkeys(problem.node_variable[node.name] for node in problem.work.nodes):
-        # Later nodes are not looked at: they follow this one, as minimising goes on from here.
+        # Later nodes are ignored: the search will adapt them to this one.
         cost = problem.unary[variable].copy()
         for group, request in before.get(variable, ()):
-            # What a layer gives to the next comes after what that does for the layer before.
+            # A value that a layer passes to the next is decided after its counterpart before.
             if group.source in known:
                 cost += group.costs[problem.start[group.source], request.targets]
         problem.start[variable] = int(cost.argmin())

@@ -1,19 +1,19 @@
-"""The least that conversions on some mesh axes take: prices from below, for very many at once.
+"""Lower bounds of the prices of conversions on some mesh axes, for very many at once.
 
     on 8 x 4 x 2 H100                           price    from below
     (P, P, S(0))       -> (B, B, S(0))          1.94 ms  1.94 ms     float32[14336, 4096]
     (S(2), S(2), S(2)) -> (S(0), S(0), S(0))    2.34 ms  2.32 ms     float32[64, 4096, 4096]
     (B, S(1), B)       -> (B, B, S(1))          5.99 ms  0.39 ms     float32[4096, 14336]
 
-Of the last it is not known which of several copies is sent.
+The last bound is loose because it does not model which of several copies is sent.
 
-`Prices` looks for a route for each pair of SBPs. Where an axis more makes these hundreds of
-thousands, a search that leaves most of them out can do with a bound of what it leaves out. It comes
-from `boxing.least_times`: shortest paths between all states at once, which are found once
-for all tensors whose dims are split alike. Bytes are exact.
+`Prices` looks for a route for each pair of SBPs. If one more axis makes hundreds of thousands of
+pairs, a search that skips most of them only needs a lower bound of each. The bound comes from
+`boxing.least_times`: shortest paths between all states at once, found once for all tensors whose
+dims are split alike. Bytes are exact.
 
-Nothing is said (0 s) between two placements, of tensors without dims or elements, where a machine's
-calibration says the times, and where the router does not search all states; see
+The bound is 0 s between two placements, for tensors without dims or elements, where a machine's
+calibration gives the times, and where the router does not search all states; see
 `boxing.routing.canonical_problem`.
 """
 
@@ -52,13 +52,13 @@ _PARTIALS = {
     0b110: (MAX, MIN),
 }
 
-#: States with two kinds of partial values, above which less is known of those. Few tensors have
-#: any, and the tables would take longer than all others.
+#: Number of states with two kinds of partial values above which no table of them is made: few
+#: tensors have any, and these tables would take longer than all others.
 _MOST_STATES = 216
 
 
 class PriceTable(Protocol):
-    """What a search asks for prices: `Prices`, or `LeastPrices`."""
+    """The source of prices of a search: `Prices`, or `LeastPrices`."""
 
     def table(
         self,
@@ -68,12 +68,12 @@ class PriceTable(Protocol):
         targets: Sequence[tuple[int, Entries]],
         companions: Companions | None = None,
     ) -> Sequence[Sequence[Sequence[float]]]:
-        """Return (seconds, bytes) from each of some (stage, SBP) to each of others."""
+        """Return (seconds, bytes) from each source (stage, SBP) to each target (stage, SBP)."""
         ...
 
 
 class LeastPrices:
-    """Prices from below on all mesh axes of the stages.
+    """Lower bounds of prices on all mesh axes of the stages.
 
     Args:
         stages: Placement of each stage.
@@ -92,14 +92,14 @@ class LeastPrices:
         targets: Sequence[tuple[int, Entries]],
         companions: Companions | None = None,
     ) -> Sequence[Sequence[Sequence[float]]]:
-        """Return what conversions take at least; see `Prices.table`.
+        """Return lower bounds of the prices of conversions; see `Prices.table`.
 
         Args:
-            shape: Of the tensor.
+            shape: Shape of the tensor.
             dtype: Its dtype name.
-            sources: (stage, SBP) of each.
-            targets: Likewise.
-            companions: What could travel with it; a part of a step has a part of its launch.
+            sources: (stage, SBP) of each source.
+            targets: (stage, SBP) of each target.
+            companions: The tensors that could travel with it; they share its launches.
 
         Returns:
             By source (rows), target (columns) and, last, seconds and bytes.
@@ -117,7 +117,7 @@ class LeastPrices:
                         _codes([targets[at][1] for at in columns]),
                         is_alone=companions is None,
                     )
-        return found  # type: ignore[return-value]  # an array is as good as lists
+        return found  # type: ignore[return-value]  # an array can be indexed like lists
 
     def _within(
         self,
@@ -135,7 +135,7 @@ class LeastPrices:
         before, after = _reductions(sources), _reductions(targets)
         scale = prod(shape) * itemsize
         for kind in np.unique(before).tolist():
-            # What is partial, and is to be partial in other ways, is reduced on the way.
+            # Partial values that become other partial values are reduced on the way.
             times, names = self._between(mesh, shape, kind), _named(mesh, shape, kind)
             rows, columns = np.flatnonzero(before == kind), np.flatnonzero(after & kind == 0)
             if times is not None and kind:
@@ -159,8 +159,8 @@ class LeastPrices:
         if is_alone:
             np.maximum(seconds, np.where(differs, device.launch_s, 0.0), out=seconds)
         if len(shape) > mesh.num_axes and _is_even(mesh, shape):
-            # Of dims that are alike the router looks at those that an end splits, and one more for
-            # each axis.
+            # Of equal dims the router tries only the dims that an end splits, and one more for each
+            # axis.
             split = np.zeros(seconds.shape, dtype=np.int64)
             for dim in range(len(shape)):
                 split += (sources == dim).any(axis=1)[:, None] | (targets == dim).any(axis=1)
@@ -172,9 +172,9 @@ class LeastPrices:
         """Return the least times of tensors of a shape; None if they are not known.
 
         Args:
-            mesh: Where.
-            shape: Of the tensor.
-            kind: Mask of the reductions that states have.
+            mesh: The placement.
+            shape: Shape of the tensor.
+            kind: Mask of the reductions of the partial values that states may have.
         """
         partial = _PARTIALS.get(kind)
         if partial is None or not are_searched(mesh, len(shape), len(partial)):
@@ -191,7 +191,7 @@ class LeastPrices:
 
 
 def _parts(mesh: Placement, extent: int) -> int:
-    """Return an extent that stands for all that every split divides evenly; else itself."""
+    """Return one extent for all extents that every split divides evenly; else the extent itself."""
     return mesh.size if extent and extent % mesh.size == 0 else extent
 
 
@@ -214,9 +214,9 @@ def _reductions(codes: Ints) -> Ints:
 
 
 def _named(mesh: Placement, shape: tuple[int, ...], kind: int) -> dict[int, int]:
-    """Return the place of each code among the entries of an axis: dims, `B`, what is partial.
+    """Return the place of each code among the entries of an axis: dims, `B`, partial values.
 
-    Dims are in the order of what stands for their extents, as the tables have them.
+    Dims are in the order of their representative extents, as in the tables.
     """
     ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
     names = {dim: place for place, dim in enumerate(ordered)}
@@ -226,7 +226,7 @@ def _named(mesh: Placement, shape: tuple[int, ...], kind: int) -> dict[int, int]
 
 
 def _numbers(times: LeastTimes, names: dict[int, int], codes: Ints) -> Ints:
-    """Return the numbers of states, (ends, axes), in a table; any of one that it does not have."""
+    """Return the numbers of states, (ends, axes), in a table; arbitrary for unknown states."""
     base = len(times.layout.entries[0])
     found = np.zeros(len(codes), dtype=np.int64)
     for axis in range(codes.shape[1]):

@@ -2,13 +2,13 @@
 
 Minimise   F(x) = sum_f table_f[x restricted to the variables of f]
 
-Solved by *bucket elimination*: take a variable away, put in place of the tables that mention it
-one table of their minimum over it, and go on until none is left; then read the variables off
-backwards. This is exact. Its tables grow with the width of the graph, so when the next one would be
-larger than a limit, a variable is *held* at its present value and the elimination goes on with the
-rest: exact given the held ones, so that the total never rises. Rounds hold different variables
+Solved by *bucket elimination*: take a variable away, replace the tables that mention it by one
+table of their minimum over it, and go on until none is left; then read the variables off backwards.
+This is exact. Its tables grow with the width of the graph. If the next one would be larger than a
+limit, a variable is *held* at its present value and the elimination goes on with the rest. The
+result is exact given the held variables, so the total never rises. Rounds hold different variables
 until no round gains. Repeated layers of a network bring equal tables, whose sums and minima are
-computed once and shared. Knows nothing of SBP.
+computed once and shared. This module knows nothing of SBP.
 
 `Buckets` is the elimination itself, which also bounds (`sbp_planner.choice.prove`).
 
@@ -51,10 +51,10 @@ class Factor:
             )
 
     def aligned(self, order: Sequence[int]) -> Table:
-        """Return the table with its axes in an order of variables, of extent 1 where it has none.
+        """Return the table with its axes in an order of variables, with extent 1 for the others.
 
         Args:
-            order: All of its variables, and others.
+            order: All of its variables, and possibly others.
         """
         place = [order.index(v) for v in self.variables]
         shape = [1] * len(order)
@@ -90,18 +90,18 @@ def minimise(
     Args:
         sizes: Number of values of each variable, >= 1.
         factors: The cost tables.
-        start: A value of each variable, best one that the tables allow.
-        max_entries: Largest table that may be made; beyond it variables are held.
-        max_rounds: Rounds, at most, while some variables must be held; two in a row without gain
-            end them, too.
+        start: A value of each variable, best an assignment that the tables allow.
+        max_entries: Most entries of a table; beyond it variables are held.
+        max_rounds: Most rounds while some variables must be held; the search also ends after two
+            rounds in a row without gain.
 
     Returns:
-        The best values found. A cost of `inf` means that nothing is allowed (if exact), or that
-        nothing allowed was found.
+        The best values found. A cost of `inf` means that no assignment is allowed (if exact), or
+        that none was found.
     """
-    # A round holds variables at the values of the best solution so far, which it can therefore find
-    # again: no round is worse. It prefers to hold those that were held least often, so that what
-    # one round could not move, another can:
+    # A round holds variables at the values of the best solution so far, so it can find that
+    # solution again: no round is worse. It prefers variables that were held least often, so that a
+    # variable that could not change in one round can change in another:
     #
     #     chain-like graph    nothing is held                       round 1 is exact
     #     dense graph         round 1 holds {a, b} as they are      the rest is optimal for that
@@ -122,23 +122,23 @@ def minimise(
         idle = 0 if cost < best.cost else idle + 1
         if cost < best.cost:
             best = Solution(values=values, cost=cost, exact=False)
-        # One round without gain may have held the wrong variables; after two it is given up.
+        # One round without gain may have held the wrong variables; two in a row end the search.
         if idle == 2:
             break
     return best
 
 
 class Buckets:
-    """Cost tables by the variables that they are over; variables are taken away from them.
+    """Cost tables, indexed by their variables; variables are eliminated from them.
 
     Args:
-        sizes: Number of values of each variable; those with one value cost tables no axis.
+        sizes: Number of values of each variable; variables with one value take no axis of a table.
         factors: The cost tables.
 
     Attributes:
-        sizes: Of each variable.
-        left: The variables that are not taken away.
-        constant: What tables cost that are over no variable any more.
+        sizes: Number of values of each variable.
+        left: The variables that are not eliminated yet.
+        constant: The cost of tables without remaining variables.
     """
 
     def __init__(self, sizes: Sequence[int], factors: Iterable[Factor]) -> None:
@@ -149,15 +149,15 @@ class Buckets:
         # variables, under one number, so that it can be taken out of all of them.
         self._buckets: list[dict[int, Factor]] = [{} for _ in sizes]
         self._number = 0
-        # Of each variable that was taken away, in that order: where it is least, by the places of
-        # the variables that it stood with.
+        # For each eliminated variable, in order: its best value, as a table over the variables that
+        # shared tables with it.
         self._taken: list[tuple[int, tuple[int, ...], Choice]] = []
         for factor in factors:
             self.add(factor)
 
     @property
     def factors(self) -> list[Factor]:
-        """The tables that are left, in the order in which they came."""
+        """The remaining tables, in the order in which they were added."""
         found = {number: factor for bucket in self._buckets for number, factor in bucket.items()}
         return [found[number] for number in sorted(found)]
 
@@ -177,7 +177,7 @@ class Buckets:
         return {v for factor in self._buckets[variable].values() for v in factor.variables}
 
     def take(self, variable: int) -> list[Factor]:
-        """Remove and return the tables of a variable, in the order in which they came."""
+        """Remove and return the tables of a variable, in the order in which they were added."""
         taken = list(self._buckets[variable].items())
         for number, factor in taken:
             for v in factor.variables:
@@ -185,21 +185,21 @@ class Buckets:
         return [factor for _, factor in taken]
 
     def least(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
-        """Return where the sum of some factors is least over the last of `order`, and that least.
+        """Minimise the sum of some factors over the last of `order`; return choice and minimum.
 
         Args:
-            factors: At least one.
-            order: Their variables, all of them.
+            factors: At least one factor.
+            order: All of their variables.
         """
-        # The variable that is taken away is the last axis; broadcasting makes the sum.
+        # The eliminated variable is the last axis; broadcasting makes the sum.
         table = reduce(np.add, (factor.aligned(order) for factor in factors))
         choice = table.argmin(axis=-1)
         least = np.take_along_axis(table, choice[..., None], axis=-1)[..., 0]
-        # Any number of choices that tables may have fits.
+        # This dtype holds any number of choices that tables may have.
         return choice.astype(np.int32), least
 
     def eliminate(self, variable: int) -> set[int]:
-        """Take a variable away, at its best for what is left; return those that it stood with."""
+        """Eliminate a variable at its best value; return the variables that shared its tables."""
         self.left.discard(variable)
         factors = self.take(variable)
         rest = tuple(sorted({v for f in factors for v in f.variables} - {variable}))
@@ -212,15 +212,15 @@ class Buckets:
         return set(rest)
 
     def smallest_first(self, visit: Callable[[int, int], set[int] | None]) -> None:
-        """Visit the variables, that of the smallest table first (the min-weight order).
+        """Visit the variables in the order of their tables, the smallest first (min-weight order).
 
         Args:
-            visit: Told a variable, and the entries of the table over all that it stands with.
-                Returns the variables whose tables changed; None ends it. A variable that is not
-                taken away then is visited again.
+            visit: Called with a variable and the number of entries of the table over its
+                neighbours. Returns the variables whose tables changed; None ends the visits. A
+                variable that is not eliminated by it is visited again.
         """
 
-        # Entries change as neighbours go, and heaps cannot update: stale ones are skipped.
+        # Entries change as neighbours are eliminated. Heaps cannot update: stale ones are skipped.
         def entries(variable: int) -> int:
             return prod([self.sizes[v] for v in self.neighbours(variable)])
 
@@ -229,14 +229,14 @@ class Buckets:
         heapq.heapify(queue)
         while queue:
             count, variable = heapq.heappop(queue)
-            # Whenever the entries of a variable change, it is queued anew.
+            # Whenever the entries of a variable change, it is queued again.
             if variable not in self.left or count != present[variable]:
                 continue
             touched = visit(variable, count)
             if touched is None:
                 return
-            # Its entry has left the queue: 0 is never a count, so that it is queued anew below even
-            # if its count is what it was.
+            # The variable has left the queue. 0 is never a count, so it is queued again below even
+            # if its count is unchanged.
             present[variable] = 0
             for other in touched & self.left:
                 now = entries(other)
@@ -245,12 +245,12 @@ class Buckets:
                     heapq.heappush(queue, (now, other))
 
     def read_back(self, places: Sequence[int]) -> list[int]:
-        """Return the places of the values of all variables, of those that are gone at their best.
+        """Return the places of the values of all variables, eliminated variables at their best.
 
         Args:
-            places: Of the variables that are left; any for others.
+            places: Places for the remaining variables; arbitrary for others.
         """
-        # Backwards: where a variable is least depends on others that were taken away after it.
+        # Backwards: the best value of a variable depends on variables eliminated after it.
         found = list(places)
         for variable, rest, choice in reversed(self._taken):
             found[variable] = int(choice[tuple(found[v] for v in rest)])
@@ -258,7 +258,7 @@ class Buckets:
 
 
 class _Shared:
-    """What is computed once for equal tables; they live as long as this, so ids tell them apart.
+    """Results that are shared by equal tables; they live as long as this, so ids identify them.
 
     before: layer 1 takes x1 from f(x1, y1), g(x1, z1)    layer 2 takes x2 from f(x2, y2), g(x2, z2)
     after:  h(y, z) = min over x of f(x, y) + g(x, z) is made for layer 1, and named h(y2, z2) too
@@ -280,7 +280,7 @@ class _Shared:
         return Factor(kept, self._tables.setdefault(key, table.reshape(key[0])))
 
     def slice(self, table: Table, axis: int, index: int) -> Table:
-        """Return what is left of a table at one index of one axis."""
+        """Return a table at one index of one axis."""
         key = (id(table), axis, index)
         if key not in self._slices:
             self._slices[key] = np.asarray(table.take(index, axis=axis))
@@ -305,9 +305,10 @@ class _Holding(Buckets):
     def least(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
         """See `Buckets.least`."""
         place = {variable: at for at, variable in enumerate(order)}
-        # Names of variables do not matter, only which axis of which table is which place of
-        # `order`. Equal tables are one object (`interned`; minima and slices of equal tables are,
-        # too), so ids tell what is equal, and layer after layer finds the minimum of the first.
+        # The names of variables do not matter, only which axis of which table belongs to which
+        # place in `order`. Equal tables are one object (`interned`; minima and slices of equal
+        # tables, too), so ids identify equal tables, and later layers reuse the minimum of the
+        # first.
         key = tuple((id(f.table), tuple(place[v] for v in f.variables)) for f in factors)
         found = self.shared.minima.get(key)
         if found is None:
@@ -316,8 +317,8 @@ class _Holding(Buckets):
 
     def solved(self, max_entries: int) -> tuple[int, ...]:
         """Return the best values of all variables, given the held ones."""
-        # Even the smallest table may be too large. A neighbour is held then, which takes an axis
-        # from it, and the variable is tried again.
+        # If even the smallest table is too large, a neighbour is held, which removes an axis, and
+        # the variable is tried again.
         self.smallest_first(
             lambda variable, entries: (
                 self.eliminate(variable) if entries <= max_entries else self._hold(variable)

@@ -4,10 +4,10 @@
     pin      up: S(1)
     after    up: (B) (S(1)) -> (S(1))     relu takes it so; down, ... as they are
 
-Decided anew is what a pin speaks of: the modules that the pinned tensors belong to, forward,
-backward and update, with their parameters and states, and whatever takes a pinned value, through
-views too. All else stays as it is, whoever decided it; boxing joins the two. So this works for the
-strategy of any planner, and takes much less time than planning.
+A pin changes the decisions for the modules of the pinned tensors (forward, backward and update,
+with their parameters and states) and for every user of a pinned value, through views too. All other
+decisions stay, and boxing joins the two parts. So this works for the strategy of any planner, and
+takes much less time than planning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Nearby:
 
     Args:
         strategy: Legal for the graph; its report is empty.
-        modules: Paths of the modules that were decided anew, sorted.
+        modules: Paths of the modules that were decided again, sorted.
     """
 
     strategy: Strategy
@@ -45,16 +45,16 @@ class Nearby:
 def infer_nearby(
     request: PlanRequest, strategy: Strategy, pins: Mapping[str, PinValue] | None = None
 ) -> Nearby:
-    """Return a strategy with pins kept, else as another one wherever that is possible.
+    """Return a strategy that satisfies pins, and otherwise equals another strategy where possible.
 
     Args:
-        request: Graph, cluster, and pins of the user; its mesh does not count.
-        strategy: A legal one for the graph, of any planner.
-        pins: What is asked for besides the user's pins, which override them.
+        request: Graph, cluster, and pins of the user; its mesh is ignored.
+        strategy: A legal strategy for the graph, of any planner.
+        pins: Further pins, which the user's pins override.
 
     Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing fulfils the pins; says what would be accepted.
+        ConfigError: a pin does not apply to the graph.
+        PlanError: nothing satisfies the pins; the message names what would be accepted.
     """
     graph = request.graph
     work = work_of(request, strategy)
@@ -103,7 +103,7 @@ def _decided_nodes(graph: LogicalGraph, pins: Pins, modules: set[str]) -> set[st
 
 
 def _module(node: Node) -> str:
-    """Return the module of a node; of one of the update, that of its parameter."""
+    """Return the module of a node; for a node of the update, the module of its parameter."""
     if node.phase is not Phase.OPTIMIZER:
         return node.module
     parameter, is_update, _ = node.name.partition(".update.")
@@ -111,5 +111,5 @@ def _module(node: Node) -> str:
 
 
 def _owner(entry: GraphInput) -> str:
-    """Return the module that an input belongs to; an optimizer state, to that of its parameter."""
+    """Return the module of an input; for an optimizer state, the module of its parameter."""
     return (entry.of or entry.name).rpartition(".")[0]

@@ -1,11 +1,11 @@
-"""A strategy with one mesh axis decided anew, the others as they are.
+"""A strategy with one mesh axis decided again and the other axes unchanged.
 
     before    mm: (S(0), B) (B, S(1)) -> (S(0), S(1))     weight: (B, S(1))
     pin       weight: {data: S(0)}
     after     mm: (S(0), B) (B, S(1)) -> (S(0), S(1))     weight: (S(0), S(1))
 
-For planners that decide something on one axis, inside of what another has decided: sharded states
-inside a tensor-parallel group, or inside the stages of a pipeline.
+For planners that decide one axis of a mesh whose other axes another planner has decided: sharded
+states inside a tensor-parallel group, or inside the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def infer_axis(
 ) -> Strategy:
     """Return a strategy whose entries of one mesh axis are inferred under other pins.
 
-    On the other axes every decision stays, unless no signature has it with the new decisions.
+    All decisions on the other axes stay, unless no signature combines them with the new entries.
 
     Args:
-        request: Graph, cluster, and pins of the user; its mesh does not count.
-        strategy: A legal one for the graph, of any planner.
+        request: Graph, cluster, and pins of the user; its mesh is ignored.
+        strategy: A legal strategy for the graph, of any planner.
         axis: Name of the mesh axis.
-        pins: What is asked for besides the user's pins, which override them. On other axes they may
-            only say what the strategy does.
+        pins: Further pins, which the user's pins override. On other axes they may only repeat
+            decisions of the strategy.
 
     Returns:
         The strategy, with the same stages and an empty report.
 
     Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing fulfils the pins.
+        ConfigError: a pin does not apply to the graph.
+        PlanError: nothing satisfies the pins.
         SignatureError: the signatures of an operator do not go together.
     """
     graph = request.graph

@@ -1,8 +1,8 @@
-"""Which signatures of a node its pins leave, on some mesh axes.
+"""The signatures of a node that its pins allow, on some mesh axes.
 
 Pins remove values from the variables of `infer.problem`: the users of a pinned value keep only the
-signatures that take it so; a view of it is pinned to what it then must be. What is kept of an
-earlier strategy has one value, too, unless a pin says another.
+signatures that take the pinned SBP; a view of it is pinned to the SBP that follows. A decision that
+is kept from an earlier strategy also has one value, unless a pin overrides it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PinnedOptions:
     Args:
         work: The step.
         axes: Successive mesh axes.
-        pins: What is decided already.
-        kept: What stays as an earlier strategy has it, where pins allow.
+        pins: The pins.
+        kept: Decisions of an earlier strategy that stay where pins allow.
     """
 
     def __init__(self, work: StepWork, axes: range, pins: Pins, kept: FixedDecisions) -> None:
@@ -39,23 +39,23 @@ class PinnedOptions:
         ]
 
     def left(self, node: Node, parts: Options) -> tuple[int, ...]:
-        """Return the places of the signatures of a node that may be chosen.
+        """Return the indices of the signatures of a node that pins allow.
 
         Raises:
-            PlanError: a pin asks for what the operator cannot take.
+            PlanError: a pin asks for an SBP that the operator cannot take.
         """
         left = self._unpinned(node, parts)
         return tuple(self._as_kept(node, parts, left) or left)
 
     def follow(self, node: Node, first: Node) -> None:
-        """Pin what a node makes as it is of one that is like it, which was asked for before."""
+        """Pin the outputs of a node like the outputs of an equal node that was asked for before."""
         for use in self._use:
             for value, other in zip(node.outputs, first.outputs, strict=True):
                 if other in use:
                     use.setdefault(value, use[other])
 
     def _unpinned(self, node: Node, parts: Options) -> list[int]:
-        """Return which options take the node's arguments as they are pinned."""
+        """Return the indices of the options that take the node's arguments as they are pinned."""
         kept = list(range(len(parts)))
         for axis, use in enumerate(self._use):
             kept = self._unpinned_on(axis, use, node, parts, kept)
@@ -71,15 +71,15 @@ class PinnedOptions:
         ]
         if not pinned:
             return kept
-        # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
-        # where they leave nothing that it fits.
+        # Firm pins first. A pin that is not firm chooses among the remaining options, and is
+        # ignored if none of them fits it.
         for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
             fits = [index for index in kept if parts[index][axis].inputs[at] == pin.entry]
             if not fits and pin.firm:
                 possible = {parts[index][axis].inputs[at] for index in kept}
                 raise self._untakable(self._axes[axis], node, value, pin, possible)
             kept = fits or kept
-        # What a view of a pinned value must be is pinned for its users too.
+        # If the SBP of a view of a pinned value follows, it is pinned for the view's users too.
         left = dict.fromkeys(parts[index][axis] for index in kept)
         if len(left) == 1 and self._work.is_free(node) and pinned[0][2].firm:
             (only,) = left
@@ -88,7 +88,7 @@ class PinnedOptions:
         return kept
 
     def _as_kept(self, node: Node, parts: Options, among: list[int]) -> list[int]:
-        """Return which options are what an earlier strategy has; none if it has nothing of it."""
+        """Return the options that an earlier strategy chose; none if it did not choose."""
         found = self._kept.nodes.get(node.name)
         if found is None:
             return []

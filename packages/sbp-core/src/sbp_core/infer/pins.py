@@ -14,16 +14,16 @@ patterns and values mean is explained in `docs/how-to/pins.md`, with examples. I
   values that leave the module in its forward pass; values.
 
 A value is `"S(0)"` (on every mesh axis), `"S(0), B"` (one entry for each axis), or
-`{axis: "S(0)"}`, which says nothing of other axes; the axis `*` means every axis not named. `S(-1)`
-splits the last dim of whatever tensor it is; `free` takes earlier pins back.
+`{axis: "S(0)"}`, which leaves other axes open; the axis `*` means every axis not named. `S(-1)`
+splits the last dim of any tensor; `free` removes earlier pins.
 
-Pinning an input says how it is *stored*. Pinning a value, or an input with `use:` before the
-pattern, says how it is *used*: whatever its producer makes, or however it is stored, it is boxed to
-that SBP once, and every op that uses it takes it so, also where it looks at it through a view.
+Pinning an input decides how it is *stored*. Pinning a value, or an input with `use:` before the
+pattern, decides how it is *used*. It is boxed to that SBP once, from whatever SBP it is made or
+stored in, and every op that uses it, directly or through a view, takes it in that SBP.
 
-The words (`batch`, `gradients`, ...) are dropped where a tensor cannot hold them (a state without
-dims, an op that cannot take a split sample), unless that is so of every tensor with dims that a
-word means; any other pin that cannot hold is an error. Decides nothing that is not pinned.
+The words (`batch`, `gradients`, ...) are ignored for a tensor that cannot have the SBP (a state
+without dims, an op that cannot take a split sample), unless no tensor with dims that the word means
+can have it. Any other pin that cannot be met is an error. Decides nothing that is not pinned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
 from sbp_core.graph.primitives import ACCUMULATE, PIECE
 from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
 
-#: What a pin says of the tensors of a pattern: an SBP, or one for each mesh axis by name.
+#: The value of a pin: an SBP, or an SBP for each mesh axis by name.
 PinValue = str | Mapping[str, str]
 
 #: Words that stand for all graph inputs of a kind.
@@ -56,10 +56,10 @@ OTHER_AXES = "*"
 #: The mesh axis whose positions are pipeline stages; nothing is split over it.
 PIPE_AXIS = "pipe"
 
-#: Where errors say that a pin is, for planners to name the setting that it comes from.
+#: The place that errors name for a pin; planners replace it by their setting.
 PINS = "pins"
 
-#: Before a pattern of inputs: how they are used, not how they are stored.
+#: The prefix of a pattern of inputs that decides how they are used, not how they are stored.
 USE = "use:"
 
 #: The number of a layer in a name.
@@ -96,7 +96,7 @@ class Pin:
     Args:
         entry: The SBP on that axis.
         text: The pin as written, for messages.
-        firm: Whether it must hold, or gives way where it cannot.
+        firm: Whether it must hold; otherwise it is ignored where it cannot hold.
     """
 
     entry: Sbp
@@ -122,13 +122,13 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
     """Resolve pins; later layers override earlier ones.
 
     Args:
-        graph: Where the names come from.
+        graph: The graph that has the names.
         axes: Names of the mesh axes of a stage.
         layers: Pins in the order in which they apply.
 
     Raises:
         ConfigError: a pin matches nothing, names an axis that the mesh does not have, cannot be
-            read, or cannot hold for a tensor that it matches.
+            parsed, or cannot hold for a tensor that it matches.
     """
     storage: dict[tuple[str, int], Pin] = {}
     use: dict[tuple[str, int], Pin] = {}
@@ -137,8 +137,8 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
         for pattern, value in layer.items():
             text = f"{pattern}: {_text(value)}"
             entries = _entries(value, axes, text)
-            # Words mean many tensors at once, some of which may not be able to hold the pin: those
-            # are passed over. Who names a tensor or a module means it.
+            # Words mean many tensors at once; the ones that cannot hold the pin are skipped. A user
+            # who names a tensor or a module means exactly that.
             bare, firm = pattern.removeprefix(USE), not is_pin_word(pattern)
             matched = names.match(bare, text)
             if not firm:
@@ -147,7 +147,7 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
                 stored = name in names.inputs and bare == pattern
                 shape = graph.tensor(name).shape
                 for axis, written in entries.items():
-                    # Takes earlier pins back; a later pin may hold again.
+                    # Removes earlier pins; a later pin may apply again.
                     if isinstance(written, _Free):
                         (storage if stored else use).pop((name, axis), None)
                         continue
@@ -155,8 +155,7 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
                     if _can_hold(entry, len(shape), stored):
                         pin = Pin(entry=entry, text=text, firm=firm)
                         (storage if stored else use)[name, axis] = pin
-                    # `P` that is to be stored is refused of words, too: no tensor of the word
-                    # could.
+                    # Storing `P` is refused for words, too: no tensor of the word could do it.
                     elif firm or isinstance(entry, Partial):
                         raise _cannot_hold(text, name, shape, stored)
     return Pins(storage=storage, use=use)
@@ -168,7 +167,7 @@ def _check_some_hold(
     """Check that a word splits a dim that one of its tensors has, if any of them has dims.
 
     Raises:
-        ConfigError: the pin would say nothing about any tensor.
+        ConfigError: the pin would apply to no tensor.
     """
     dims = {len(graph.tensor(name).shape) for name in names} - {0}
     for written in entries.values():
@@ -199,7 +198,7 @@ def _text(value: PinValue) -> str:
 
 
 def check_pin(pattern: str, value: PinValue, axes: Sequence[str] | None = None) -> None:
-    """Check that a pin can be read, whatever graph it is for.
+    """Check that a pin can be parsed, for any graph.
 
     Args:
         pattern: Its pattern.
@@ -207,7 +206,7 @@ def check_pin(pattern: str, value: PinValue, axes: Sequence[str] | None = None) 
         axes: Names of the mesh axes of a stage; None if they are not known.
 
     Raises:
-        ConfigError: it cannot, or speaks of another mesh axis.
+        ConfigError: it cannot be parsed, or names another mesh axis.
     """
     text = f"{pattern}: {_text(value)}"
     if axes is None:
@@ -236,7 +235,7 @@ def _read(value: PinValue, text: str) -> list[_Entry] | dict[str, _Entry]:
 
 
 def _entries(value: PinValue, axes: Sequence[str], text: str) -> dict[int, _Entry]:
-    """Return the pinned entry of each mesh axis that the pin speaks of."""
+    """Return the pinned entry of each mesh axis that the pin decides."""
     parts = _read(value, text)
     if isinstance(parts, list):
         if len(parts) == 1:
@@ -290,7 +289,7 @@ def _parse_entry(text: object) -> _Entry:
 
 
 def _entry_of(written: Sbp | _SplitFromBack, num_dims: int) -> Sbp | None:
-    """Return what an entry means for a tensor; None if it counts back beyond the first dim."""
+    """Return the SBP of an entry for a tensor; None if it counts back beyond the first dim."""
     if not isinstance(written, _SplitFromBack):
         return written
     dim = num_dims - written.from_back
@@ -313,12 +312,12 @@ def _cannot_hold(text: str, name: str, shape: tuple[int, ...], stored: bool) -> 
     )
 
 
-#: What makes a name a pattern of `fnmatch`.
+#: Characters that make a name a pattern of `fnmatch`.
 _WILDCARDS = frozenset("*?[")
 
 
 class _Names:
-    """What the patterns of one graph can mean."""
+    """The names of one graph that patterns can match."""
 
     def __init__(self, graph: LogicalGraph) -> None:
         self.graph = graph
@@ -331,19 +330,19 @@ class _Names:
         )
 
     def match(self, pattern: str, text: str) -> list[str]:
-        """Return the inputs or the values that a pattern means."""
+        """Return the inputs or the values that a pattern matches."""
         if pattern in INPUT_WORDS:
             kind = INPUT_WORDS[pattern]
             return [name for name, found in self.inputs.items() if found is kind]
         if pattern in VALUE_WORDS:
             return _VALUES[pattern](self.graph)
-        # The first kind of name that matches anything is meant: `blocks.0.*` means parameters of
-        # the module, where it has some, and not the values inside it as well.
+        # The first kind of name with a match counts: `blocks.0.*` means the parameters of the
+        # module, if it has some, and not also the values inside it.
         inputs = _matching(self.inputs, pattern)
         if inputs:
             return inputs
         modules = _matching(self.modules, pattern)
-        # A module is no tensor: what is pinned is what leaves it.
+        # A module is no tensor: the pin applies to its outputs.
         values = [value for module in modules for value in module_outputs(self.graph, module)]
         values = values or _matching(self.values, pattern)
         if not values:
@@ -353,7 +352,7 @@ class _Names:
     def _unmatched(self, pattern: str, text: str) -> ConfigError:
         known = [*INPUT_WORDS, *VALUE_WORDS, *self.inputs, *self.modules, *self.values]
         if "*" in pattern:
-            # Of all layers was spoken, so the answer does, too.
+            # The pin names all layers, so the suggestion does, too.
             known = list(dict.fromkeys(_NUMBER.sub("*", name) for name in known))
         near = difflib.get_close_matches(pattern.strip("*."), known, n=4, cutoff=0.3)
         return ConfigError(
@@ -366,7 +365,7 @@ class _Names:
 
 
 def _matching(names: Mapping[str, object], pattern: str) -> list[str]:
-    # Found pins name every tensor by itself: looking at all names for each takes minutes.
+    # Inferred pins name every tensor separately: searching all names for each takes minutes.
     if not _WILDCARDS.intersection(pattern):
         return [pattern] if pattern in names else []
     return [name for name in names if fnmatchcase(name, pattern)]

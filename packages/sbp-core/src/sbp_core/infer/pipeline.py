@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline lie, and in which order ranks work on them, by a schedule's name.
+"""The stages of a pipeline on ranks, and the order in which ranks work on them, from a schedule.
 
 planner.pipeline=interleaved planner.chunks=2 on two positions of the axis `pipe`:
 
@@ -18,7 +18,7 @@ from sbp_core.infer.solve import one_forward_one_backward, stage_placements
 from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_schedule
 from sbp_core.placement import Placement
 
-#: Schedules that go on while an update is under way.
+#: Schedules that continue while an update is under way.
 ASYNCHRONOUS = ("pipedream", "2bw")
 
 #: What to do about schedules that do not end a step with its update.
@@ -31,7 +31,7 @@ _TODO = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """What a schedule says of a strategy; see `Strategy` for the fields of the same names."""
+    """The fields of a strategy that a schedule decides; see `Strategy` for their meaning."""
 
     name: str
     stages: tuple[Placement, ...]
@@ -53,20 +53,21 @@ def pipelined(
     """Return the stages, quotas and orders of a schedule on a mesh.
 
     Args:
-        mesh: Whose positions on the axis `pipe` are the ranks of the pipeline, or that has none.
-        name: Of the schedule; see `sbp_core.pipeline.SCHEDULES`.
-        num_micro_batches: Of a step.
-        num_chunks: How many stages each position holds; None for as many as the schedule needs.
+        mesh: The mesh, whose positions on the axis `pipe` are the ranks of the pipeline; or a mesh
+            without that axis.
+        name: Name of the schedule; see `sbp_core.pipeline.SCHEDULES`.
+        num_micro_batches: Micro-batches of a step.
+        num_chunks: Stages on each position; None for as many as the schedule needs.
         stage_ranks: Instead of equal positions on the axis `pipe`: how many positions of the first
             axis of the mesh each rank of the pipeline takes.
-        num_updates: Of a step, each by equally many of its micro-batches.
-        vertical_sync: Of the schedule `pipedream`: whether all stages compute a micro-batch with
-            the parameters of one update, those of the first stage, instead of the newest ones that
-            each has when it comes.
+        num_updates: Updates of a step, each by equally many of its micro-batches.
+        vertical_sync: Only for the schedule `pipedream`: whether all stages compute a micro-batch
+            with the parameters of one update, chosen by the first stage, instead of each stage's
+            newest parameters.
 
     Raises:
         ConfigError: there is no such schedule for these numbers; or it does not update the
-            parameters as often; or the mesh has other positions than `stage_ranks` takes.
+            parameters as often; or `stage_ranks` does not add up to the positions of the mesh.
 
     Source for `pipedream`: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
         training", SOSP 2019, section 3.3 (weight stashing, vertical sync); for `2bw`: Narayanan et
@@ -83,7 +84,7 @@ def pipelined(
         return _asynchronous(
             meshes, name, num_micro_batches, num_updates, num_chunks, vertical_sync=vertical_sync
         )
-    # These two follow from their quotas, so they need no order, and go on where one would wait.
+    # These two follow from their quotas, so they need no order and continue where one would wait.
     if (num_chunks or 1) == 1 and name in ("gpipe", "1f1b"):
         quotas = one_forward_one_backward(len(meshes), num_micro_batches)
         if name == "gpipe":
@@ -115,19 +116,19 @@ def _asynchronous(
     *,
     vertical_sync: bool,
 ) -> Pipelined:
-    """Return a schedule that goes on while updates are under way, with versions of parameters.
+    """Return a schedule that continues while updates are under way, with versions of parameters.
 
-    A stage that has k more stages after it has k + 1 micro-batches in work. Of updates by n
-    micro-batches each, at most ceil(k / n) are between the first and the last of these:
+    A stage followed by k more stages has k + 1 micro-batches in work. With updates by n
+    micro-batches each, at most ceil(k / n) updates are between the first and the last of these:
 
         n = 1   F4 B1 | F5 B2 | F6 B3 |     k = 3: F4 before the updates by 1, 2, 3
         n = 3   F4 B1   F5 B2   F6 B3 |     k = 3: F4 before the update by 1, 2 and 3
 
-    With that staleness no micro-batch waits for an update. `2bw` has that of one update everywhere.
+    With that staleness no micro-batch waits for an update. `2bw` has a staleness of 1 everywhere.
 
     Raises:
         ConfigError: another schedule is asked for, or several chunks; or `2bw` has fewer
-            micro-batches an update than it needs.
+            micro-batches per update than it needs.
     """
     count, each = len(meshes), num_micro_batches // num_updates
     if name not in ASYNCHRONOUS or (num_chunks or 1) > 1:
@@ -163,11 +164,11 @@ def unequal_placements(mesh: Placement, sizes: Sequence[int]) -> tuple[Placement
     [[0, 1, 2], [3]]
 
     Args:
-        mesh: Without an axis `pipe`.
+        mesh: A mesh without an axis `pipe`.
         sizes: Positions of the first axis that each part takes.
 
     Raises:
-        ConfigError: the mesh has other positions.
+        ConfigError: the sizes do not add up to the positions of the mesh.
     """
     if PIPE_AXIS in mesh.axes or min(sizes) < 1 or sum(sizes) != mesh.mesh_shape[0]:
         raise ConfigError(
@@ -189,14 +190,14 @@ def unequal_placements(mesh: Placement, sizes: Sequence[int]) -> tuple[Placement
 def _in_turn(order: Sequence[Action], splits_backward: bool) -> Iterator[Action]:
     """Yield the actions with the micro-batches of each stage in turn, as actors fire them.
 
-    Some schedules go back through the micro-batches in the backward phase. Any order of them does,
-    as long as all stages have the same, so the one of the forward phase takes no more time:
+    Some schedules go back through the micro-batches in the backward phase. Any order is correct, as
+    long as all stages use the same, so the order of the forward phase takes no more time:
 
         published    0F0 0F1 0F2 0B2 0B1 0B0
         here         0F0 0F1 0F2 0B0 0B1 0B2
 
-    Where some backward is split, a whole one is the next input gradient and the next weight
-    gradient, which may be that of an earlier micro-batch.
+    Where some backward is split, a whole backward is the next input gradient and the next weight
+    gradient, which may belong to an earlier micro-batch.
     """
     seen: Counter[tuple[int, ActionKind]] = Counter()
     halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)

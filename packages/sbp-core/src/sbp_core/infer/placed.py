@@ -1,4 +1,4 @@
-"""Inference of a strategy whose forward nodes are placed: parts of a model on ranks of their own.
+"""Inference for a strategy whose forward nodes are placed: parts of a model on separate ranks.
 
     stage 0   ranks 0 1 2   convolutions       stage 1   rank 3   fully connected layers
 
@@ -34,17 +34,16 @@ def infer_placed(
     """Return the cheapest legal strategy on given stages.
 
     Args:
-        request: Graph, cluster, and the user's pins, which override `pins`; its mesh does not
-            count.
+        request: Graph, cluster, and the user's pins, which override `pins`; its mesh is ignored.
         planner: Name for the strategy.
-        placements: Of each stage; all have the same mesh axes, of whatever sizes.
-        stage_of: Of forward nodes, by name; what is not named follows.
+        placements: Placement of each stage; all have the same mesh axes, of any sizes.
+        stage_of: Stages of forward nodes, by name; the stages of other nodes follow.
         pins: The planner's own pins.
-        in_flight: Quota of each stage; by default that of 1F1B.
+        in_flight: Quota of each stage; by default the quotas of 1F1B.
 
     Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing fulfils the pins.
+        ConfigError: a pin does not apply to the graph.
+        PlanError: nothing satisfies the pins.
         SignatureError: an operator has no signatures.
     """
     for placement in placements:

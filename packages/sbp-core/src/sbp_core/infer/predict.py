@@ -1,27 +1,27 @@
-"""What a strategy costs: time, bytes and memory of one step, by whole routes and signatures.
+"""The predicted cost of a strategy: time, bytes and memory of one step, from routes and signatures.
 
     step time    sum_i m_i + (M - 1) max_i m_i + max_i s_i                              [s]
 
-with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i
-what it does once a step; the time of a stage is that of its ops and of the boxing that ends on it,
-in buckets as the compiler makes them, one after the other (no overlap). With one stage this is
-M m + s, and what `sbp_core.simulation` says of the compiled plan; that knows overlap and pipelines,
-too, so wherever there is a plan, its time is asked for.
+with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i its
+time for work done once a step. The time of a stage is the time of its ops and of the boxing that
+ends on it, in buckets as the compiler forms them, one after the other (no overlap). With one stage
+this is M m + s, the same as `sbp_core.simulation` computes for the compiled plan without overlap.
+The simulation also models overlap and pipelines, so it is used wherever there is a plan.
 
     memory of a rank of stage i    states + updates + gathered + gradients + q_i activations
                                    + working set                                        [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
-* updates: new values that live next to the old ones until the step is done: those that the forward
-  phase makes, and with `in_place_states=False` all;
+* updates: new values that are kept next to the old ones until the step is done: all new values that
+  the forward phase makes, and with `in_place_states=False` all others, too;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
 * gradients: what the backward phase makes for the optimizer, and accumulated values next to it;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
-  what they view), q_i = `in_flight[i]` of them;
+  the tensors they view), q_i = `in_flight[i]` of them;
 * working set: the largest arguments and results of one op.
 
-All for the rank that holds the most, as if all of it met: an estimate. The memory that a plan must
-keep to comes from lifetimes (`sbp_core.check`).
+All for the rank that holds the most, as if all of it were alive at once: an estimate. The memory
+that is compared with a limit comes from lifetimes (`sbp_core.memory`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Conversion:
     """One boxing that a strategy asks for.
 
     Args:
-        value: Which value.
+        value: Name of the value.
         source, target: (stage, nd-SBP).
-        rate: How often.
-        users: The nodes that take it so; empty for states, loss and metrics.
+        rate: How often it is boxed.
+        users: The nodes that use the result; empty for states, loss and metrics.
     """
 
     value: str
@@ -71,7 +71,7 @@ class Conversion:
 
 @dataclass(slots=True, kw_only=True)
 class StagePrediction:
-    """What one stage does; times in seconds, memory in bytes on its fullest rank."""
+    """The work of one stage; times in seconds, memory in bytes on its fullest rank."""
 
     micro_compute_s: float = 0.0
     micro_boxing_s: float = 0.0
@@ -103,7 +103,7 @@ class StagePrediction:
 
     @property
     def step_s(self) -> float:
-        """Time of what happens once a step."""
+        """Time of the work that is done once a step."""
         return self.step_compute_s + self.step_boxing_s
 
     def memory_bytes(self, in_flight: int) -> int:
@@ -113,7 +113,7 @@ class StagePrediction:
 
 
 def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> StagedSbp:
-    """Return where a value is made or stored, and as what."""
+    """Return the stage and the nd-SBP in which a value is made or stored."""
     node = graph.producers.get(value)
     if node is None:
         return strategy.storage[value].stage, strategy.storage[value].sbp
@@ -126,8 +126,8 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 
     The copies of losses and metrics for the ranks of other stages are not among them.
     """
-    # A value is taken in three ways: by ops, as the new value of a state, which goes to where that
-    # is stored, and as a loss or metric, which leaves whole. Equal targets are one boxing.
+    # A value has three kinds of targets: the inputs of ops, the storage of a state whose new value
+    # it is, and the whole tensor for a loss or metric. Equal targets are one boxing.
     states: dict[str, list[str]] = {}
     reported: set[str] = set()
     for out in graph.outputs:
@@ -146,7 +146,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
             found = strategy.nodes[user.name]
             names = graph.tensor_inputs(user)
             for name, sbp in zip(names, found.signature.inputs, strict=True):
-                # An op may take a value twice, and each time otherwise.
+                # An op may take a value twice, in different SBPs.
                 if name == value and user not in targets.setdefault((found.stage, sbp), []):
                     targets[found.stage, sbp].append(user)
         for state in states.get(value, ()):
@@ -167,9 +167,9 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 def predict_stages(
     graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> tuple[tuple[StagePrediction, ...], int]:
-    """Return what each stage does, and the bytes that a step moves between ranks.
+    """Return the work of each stage, and the bytes that a step moves between ranks.
 
-    Times are those of what the compiler makes of it: small tensors are boxed in buckets.
+    Times are times of the compiled items: small tensors are boxed in buckets.
     """
     stages = tuple(StagePrediction() for _ in strategy.stages)
     in_place = (options or CompileOptions()).in_place_states
@@ -185,11 +185,11 @@ def predict_stages(
                 stages[storage.stage].updates_bytes += size
     _add_activations(graph, strategy, stages)
     moved = 0
-    # Lowered twice over: bytes and memory belong to logical values, which the items of plain
-    # lowering still have; times are those of flat buffers, whose items name no value.
+    # Lowered twice: bytes and memory belong to logical values, which the items of plain lowering
+    # still have; times belong to flat buffers, whose items name no value.
     lowered = lower(graph, strategy, cluster)
-    # What is boxed of a forward value is an activation of its own only if the backward phase takes
-    # it so: else it is freed in the forward phase.
+    # A boxed forward value is a separate activation only if the backward phase uses it in that SBP:
+    # otherwise it is freed in the forward phase.
     used_backward = {
         key for item in lowered.items if item.phase is Phase.BACKWARD for key in item.inputs
     }
@@ -252,7 +252,7 @@ def _add_op(
 def _add_activations(
     graph: LogicalGraph, strategy: Strategy, stages: tuple[StagePrediction, ...]
 ) -> None:
-    """Count the forward values that backward nodes use, views as what they view."""
+    """Count the forward values that backward nodes use; a view counts as its base."""
     kept: set[str] = set()
     for node in graph.nodes:
         if node.phase is Phase.BACKWARD:
@@ -285,15 +285,15 @@ def _add_boxing(
 ) -> int:
     """Add one boxing step of the plan; return the bytes that it moves in a step.
 
-    `value` is what it boxes; `is_kept` says whether the backward phase uses what it makes.
+    `value` is the boxed value; `is_kept` says whether the backward phase uses the result.
     """
     stage = stages[item.target_stage]
     size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)
     producer = graph.producers.get(value)
     is_state = producer is None and graph.input_kinds[value].kind.is_state
-    # A gathered parameter is held while it is used, one at a time, so the largest counts; a boxed
+    # A gathered parameter is held while it is used, one at a time, so the largest counts. A boxed
     # activation waits for the backward phase next to all others, so they add up. A local step of a
-    # state (`size_bytes` 0) gives a part of what is there.
+    # state (`size_bytes` 0) returns a part of the stored value.
     if (is_state or is_gathered_on_use(graph, value)) and step.size_bytes:
         stage.gathered_bytes = max(stage.gathered_bytes, size)
     elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
@@ -308,9 +308,9 @@ def predict_cost(
 
     Args:
         graph: The step.
-        strategy: How it is done.
+        strategy: The strategy.
         cluster: Rates and links.
-        options: How it will be compiled; the compiler's defaults if None.
+        options: The options of its compilation; the compiler's defaults if None.
 
     Returns:
         `predicted_step_s`, `predicted_boxing_bytes` (all ranks), `predicted_memory_bytes_per_rank`
@@ -318,8 +318,8 @@ def predict_cost(
     """
     stages, moved = predict_stages(graph, strategy, cluster, options)
     micro = [stage.micro_s for stage in stages]
-    # The first micro-batch goes through all stages; each further one comes out as much later as the
-    # slowest stage takes. See the module's docstring.
+    # The first micro-batch goes through all stages; each further one takes the time of the slowest
+    # stage. See the module's docstring.
     step_s = sum(micro) + (graph.num_micro_batches - 1) * max(micro)
     step_s += max(stage.step_s for stage in stages)
     memory = [

@@ -1,8 +1,8 @@
-"""Prices of conversions on some mesh axes, each asked of the router once.
+"""Prices of conversions on some mesh axes; the router is asked once for each.
 
-A search that decides one mesh axis at a time prices a conversion as the route on the mesh of one
-axis that a group of ranks along that axis is, one that decides all axes at once as the whole route.
-The whole plan is priced again, with whole routes, when it is done.
+A search that decides one mesh axis at a time prices a conversion as a route on a mesh of one axis:
+a group of ranks along that axis. A search that decides all axes at once prices the whole route. The
+finished plan is priced again, with whole routes.
 
 Conversions that differ in names alone have one price, and one key:
 
@@ -12,10 +12,10 @@ Conversions that differ in names alone have one price, and one key:
     alone                                          dims: {0, 1} split by axis 0 at source, target
     so may stages                          stage 1 -> stage 2  =  stage 2 -> stage 3
 
-and where all dims are even, tensors of all sizes take the same steps. So a route is looked for
-once, and of another size each of its steps is priced once.
+and where all dims are even, tensors of all sizes take the same steps. So a route is searched once,
+and for another size only its steps are priced again.
 
-What could travel with others in a bucket takes its share of that, see
+A tensor that could share a bucket with others is priced by its share of the bucket, see
 `sbp_core.compile.bucket_price`.
 """
 
@@ -40,10 +40,10 @@ Price = tuple[float, int]
 #: The SBP of a tensor on the axes.
 Entries = tuple[Sbp, ...]
 
-#: What names do not matter to; without what sizes do not matter to, where they do not.
+#: The part of a conversion that decides its price; without sizes, where these do not matter.
 _Key = tuple[object, ...]
 
-#: Of a tensor: its elements, the bytes of one, and what could travel with it.
+#: Of a tensor: its elements, the bytes of one element, and its companions.
 _Sizes = tuple[int, int, Companions | None]
 
 
@@ -52,10 +52,10 @@ class _End:
     """One end of conversions: a stage and an SBP.
 
     Args:
-        stage: Which.
+        stage: The stage.
         entries: The SBP on the axes.
-        splits: Mask of the axes that split each dim which some axis splits.
-        rest: Number of the entries without the dims of splits.
+        splits: For each dim that some axis splits, the mask of the axes that split it.
+        rest: Number of the entries with their splits removed.
     """
 
     stage: int
@@ -70,8 +70,8 @@ class Prices:
     Args:
         stages: Placement of each stage.
         axes: The mesh axes.
-        cluster: Links.
-        bucket_bytes: Most bytes of a bucket, as the compiler is told; 0 for no buckets.
+        cluster: Rates and links.
+        bucket_bytes: Most bytes of a bucket, as in the compiler's options; 0 for no buckets.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Prices:
         ]
         self._cluster = cluster
         self._buckets = BucketPrices(cluster, bucket_bytes)
-        #: Evenly divided by every placement that a route may take part on.
+        #: The number that has to divide a dim for it to be even on all placements of a route.
         self._parts = lcm(*(group.size for group in self._groups))
         self._found: dict[_Key, Price] = {}
         self._tables: dict[_Key, list[list[Price]]] = {}
@@ -95,7 +95,7 @@ class Prices:
         self._rests: dict[tuple[Sbp | None, ...], int] = {}
         self._pairs: dict[tuple[int, int], int] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
-        # Of even tensors: the steps of a conversion, by its key without sizes, and the seconds and
+        # For even tensors: the steps of a conversion, by its key without sizes; and the seconds and
         # bytes of a step, by its own key and the sizes.
         self._steps: dict[_Key, tuple[_Key, ...]] = {}
         self._step_prices: dict[_Key, Price] = {}
@@ -111,11 +111,11 @@ class Prices:
         """Return the price from one (stage, SBP on these axes) to another.
 
         Args:
-            shape: Of what one group of ranks along the axes holds together.
+            shape: Shape that one group of ranks along the axes holds together.
             dtype: Its dtype name.
-            source: (stage, SBP on these axes) that it comes from.
-            target: (stage, SBP on these axes) that it is to have.
-            companions: What could travel with it; None for nothing.
+            source: Present (stage, SBP on these axes).
+            target: Wanted (stage, SBP on these axes).
+            companions: The tensors that could travel with it; None for none.
 
         Returns:
             Seconds and bytes; infinite seconds if no route exists.
@@ -130,17 +130,17 @@ class Prices:
         targets: Sequence[tuple[int, Entries]],
         companions: Companions | None = None,
     ) -> list[list[Price]]:
-        """Return the price from each of some ends (rows) to each of others (columns); see `price`.
+        """Return the price from each source (rows) to each target (columns); see `price`.
 
         Args:
-            shape: Of what one group of ranks along the axes holds together.
+            shape: Shape that one group of ranks along the axes holds together.
             dtype: Its dtype name.
-            sources: (stage, SBP on these axes) of each.
-            targets: Likewise.
-            companions: What could travel with it; None for nothing.
+            sources: (stage, SBP on these axes) of each source.
+            targets: (stage, SBP on these axes) of each target.
+            companions: The tensors that could travel with it; None for none.
 
         Returns:
-            Not to be changed: layers, and stages that are alike, ask for the same.
+            Not to be changed: equal layers and equal stages share it.
         """
         first, second = {stage for stage, _ in sources}, {stage for stage, _ in targets}
         if len(first) != 1 or len(second) != 1:
@@ -161,7 +161,7 @@ class Prices:
         targets: Sequence[tuple[int, Entries]],
         companions: Companions | None,
     ) -> list[list[Price]]:
-        # Of a dim that is divided evenly the extent does not matter.
+        # The extent of an evenly divided dim does not matter.
         extents = [0 if extent and extent % self._parts == 0 else 1 + extent for extent in shape]
         is_even = bool(shape) and not any(extents)
         sizes = (prod(shape), ITEMSIZE[dtype], companions)
@@ -199,10 +199,10 @@ class Prices:
         return found
 
     def _pair(self, source: int, target: int) -> int:
-        """Return a number for two stages, equal for pairs of stages between which all costs alike.
+        """Return a number for two stages, equal for pairs of stages with equal prices.
 
-        What ranks share is all that prices know of them: the ranks themselves, nodes, and groups of
-        nodes, by the order in which they appear.
+        Prices depend only on what the ranks share: the ranks themselves, nodes, and groups of
+        nodes, numbered in the order in which they appear.
         """
         found = self._pairs.get((source, target))
         if found is None:
@@ -235,7 +235,7 @@ class Prices:
         sizes: _Sizes,
         alike: _Key | None,
     ) -> Price:
-        """Price a conversion; of an even tensor by steps that are known, if they are."""
+        """Price a conversion; for an even tensor, by its known steps if there are any."""
         steps = self._steps.get(alike) if alike is not None else None
         if steps is not None:
             prices = [self._step_prices.get((*sizes, *step)) for step in steps]
@@ -280,7 +280,7 @@ class Prices:
         return seconds, size_bytes
 
     def _end_of(self, state: tuple[Placement, NdSbp], stages: tuple[int, int]) -> _End:
-        """Return the end that a state between steps is, on one of two stages."""
+        """Return the end that stands for a state between steps, on one of two stages."""
         placement, sbp = state
         stage = stages[0] if placement == self._groups[stages[0]] else stages[1]
         return self._end((stage, tuple(sbp)))

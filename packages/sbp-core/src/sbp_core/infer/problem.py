@@ -1,4 +1,4 @@
-"""What the search decides on some mesh axes at once: variables, their options, and what they cost.
+"""The problem of the search on some mesh axes at once: variables, their options and their costs.
 
 Variables
     signature of each node            its options on these axes, given those on the axes before
@@ -8,28 +8,28 @@ Variables
 Costs, in seconds of one step (a micro-batch's cost counts once for each micro-batch)
     node        time of the op on the rank with the largest shard
     conversion  for each value and each *distinct* target that its users ask for: the route from
-                what it is made as; users that ask for the same share one. New states are asked for
-                as they are stored, loss and metrics as B. What the compiler lets travel in buckets
-                takes a share of one (`infer.companions`)
-    copies      of a state in host memory: its bytes over the link to the host, once, as what is
-                fetched and what is stored go on in parallel with each other
+                the SBP that it is made in; users that ask for the same target share one. New states
+                are asked for as they are stored, loss and metrics as B. A conversion that the
+                compiler lets travel in a bucket takes a share of it (`infer.companions`)
+    copies      of a state in host memory: its bytes over the link to the host, once, because
+                fetching and storing go on in parallel
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
-                views of gradients rather pass partial values on
+                views of gradients prefer to pass partial values on
 
-Conversions are priced when they are first asked for; where they would be too many, values are left
-out before (`restrict`).
+Conversions are priced when they are first asked for. Where they would be too many, some values of
+variables are excluded beforehand (`restrict`).
 
-Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed as the whole would be: a slice
-costs its share of that, not the latency of a message of its own, for which a larger tensor might be
-gathered.
-A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it can be.
+Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed like the whole operator: a
+slice costs its share of that boxing, without the latency of a separate message. Such a latency
+could make it look better to gather a larger tensor.
+A slice of an input (`sbp.piece`) is cut from the input as it is stored, if possible.
 
 Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
-value keep only the signatures that take it so; a view of it is pinned to what it then must be.
-What is kept of an earlier strategy has one value, too, unless a pin says another.
+value keep only the signatures that take the pinned SBP; a view of it is pinned to the SBP that
+follows. A decision kept from an earlier strategy also has one value, unless a pin overrides it.
 
-On one axis this is what `infer.axis` solves, axis after axis; on all axes it is the joint problem.
-Searches nothing.
+On one axis, `infer.axis` solves this problem, axis after axis; on all axes it is the joint problem.
+This module does not search.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ FORBIDDEN_S = 1e9
 
 
 class StepProblem:
-    """The variables and costs of a step on some mesh axes, given those on the axes before.
+    """The variables and costs of a step on some mesh axes, given the decisions on earlier axes.
 
     Args:
         work: The step.
-        decision: What is decided on the axes before `axes`; the problem starts from what it says of
-            `axes` themselves, if it says that too.
+        decision: The decisions on the axes before `axes`; if it also has `axes`, the problem starts
+            from those decisions.
         axes: Successive mesh axes, such as `range(1, 2)`.
-        pins: What is decided already.
-        kept: What stays as an earlier strategy has it, where pins allow.
-        prices: Of conversions; those of the router if None.
-        layers: What is alike, and posed once: one variable each, with the costs of all of them.
-            What is decided on the axes before is alike, too. Nothing if None.
+        pins: The pins.
+        kept: Decisions of an earlier strategy that stay where pins allow.
+        prices: Prices of conversions; the router's if None.
+        layers: Equal layers, which are posed once: one variable each, with the costs of all layers.
+            Their decisions on earlier axes are equal, too. No layers if None.
 
     Raises:
-        PlanError: a pin asks for what an operator cannot take.
+        PlanError: a pin asks for an SBP that an operator cannot take.
         SignatureError: an operator has no signatures.
     """
 
@@ -109,20 +109,20 @@ class StepProblem:
         self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
         self.kept, self.layers = kept or FixedDecisions(), layers
         self.prices: PriceTable = work.prices(axes) if prices is None else prices
-        #: Seconds of each value of each variable, by itself.
+        #: Seconds of each value of each variable, without conversions.
         self.unary: list[Table] = []
         #: A value of each variable.
         self.start: list[int] = []
-        #: By node, the signature on each of the axes for each value of its variable.
+        #: By node, the signature on each of the axes, for each value of its variable.
         self.parts: dict[str, tuple[tuple[Signature1d, ...], ...]] = {}
         self.node_variable: dict[str, int] = {}
         self.storage_variable: dict[str, int] = {}
-        #: The input that a variable is of; a state may share that of its parameter.
+        #: The input that a variable belongs to; a state may share its parameter's.
         self.storage_owner: dict[str, str] = {}
         self.storage_entries: dict[str, tuple[Entries, ...]] = {}
-        # Repeated layers ask for the same under other names, so what is made once is kept: options
-        # by their call and pins, entries by options, costs and targets by entries. Ids tell these
-        # apart, as everything that has one lives as long as this.
+        # Repeated layers ask for the same results under other names, so results are kept: options
+        # by call and pins, entries by options, costs and targets by entries. Ids serve as keys,
+        # because every object with a key lives as long as this.
         self._whole: tuple[Entries, ...] = ((B,) * len(axes),)
         self._storages: dict[tuple[Entries, ...], tuple[Entries, ...]] = {}
         self._kept: dict[tuple[int, tuple[int, ...]], tuple[tuple[Signature1d, ...], ...]] = {}
@@ -140,7 +140,7 @@ class StepProblem:
 
     @cached_property
     def _values(self) -> Sequence[tuple[str, int]]:
-        """The tensors, of those that are alike the first, and how many are."""
+        """The first of each class of equal tensors, and the size of the class."""
         graph = self.work.graph
         if self.layers is not None:
             return self.layers.values
@@ -148,7 +148,7 @@ class StepProblem:
 
     @property
     def num_prices(self) -> int:
-        """How many conversions of tensors that are alike there are to price, at most."""
+        """How many conversions have to be priced at most, equal tensors counted once."""
         found: dict[object, int] = {}
         for value, _ in self._values:
             source = self._source(value)
@@ -160,18 +160,18 @@ class StepProblem:
         return sum(found.values())
 
     def restrict(self, kept: Sequence[Numbers]) -> None:
-        """Leave out values of variables, before conversions are priced.
+        """Remove values of variables, before conversions are priced.
 
         Args:
-            kept: For each variable the places of the values that stay, ascending; what it starts
-                from is among them.
+            kept: For each variable the ascending indices of the remaining values, including the
+                value that it starts from.
         """
         assert "groups" not in vars(self), "conversions are priced already"
         places = [tuple(of.tolist()) for of in kept]
         for name, parts in self.parts.items():
             at = places[self.node_variable[name]]
             key = (id(parts), at)
-            # What is left out stays alive, as ids tell options apart.
+            # Removed options stay alive, because ids identify options.
             self._restricted.append(parts)
             if key not in self._kept:
                 self._kept[key] = tuple(parts[place] for place in at)
@@ -188,15 +188,15 @@ class StepProblem:
         return tuple(map(len, self.unary))
 
     def cost(self, values: Sequence[int]) -> float:
-        """Return what a value of each variable costs, in seconds of a step.
+        """Return the cost of a value of each variable, in seconds of a step.
 
-        `FORBIDDEN_S` or more means that it cannot be.
+        `FORBIDDEN_S` or more means that the combination is impossible.
         """
         seconds = sum(float(table[value]) for table, value in zip(self.unary, values, strict=True))
         return seconds + sum(group.cost(values) for group in self.groups)
 
     def decided(self, values: Sequence[int]) -> Decision:
-        """Return the decision on the axes up to these that a value of each variable means."""
+        """Return the decision on all axes up to these that the values of the variables mean."""
         first, before, found = self.axes.start, self.decision, Decision()
         for node in self.work.nodes:
             chosen = self.parts[node.name][values[self.node_variable[node.name]]]
@@ -217,7 +217,7 @@ class StepProblem:
         return tuple(of or ())[: self.axes.start]
 
     def _decided(self, of: Sequence[object] | None) -> tuple[object, ...] | None:
-        """Return what was decided on the axes of the problem already, if it was."""
+        """Return an earlier decision on the axes of the problem, if there is one."""
         found = tuple(of or ())[self.axes.start : self.axes.stop]
         return found if len(found) == len(self.axes) else None
 
@@ -260,7 +260,7 @@ class StepProblem:
         self.storage_entries[name] = self.storage_entries[other]
 
     def _add_copies(self, name: str) -> None:
-        """Add to the storage of a state what it takes to fetch it from the host, and back."""
+        """Add to the storage of a state the time to fetch it from the host and to store it."""
         work, before = self.work, self._before(self._stored(name))
         tensor, mesh_shape = work.graph.tensor(name), work.mesh_shape(work.stages.inputs[name])
         seconds = []
@@ -274,7 +274,7 @@ class StepProblem:
         return self.decision.storage.get(name, ())
 
     def _storable(self, entry: GraphInput, before: tuple[Sbp, ...]) -> Iterator[Entries]:
-        """Yield the ways in which an input may be stored on the axes, given those before."""
+        """Yield the possible storages of an input on the axes, given the earlier entries."""
         if len(before) == self.axes.stop:
             yield before[self.axes.start :]
             return
@@ -285,7 +285,7 @@ class StepProblem:
         elif kept is not None:
             possible = (kept[len(before)],)
         elif entry.kind is InputKind.RNG or not self.work.has_ranks(len(before)):
-            # The state of a generator is no tensor of elements: half of it draws nothing.
+            # The state of a generator cannot be split: a part of it draws nothing.
             possible = (B,)
         else:
             possible = (B, *self._splits(entry.name, before))
@@ -305,7 +305,7 @@ class StepProblem:
         breaks = SignatureTieBreaks()
         like = self.layers.nodes if self.layers is not None else {}
         seconds: dict[tuple[int, tuple[int, ...], int, bool], Table] = {}
-        # What one node costs; of nodes that are alike by how many there are.
+        # The costs of a node; nodes that are alike are counted.
         own: dict[int, Counter[tuple[int, tuple[int, ...], int, bool]]] = defaultdict(Counter)
         options: dict[str, Options] = {}
         chosen: dict[str, tuple[int, ...]] = {}
@@ -356,7 +356,7 @@ class StepProblem:
         return self._found_entries[key]
 
     def _different(self, entries: tuple[Entries, ...]) -> tuple[tuple[Entries, ...], Numbers]:
-        """Return the different ones of some SBPs, in order, and the place of each among these."""
+        """Return the distinct SBPs of some, in order, and the place of each among these."""
         found = self._distinct.get(id(entries))
         if found is None:
             number: dict[Entries, int] = {}
@@ -480,7 +480,7 @@ class StepProblem:
             shard_shape(tensor, source.before, self.work.mesh_shape(source.stage)),
             shard_shape(tensor, before, self.work.mesh_shape(stage)),
         )
-        # By SBP, as many signatures of a node differ in its arguments only and make the same.
+        # By SBP, because many signatures of a node differ only in its arguments.
         sources, places = self._different(source.entries)
         prices = self.prices.table(
             shape,

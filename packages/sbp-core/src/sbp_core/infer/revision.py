@@ -1,4 +1,4 @@
-"""A strategy as the step that it decides, and that step decided anew on the same stages."""
+"""A strategy as the step that it decides, and that step decided again on the same stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def work_of(request: PlanRequest, strategy: Strategy) -> StepWork:
 
 
 def with_decision(strategy: Strategy, decision: Decision) -> Strategy:
-    """Return a strategy with another decision of all nodes and inputs, and an empty report."""
+    """Return a strategy with other decisions for all nodes and inputs, and an empty report."""
     return replace(
         strategy,
         report={},

@@ -1,10 +1,10 @@
 """Inference: a few pins are given, everything else is chosen at least cost.
 
-Mesh axes are decided one after the other, the outermost first, each exactly where that is possible
-(`axis`, `minsum`). This decomposition is legal because an n-D signature is legal iff its entries
-are legal on every axis and the axes do not clash, which later axes take into account; it is not
-always the n-D optimum, since an early axis does not foresee a later one. `joint_problem` poses all
-axes at once, for planners that search that.
+Mesh axes are decided one after the other, the outermost first, each exactly where possible (`axis`,
+`minsum`). This decomposition is legal because an n-D signature is legal iff its entries are legal
+on every axis and the axes do not clash; later axes take earlier ones into account. The result is
+not always the n-D optimum, because an early axis does not foresee a later one. `joint_problem`
+poses all axes at once, for planners that search them jointly.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def infer_strategy(
             whole mesh.
         stage_patterns: For each stage, patterns of module paths; empty splits evenly.
         in_flight: Quota of each stage; by default that of 1F1B, `num_stages - stage`.
-        orders: Of the actions of ranks, as `Strategy.orders`.
-        staleness: Of the parameters of each stage, as `Strategy.staleness`.
+        orders: Orders of the actions of ranks, as in `Strategy.orders`.
+        staleness: Staleness of the parameters of each stage, as in `Strategy.staleness`.
         report: Added to the report.
 
     Returns:
@@ -63,8 +63,8 @@ def infer_strategy(
         whether the choice on each mesh axis is proved to be the best.
 
     Raises:
-        ConfigError: a pin or stage pattern cannot be meant.
-        PlanError: nothing fulfils the pins or the stages.
+        ConfigError: a pin or stage pattern does not apply to the graph.
+        PlanError: nothing satisfies the pins or the stages.
         SignatureError: an operator has no signatures.
     """
     work, resolved = _work(request, pins, stages, stage_patterns)
@@ -95,21 +95,21 @@ def joint_problem(
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
 
-    `strategy_of` makes a strategy of the decision of any of its solutions.
+    `strategy_of` turns the decision of any of its solutions into a strategy.
 
     Args:
-        request: See `infer_strategy`, as for all others.
+        request: See `infer_strategy`, as for the next three.
         pins: The planner's own pins.
         stages: Placement of each stage.
         stage_patterns: For each stage, patterns of module paths.
-        from_axes: Whether it starts from what is found axis by axis, which takes a while.
+        from_axes: Whether it starts from the solution axis by axis, which takes a while.
         tied: Whether equal layers are posed once, and decided alike.
-        tables: Of other steps on the same cluster, such as variants of this one.
-        known: The work of an earlier problem of the same request, with all that was found of it.
+        tables: Tables of other steps on the same cluster, such as variants of this one.
+        known: The work of an earlier problem of the same request, with all its results.
 
     Raises:
-        ConfigError: a pin or stage pattern cannot be meant.
-        PlanError: nothing fulfils the pins or the stages.
+        ConfigError: a pin or stage pattern does not apply to the graph.
+        PlanError: nothing satisfies the pins or the stages.
         SignatureError: an operator has no signatures.
     """
     work, resolved = _work(request, pins, stages, stage_patterns, tables)
@@ -136,11 +136,11 @@ def strategy_of(
 ) -> Strategy:
     """Return the strategy of the decisions on all axes; see `infer_strategy` for the arguments.
 
-    Its report is without what `predict_cost` returns unless `is_predicted`: a search that compiles
-    many has no use for that.
+    Its report includes the results of `predict_cost` only if `is_predicted`: a search that compiles
+    many strategies does not need them.
 
     Raises:
-        SignatureError: the signatures of an operator do not go together.
+        SignatureError: the signatures of an operator clash between axes.
     """
     check_legal(work, decision)
     num_stages = len(work.placements)
@@ -190,7 +190,7 @@ def _decided_by_axis(
     progress: Callable[[str, float], None],
     layers: EqualLayers | None = None,
 ) -> tuple[Decision, dict[str, bool]]:
-    """Decide one axis after the other; say of each whether its choice is proved to be the best."""
+    """Decide one axis after the other; return also whether each choice is proved to be the best."""
     decision = Decision()
     optimal: dict[str, bool] = {}
     for axis, name in enumerate(work.axes):
@@ -231,7 +231,7 @@ def check_legal(work: StepWork, decision: Decision) -> None:
     """Check that the entries of each node do not clash between mesh axes.
 
     Raises:
-        SignatureError: they do.
+        SignatureError: they clash.
     """
     # Equal layers have the same signatures, which are the same objects.
     checked: dict[tuple[int, ...], str] = {}

@@ -1,12 +1,11 @@
-"""Stages: which part of the machine runs each node, and where each graph input lives.
+"""Stages: which part of the machine runs each node, and where each graph input is stored.
 
-A node that a pattern names goes to that stage. The rest follows: forward nodes to the latest stage
-of what they read, or, if they read graph inputs only (constants, views of parameters or of the
-batch), to their users, backward nodes to their forward node, optimizer nodes to their parameter.
-An input that several stages use, such as a tied weight, lives on the first of them, which sends it
-to the others.
-Without patterns the forward pass is cut, between blocks, so that the largest stage has the least
-work. Says nothing about SBP.
+A node that a pattern names goes to that stage. The other nodes follow: a forward node goes to the
+latest stage of its arguments, or to its users if it reads graph inputs only (constants, views of
+parameters or of the batch); a backward node goes to its forward node, an optimizer node to its
+parameter. An input that several stages use, such as a tied weight, is stored on the first of them,
+which sends it to the other stages. Without patterns the forward pass is cut between blocks, to
+minimise the work of the largest stage. This module knows nothing of SBP.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
             nodes={node.name: 0 for node in graph.nodes if not node.is_host},
             inputs={entry.name: 0 for entry in graph.inputs if graph.is_tensor(entry.name)},
         )
-    # In the order in which one follows from the other: forward nodes, backward nodes from these,
-    # inputs from their users, optimizer nodes from the states that they update.
+    # In this order each stage follows from earlier ones: forward nodes, then backward nodes, then
+    # inputs (from their users), then optimizer nodes (from the states that they update).
     chosen = _matched(graph, num_stages, patterns) if patterns else split_evenly(graph, num_stages)
     nodes = _forward_stages(graph, chosen)
     _check_forward(graph, nodes)
@@ -61,20 +60,20 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
 
 
 def placed_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> StageMap:
-    """Return the stages of all nodes and inputs, from those of some forward nodes.
+    """Return the stages of all nodes and inputs, from the stages of some forward nodes.
 
-    Unlike those of a pipeline, values may go back and forth between stages: branches of a model
-    on ranks of their own, whose results come together on others.
+    Unlike in a pipeline, values may go back and forth between stages: branches of a model on
+    separate ranks, whose results are combined on other ranks.
 
     Args:
         graph: The training step.
-        chosen: Stage of forward nodes, by name.
+        chosen: Stages of forward nodes, by name.
     """
     return _completed(graph, _forward_stages(graph, chosen))
 
 
 def _completed(graph: LogicalGraph, nodes: dict[str, int]) -> StageMap:
-    """Return the stages of everything, which follow from those of forward nodes."""
+    """Return the stages of all nodes and inputs, which follow from the forward nodes."""
     _add_backward_stages(graph, nodes)
     inputs = _input_stages(graph, nodes)
     _add_optimizer_stages(graph, nodes, inputs)
@@ -117,7 +116,7 @@ def _matched(graph: LogicalGraph, num_stages: int, patterns: StagePatterns) -> d
 
 
 def _covers(pattern: str, module: str) -> bool:
-    """Return whether the pattern matches the module or one around it."""
+    """Return whether the pattern matches the module or an enclosing one."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
@@ -125,8 +124,8 @@ def _covers(pattern: str, module: str) -> bool:
 def moving_nodes(graph: LogicalGraph) -> list[Node]:
     """Return the forward nodes that depend on a batch input, in graph order.
 
-    Constants and views of parameters do not move: they have no place of their own in the chain,
-    and are left out where it is cut.
+    Constants and views of parameters are not among them: they have no place of their own in the
+    chain, and are ignored where it is cut.
 
     Args:
         graph: The training step.
@@ -144,8 +143,8 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
     """Cut the forward pass between blocks so that the largest stage has the least flop.
 
     A block is a run of nodes, in graph order, whose module paths agree up to and including the
-    first number (`blocks.3`), or else in their first part; with what such a block calls meanwhile.
-    Exact, by dynamic programming over the cuts, O(stages * blocks^2).
+    first number (`blocks.3`), or else in their first part; it includes the calls that it makes
+    meanwhile. Exact, by dynamic programming over the cuts, O(stages * blocks^2).
 
     Raises:
         PlanError: there are fewer blocks than stages.
@@ -186,15 +185,15 @@ def _runs(graph: LogicalGraph) -> list[list[Node]]:
         run = list(members)
         if block or not runs:
             runs.append(run)
-        else:  # code of the root module between blocks belongs to what it follows
+        else:  # code of the root module between blocks belongs to the block after it
             runs[-1].extend(run)
     return runs
 
 
 def _whole_blocks(runs: Sequence[list[Node]]) -> list[list[Node]]:
-    """Return runs with those of one numbered block in one, as long as no other block is between.
+    """Merge the runs of each numbered block, as long as no other block is between them.
 
-    A block may call a module that all share:
+    A block may call a module that all blocks share:
 
         before    blocks.1 | rotary | blocks.1 | blocks.2 | rotary | blocks.2
         after     blocks.1 .................... | blocks.2 ...................
@@ -231,7 +230,7 @@ def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
     sums = [0.0]
     for entry in work:
         sums.append(sums[-1] + entry)
-    # best[part, stop] says of the first `stop` entries in `part` parts: (largest sum, sum of
+    # best[part, stop] is about the first `stop` entries in `part` parts: (largest sum, sum of
     # squares, cuts). Tuples compare entry by entry, which is the order of preference. The last part
     # goes from `cut` to `stop`:
     #
@@ -268,9 +267,9 @@ def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str,
     for node in forward:
         if node.name in stages:
             homes.setdefault(node.module, stages[node.name])
-    # What is left reads graph inputs only. From the back, so that chains of such nodes follow their
-    # last user. The earliest of several users: values cannot go back to an earlier stage. What has
-    # no users, such as a count of batches, is where the rest of its module is.
+    # The remaining nodes read graph inputs only. From the back, so that chains of such nodes follow
+    # their last user. The earliest of several users: values cannot go back to an earlier stage. A
+    # node without users, such as a count of batches, is where the rest of its module is.
     for node in reversed(forward):
         if node.name not in stages:
             users = [user for value in node.outputs for user in graph.users[value]]
@@ -315,10 +314,10 @@ def _add_backward_stages(graph: LogicalGraph, stages: dict[str, int]) -> None:
 
 
 def _sending_stage(graph: LogicalGraph, node: Node, stages: Mapping[str, int]) -> int:
-    """Return the stage of a backward node: that of what it takes, if its result is smaller.
+    """Return the stage of a backward node: its arguments' stage, if its result is smaller.
 
-    What crosses from a stage to the one before, where a residual block begins, are two gradients
-    that are then added. Their sum crosses instead:
+    Where a residual block begins, two gradients would cross from a stage to the stage before, which
+    adds them. Their sum crosses instead:
 
         before    stage 1: a, b    both to stage 0    stage 0: a + b
         after     stage 1: a, b, a + b, to stage 0
@@ -331,7 +330,7 @@ def _sending_stage(graph: LogicalGraph, node: Node, stages: Mapping[str, int]) -
     if there is None or there == here or any(m and m.phase is not Phase.BACKWARD for m in makers):
         return here
     others = (user for value in taken for user in graph.users[value] if user is not node)
-    # Who takes one of them on this stage, too, has it sent anyway.
+    # If another node on this stage takes one of them, it is sent anyway.
     if any(stages.get(user.name) == here for user in others):
         return here
     sizes = [sum(graph.tensor(v).size_bytes for v in vs) for vs in (taken, node.outputs)]
@@ -355,7 +354,7 @@ def _input_stages(graph: LogicalGraph, stages: Mapping[str, int]) -> dict[str, i
             continue
         found = [stages[user.name] for user in graph.users[entry.name] if user.name in stages]
         inputs[entry.name] = min(found, default=0)
-    # Optimizer states second: they live with their parameter, whose place must be known.
+    # Optimizer states second: they follow their parameter, whose stage must be known.
     for entry in graph.inputs:
         if entry.kind is InputKind.OPTIMIZER_STATE and graph.is_tensor(entry.name):
             inputs[entry.name] = inputs.get(entry.of, 0)
@@ -374,8 +373,7 @@ def _add_optimizer_stages(
     for node in _tensor_nodes(graph, Phase.OPTIMIZER):
         states = [inputs[value] for value in graph.tensor_inputs(node) if value in inputs]
         if states:
-            # It reads the state that it updates; gradients are boxed to it, not the other way
-            # round.
+            # It reads the state that it updates; gradients are boxed to the state's stage.
             stages[node.name] = states[0]
         elif node.module in of_module:
             stages[node.name] = of_module[node.module]

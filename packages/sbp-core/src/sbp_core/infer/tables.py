@@ -1,6 +1,6 @@
 r"""The costs of a step as tables for min-sum problems (`infer.minsum`).
 
-One table over the variable that makes a value, s, and those of its users, u and v:
+One table over the variable s of the operator that makes a value, and u and v of its users:
 
     mm (s) ---- x ---- relu (u)       table[s, u, v] = sum of costs[s, t] over the distinct t
                  \---- mul (v)                         that u and v ask for
@@ -8,14 +8,14 @@ One table over the variable that makes a value, s, and those of its users, u and
     u asks for S(0), v for B          two conversions
     u and v both ask for S(0)         one, which they share
 
-A table over many users would have a dim for each. Instead there are variables between, and tables
-of two dims that forbid what a user asks for beyond them:
+A table over many users would have a dim for each. Instead there are variables in between, and
+tables of two dims that forbid a target that a user needs and the variable in between lacks:
 
     few targets    one variable, the set of targets that are made:   s -- set -- u,  set -- v, ..
     many           one variable for each target, made or not:        s -- made -- u, made -- v, ..
                    in pairs, what one user alone asks for:           s -- u
 
-More targets cost no less, so the best of these have what is asked for, and no more.
+More targets never cost less, so the best assignment makes the targets that are needed and no more.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest, 
 from sbp_core.infer.minsum import Factor, Table
 from sbp_core.infer.problem import FORBIDDEN_S
 
-#: Values with more users than this get variables between.
+#: Values with more users than this get variables in between.
 _MAX_DIRECT_USERS = 3
 
-#: Most targets of which all sets are looked at.
+#: Most targets whose sets are all enumerated.
 _MAX_SET_TARGETS = 12
 
 Masks = NDArray[np.int64]
@@ -62,12 +62,12 @@ class CostedVariables(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MadeTarget:
-    """What a variable between a value and its users stands for: one target, made or not.
+    """The meaning of a variable between a value and its users: one target, made or not.
 
     Args:
         group: The conversions of the value.
-        target: Its number.
-        users: The variables that ask for it, and which of their values do.
+        target: Number of the target.
+        users: The variables that may ask for it, and which of their values do.
     """
 
     group: ConversionGroup
@@ -80,9 +80,9 @@ class CostTables:
 
     Args:
         problem: The step.
-        max_entries: Values whose tables would be larger get variables between.
-        in_pairs: Whether tables are over two variables at most, and variables between are single
-            targets.
+        max_entries: Values whose tables would be larger than this get variables in between.
+        in_pairs: Whether each table has at most two variables, and each variable in between stands
+            for a single target.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class CostTables:
         self.max_users = 1 if in_pairs else _MAX_DIRECT_USERS
         self.max_set_targets = 0 if in_pairs else _MAX_SET_TARGETS
         self.most_alone = int(in_pairs)
-        #: Of variables between that are single targets, what they are.
+        #: The variables in between that stand for single targets, with their targets.
         self.made: dict[int, MadeTarget] = {}
-        #: Number of values of each variable: those of the step, then those between.
+        #: Number of values of each variable: first the step's, then the variables in between.
         self.sizes: list[int] = list(map(len, problem.unary))
         #: A value of each.
         self.start: list[int] = list(problem.start)
         self.factors: list[Factor] = [
             Factor((variable,), table) for variable, table in enumerate(problem.unary)
         ]
-        # Equal layers share their costs and targets, so what is made of these is made once.
+        # Equal layers share their costs and targets, so results are computed once.
         self._found: dict[object, Table] = {}
         for group in problem.groups:
             self._add(group)
@@ -137,7 +137,7 @@ class CostTables:
             before: list[Numbers] = []
             for place, targets in asked:
                 wanted = along(targets, place)
-                # A target that is asked for already is not made again.
+                # A target that is already asked for is not made twice.
                 is_new = np.ones([1] * num_dims, dtype=bool)
                 for other in before:
                     is_new = is_new & (other != wanted)
@@ -162,7 +162,7 @@ class CostTables:
         for of in masks.values():
             sets = {a | int(mask) for a in sets for mask in of}
         domain = np.array(sorted(sets), dtype=np.int64)
-        # The set of the first assignment: what the users' first states ask for together.
+        # The first assignment: the set of targets that the users' start values ask for.
         present = 0
         for variable, of in masks.items():
             present |= int(of[self.start[variable]])

@@ -1,6 +1,6 @@
 """The tie-break of the search: so small that it only decides among equals.
 
-Fewer bytes, then B, then low dims, then partial values; views of gradients rather pass partial
+Fewer bytes, then B, then low dims, then partial values; views of gradients prefer to pass partial
 values on.
 """
 
@@ -19,7 +19,7 @@ _TIE_S_PER_RANK = 1e-15
 def signature_tie_break(passes_on: bool, part: Signature1d) -> float:
     """Return the tie-break of a signature; views of gradients pass partial values on.
 
-    What only the optimizer reduces can then travel together (`compile.buckets`).
+    Gradients that only the optimizer reduces can then share a bucket (`compile.buckets`).
 
     before: g@(B) = all-reduce(g); view(g@(B)); update(..)      g of the backward phase
     after:  view(g); view@(B) = all-reduce(view); update(..)
@@ -33,9 +33,9 @@ def signature_tie_break(passes_on: bool, part: Signature1d) -> float:
 
 
 class SignatureTieBreaks:
-    """`signature_tie_break` of signatures on several axes, which are made of few on one.
+    """`signature_tie_break` for signatures on several axes, which combine few on one axis.
 
-    Signatures are told apart by their ids, so they live as long as this.
+    Ids identify signatures, so they live as long as this.
     """
 
     def __init__(self) -> None:

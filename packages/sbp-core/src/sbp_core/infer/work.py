@@ -1,6 +1,6 @@
-"""The work of one step, prepared for the search, and what has been decided of it so far.
+"""The work of one step, prepared for the search, and the decisions made about it so far.
 
-Searches nothing.
+This module does not search.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OptionKey = tuple[str, tuple[int, ...], tuple[Signature1d, ...]]
 
 @dataclass(slots=True, eq=False)
 class SharedTables:
-    """What is known of prices and options, for steps on one machine that are looked at in turn."""
+    """Known prices and options, shared by steps on one machine that are planned in turn."""
 
     prices: dict[tuple[tuple[Placement, ...], range], Prices] = field(default_factory=dict)
     options: dict[tuple[tuple[Placement, ...], range], dict[OptionKey, Options]] = field(
@@ -64,12 +64,12 @@ class StepWork:
         stages: Stage of each node and input.
         cluster: Rates and links.
         bucket_bytes: Most bytes of the buckets that small tensors travel in; 0 for no buckets, None
-            for what the prices say.
-        tables: Shared with other steps on the same cluster and with the same buckets, such as parts
-            of one model.
-        offloaded: States that are in the memory of the host.
-        whole: What the values of a step could travel with of which this one is a part; None if it
-            is a whole one.
+            for the default of the prices.
+        tables: Tables shared with other steps on the same cluster and with the same buckets, such
+            as parts of one model.
+        offloaded: States that are in host memory.
+        whole: Companions in the larger step that this step is a part of; None if it is a whole
+            step.
     """
 
     graph: LogicalGraph
@@ -90,7 +90,7 @@ class StepWork:
 
     @cached_property
     def companions(self) -> StepCompanions:
-        """What each value could travel with."""
+        """The companions of each value."""
         own = self.whole
         return own or StepCompanions(self.graph, self.stages, self.tables.companions)
 
@@ -124,12 +124,12 @@ class StepWork:
 
     @cached_property
     def _free(self) -> dict[str, bool]:
-        """By kind, whether nodes are free, as far as that was asked."""
+        """By kind, whether nodes are free, filled when asked."""
         return {}
 
     @cached_property
     def views_of_gradients(self) -> frozenset[str]:
-        """The views of the backward phase that only the optimizer, or an accumulation, looks at."""
+        """The views of the backward phase that only the optimizer, or an accumulation, uses."""
         found: set[str] = set()
         for node in reversed(self.nodes):
             users = [user for value in node.outputs for user in self.graph.users[value]]
@@ -142,7 +142,7 @@ class StepWork:
         return frozenset(found)
 
     def unsliced(self, value: str) -> tuple[TensorType, int]:
-        """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
+        """Return the tensor of which a value is a slice, and the number of slices; or itself, 1."""
         tensor, node = self.graph.tensor(value), self.graph.producers.get(value)
         slices = 1 if node is None else node.num_slices
         if slices == 1:
@@ -167,7 +167,7 @@ class StepWork:
         return self.placements[0].axes
 
     def executions(self, rate: Rate) -> int:
-        """Return how often a step does something of that rate."""
+        """Return how often a step does work of that rate."""
         return self.graph.repetitions[rate]
 
     @cached_property
@@ -202,13 +202,13 @@ class StepWork:
 
 @dataclass(slots=True, kw_only=True)
 class Decision:
-    """What is decided, one entry for each mesh axis that is done."""
+    """The decisions so far, one entry for each decided mesh axis."""
 
     nodes: dict[str, tuple[Signature1d, ...]] = field(default_factory=dict)
     storage: dict[str, tuple[Sbp, ...]] = field(default_factory=dict)
 
     def value(self, graph: LogicalGraph, value: str) -> tuple[Sbp, ...]:
-        """Return what a value is made or stored as."""
+        """Return the SBP in which a value is made or stored, on the decided axes."""
         node = graph.producers.get(value)
         if node is None:
             return self.storage[value]
@@ -230,11 +230,11 @@ class FixedDecisions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The legal signatures of one call on some mesh axes, given those on the axes before.
+    """The legal signatures of one call on some mesh axes, given the signatures on earlier axes.
 
     Args:
         parts: The signatures, each with an entry for each of the axes.
-        seconds: Time of the call on the axes so far under each.
+        seconds: Time of the call on the axes so far, under each signature.
     """
 
     parts: tuple[tuple[Signature1d, ...], ...]
@@ -270,11 +270,11 @@ class OptionTable:
     def _extended(
         self, call: OpCall, before: tuple[Signature1d, ...], mesh_shape: tuple[int, ...]
     ) -> Iterator[tuple[Signature1d, ...]]:
-        """Yield every legal signature on all axes so far that begins with those before."""
+        """Yield every legal signature on all axes so far that begins with `before`."""
         if len(before) == len(mesh_shape):
             yield before
         elif not self._work.has_ranks(len(before)):
-            # All SBPs are the same thing there.
+            # All SBPs mean the same there.
             yield from self._extended(call, (*before, replicated(call)), mesh_shape)
         else:
             for part in continuations(call, before, mesh_shape[: len(before) + 1]):

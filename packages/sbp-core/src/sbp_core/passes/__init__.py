@@ -1,10 +1,10 @@
-"""Passes that need to know no operator: pure functions graph -> graph.
+"""Passes that need no knowledge of operators: pure functions graph -> graph.
 
-`accumulation` makes micro-batches explicit, `recomputation` makes forward values again in the
-backward phase (what to keep: `saved_activations`, `budget`, `closure`; the rewriting:
-`rematerialize`), `unknown_operators` says what becomes of operators without a rule,
-`output_aliases` gives what leaves the step memory of its own. Those that know ATen's operators, and
-the order of all, are in `sbp_aten.passes`.
+`accumulation` makes micro-batches explicit; `recomputation` recomputes forward values in the
+backward phase (choosing what to keep: `saved_activations`, `budget`, `closure`; rewriting:
+`rematerialize`); `unknown_operators` decides about operators without a rule; `output_aliases` gives
+outputs of the step separate memory. Passes that know ATen's operators, and the order of all passes,
+are in `sbp_aten.passes`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
 from sbp_core.signatures.views import is_view, traits_of
 
-#: How the names of dtypes begin that hold means of their values.
+#: Prefixes of the names of dtypes whose values have means.
 _AVERAGED = ("float", "bfloat", "complex")
 
-#: How the names of host numbers end that are computed again, once a step.
+#: The suffix of the names of host numbers that are computed again, once a step.
 _AGAIN = ".again"
 
 #: Dtypes of counts: the count of a step is the sum over its micro-batches.
@@ -37,28 +37,28 @@ def accumulate(
     """Sum every value that crosses from micro-batch rate to step rate.
 
     Floating values are scaled to the mean. Metrics that count (integers, booleans) are summed as
-    they are, booleans as `int64`. Of metrics that are the `max`, `min`, `any` or `all` of all
-    elements the largest or smallest is taken. A parameter or buffer that is replaced at micro-batch
-    rate, such as a batch-norm statistic, stays so: each micro-batch reads what the one before has
-    written. Whoever uses its new value once a step takes that of the last micro-batch. An optimizer
-    writes once a step: what it keeps of the gradient is the mean.
+    they are, booleans as `int64`. Metrics that are the `max`, `min`, `any` or `all` of all elements
+    are combined to the largest or smallest. A parameter or buffer that is replaced at micro-batch
+    rate, such as a batch-norm statistic, is not summed: each micro-batch reads the value of the one
+    before, and work once a step reads the value of the last one. An optimizer state is written once
+    a step: the part of it that depends on the gradient uses the mean.
 
     before: g = mm(dy, x) [micro]; w1 = sub(w, g) [step]
     after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, 1/M); w1 = sub(w, G) [step]
 
-    What another pass has accumulated stays as it is: a value that is made once a step.
+    Values that another pass has accumulated do not change: they are made once a step.
 
-    With U updates a step the optimizer runs U times, each time by the mean over the M / U
-    micro-batches since the update before, and what comes next reads what it has written:
+    With U updates a step the optimizer runs U times, each time with the mean over the M / U
+    micro-batches since the update before, and later work reads what that update has written:
 
     after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, U/M, update); w1 = sub(w, G) [update]
 
-    If there are as many updates as micro-batches, there is nothing to sum, and all is of
-    micro-batch rate but what is reported of the step.
+    If there are as many updates as micro-batches, there is nothing to sum, and everything except
+    the reported results has micro-batch rate.
 
     Raises:
         GraphError: M < 1, or U does not divide it; a host number is replaced at micro-batch rate;
-            the optimizer uses what has no mean, such as a count of integers, or draws random
+            the optimizer uses a value without a mean, such as a count of integers, or draws random
             numbers; or forward and optimizer change the same parameter.
     """
     if num_micro_batches < 1:
@@ -83,11 +83,11 @@ def accumulate(
 
 
 def _with_sums(graph: LogicalGraph) -> LogicalGraph:
-    """Return a graph in which the optimizer uses sums of what micro-batches make.
+    """Return a graph in which the optimizer uses sums of values of micro-batches.
 
-    used by the optimizer        its mean over micro-batches          g -> g.mean
-    a carried state, used so     that of the last micro-batch         m -> m.last
-    new value of optimizer state the mean, as it writes more seldom
+    a value that the optimizer uses         its mean over micro-batches                g -> g.mean
+    a carried state that it uses            the value of the last micro-batch          m -> m.last
+    a new value of an optimizer state       the mean, because it is written less often
     """
     micro = _micro_values(graph)
     carried = _carried(graph, micro)
@@ -101,7 +101,7 @@ def _with_sums(graph: LogicalGraph) -> LogicalGraph:
     names = {v: f"{v}.last" if v in carried else f"{v}.mean" for v in crossing}
     scales = {v: None if v in carried else _mean(graph, v, count) for v in crossing}
     sums = [_sum_node(graph, value, names[value], scales[value], late) for value in crossing]
-    # In topological order: nothing of rate micro reads a sum, or what the optimizer makes.
+    # In topological order: no node of rate micro reads a sum, or a result of the optimizer.
     micro_nodes = [node for node in graph.nodes if node.rate is Rate.MICRO]
     late_nodes = [rename_uses(node, names | again) for node in graph.nodes if node.rate is late]
     return graph.with_nodes(
@@ -119,10 +119,10 @@ def _with_sums(graph: LogicalGraph) -> LogicalGraph:
 
 
 def _numbers_again(graph: LogicalGraph, used: Iterable[str], late: Rate) -> list[Node]:
-    """Return nodes that compute host numbers again which micro-batches and the optimizer use.
+    """Return nodes that compute host numbers again that micro-batches and the optimizer both use.
 
-    Those that follow from scalar inputs alone are the same in all micro-batches: there is no mean
-    of them to be taken.
+    Numbers that depend on scalar inputs alone are the same in all micro-batches, so they have no
+    mean.
 
     before: n = host.sub(1, w) [micro];  y = mul(x, n) [micro];  z = mul(s, n) [step]
     after:  n = host.sub(1, w) [micro];  y = mul(x, n) [micro];  n.again = host.sub(1, w) [step];
@@ -148,7 +148,7 @@ def _numbers_again(graph: LogicalGraph, used: Iterable[str], late: Rate) -> list
 
 
 def _with_results(graph: LogicalGraph) -> LogicalGraph:
-    """Return a graph whose loss and metrics are those of the step: mean, sum, or extreme."""
+    """Return a graph whose loss and metrics are results of the step: mean, sum, or extreme."""
     reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
     # Inputs that differ between micro-batches: batch tensors and carried states.
     batch = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
@@ -187,7 +187,7 @@ def _with_results(graph: LogicalGraph) -> LogicalGraph:
 
 
 def _check_samples(graph: LogicalGraph, value: str) -> None:
-    """Refuse results with a number for each sample: micro-batches have others at each place.
+    """Refuse results with a number for each sample: their places differ between micro-batches.
 
     Raises:
         GraphError: a result has as many rows as a micro-batch has samples.
@@ -254,14 +254,14 @@ def _check_draws(graph: LogicalGraph, num_micro_batches: int) -> None:
 def _check_written_once(graph: LogicalGraph, micro: Iterable[str], num_micro_batches: int) -> None:
     """Refuse a parameter that forward changes, for each micro-batch, before the optimizer does.
 
-    The optimizer then starts from what forward has made, not from the parameter.
+    The optimizer would then start from the result of forward, not from the parameter.
     """
     made = set(micro)
     for out in graph.outputs:
         entry = graph.input_kinds.get(out.name) if out.kind is OutputKind.STATE else None
         if entry is None or entry.kind is not InputKind.PARAMETER or out.value in made:
             continue
-        # The optimizer reads the parameter itself, so what forward made of it is no start value.
+        # The optimizer reads the parameter itself, so forward's result of it is no start value.
         if any(user.rate is Rate.STEP for user in graph.users[out.name]):
             continue
         sources = _boundary_inputs(graph, out.value, lambda node: node.rate is Rate.STEP)
@@ -298,7 +298,7 @@ def _boundary_inputs(graph: LogicalGraph, value: str, within: Callable[[Node], b
 
 
 def _combination(graph: LogicalGraph, value: str) -> str:
-    """Return how the results of micro-batches are combined to that of the step.
+    """Return how the results of micro-batches are combined to the result of the step.
 
     `mean`, `sum`, `maximum` or `minimum`.
     """
@@ -313,7 +313,7 @@ def _combination(graph: LogicalGraph, value: str) -> str:
 def _extreme(graph: LogicalGraph, value: str) -> str:
     """Return whether a value is the largest or smallest of all elements of something, or neither.
 
-    The order of numbers outlives conversions, but not those to booleans.
+    The order of numbers survives conversions, except to booleans.
     """
     node = graph.producers.get(value)
     # Back through views and copies to the reduction.
@@ -333,7 +333,7 @@ def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:
     """Return the factor of each micro-batch's part of a mean.
 
     Raises:
-        GraphError: the value is no floating tensor.
+        GraphError: the value is not a floating tensor.
     """
     kind = graph.types[value]
     if not isinstance(kind, TensorType) or not kind.dtype.startswith(_AVERAGED):
@@ -365,7 +365,7 @@ def _sum_node(
 
 
 def _types(graph: LogicalGraph, names: Mapping[str, str]) -> dict[str, TensorType]:
-    """Return the types of sums by their names; what is counted of booleans is an `int64`."""
+    """Return the types of sums by their names; a count of booleans is an `int64`."""
     found = {name: graph.tensor(value) for value, name in names.items()}
     return {
         name: replace(kind, dtype="int64")

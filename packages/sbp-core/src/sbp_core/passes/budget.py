@@ -1,7 +1,8 @@
 """Which forward values to save and which to recompute, within a budget of bytes, at least work.
 
-The forward phase is a chain of *blocks* (`blocks.0`, `blocks.1`, ...). Chosen are, for each block
-or run of up to `longest_run` blocks, the operators n to recompute and the values v to save.
+The forward phase is a chain of *blocks* (`blocks.0`, `blocks.1`, ...). The program chooses, for
+each block or run of up to `longest_run` blocks, the operators n to recompute and the values v to
+save.
 
 Variables of a run
     a_v   v is available in the backward phase, saved or recomputed      0 or 1
@@ -15,15 +16,15 @@ Constraints
 Values of another run can only be saved; graph inputs, and what three or more blocks read
 (masks, rotary tables), are available anyway.
 
-All constraints say that one thing asks for another, so this is the least closure of `closure`: a
+Each constraint says that one item requires another, so this is the least closure of `closure`: a
 minimum cut, exact for each lambda. The lambdas at which the answer changes give the lower convex
-hull of (bytes saved, work) of a run: its options. Over the chain dynamic programming chooses one
-option for each run, exactly, bytes being counted in units of which the budget has at most 4096:
+hull of (bytes saved, work) of a run: its options. Along the chain, dynamic programming chooses one
+option for each run, exactly, with bytes counted in units of which the budget has at most 4096:
 
     minimise  sum_runs work   subject to   sum_runs saved + max_runs recomputed <= budget
 
-since the values recomputed for one run's backward nodes are alive together with all saved ones.
-Blocks that are alike are solved once. Of non-hull options nothing is tried.
+because the values recomputed for one run's backward nodes are alive together with all saved ones.
+Blocks that are alike are solved once. Options off the convex hull are not tried.
 
 Source: Jain et al., "Checkmate", MLSys 2020, for the problem; Beaumont et al., "Optimal
 checkpointing for heterogeneous chains", 2019, for the chain; PyTorch's
@@ -47,29 +48,29 @@ from sbp_core.passes.rematerialize import Region
 from sbp_core.passes.saved_activations import call_flop, does_no_work, is_forward, sum_bytes
 from sbp_core.units import format_bytes
 
-#: Options of one run, at most.
+#: Most options of one run.
 _MAX_OPTIONS = 12
 
-#: Units of bytes that a budget is counted in, at most.
+#: Most units of bytes in which a budget is counted.
 _MAX_UNITS = 4096
 
-#: Limits that are tried for recomputed bytes alive at once, at most.
+#: Most limits that are tried for recomputed bytes alive at once.
 _MAX_LIMITS = 24
 
-#: Blocks that read a value from elsewhere, from which on it counts as saved anyway.
+#: A value that at least this many other blocks read counts as saved anyway.
 _SHARED_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A run, with nodes and values numbered: equal for runs that are alike.
+    """A run, with nodes and values numbered, so that equal runs are equal problems.
 
     Args:
         flop: Work of each node; 0 if it is a view.
-        recomputable: Whether it may be recomputed.
+        recomputable: Whether each node may be recomputed.
         takes: The values that each node takes.
-        size: Bytes of each value; 0 if it is there anyway.
-        maker: The node that makes each value; -1 if another run does.
+        size: Bytes of each value; 0 if it is available anyway.
+        maker: The node that makes each value; -1 if it is in another run.
         required: Values that backward nodes of the run use.
     """
 
@@ -112,13 +113,13 @@ def choose_regions(
         longest_run: Most consecutive blocks that are recomputed together.
 
     Raises:
-        ConfigError: no choice keeps to the budget; says what the least is.
+        ConfigError: no choice fits the budget; names the least possible budget.
     """
     blocks, table, choices, limits = _choices(graph, fixed, longest_run)
-    # The maximum over runs does not add up along the chain, so it is tried out: under each limit of
-    # it the rest of the budget is for saved values, which do add up.
+    # The maximum over runs does not add up along the chain, so limits of it are tried: under each
+    # limit, the rest of the budget is for saved values, which do add up.
     #
-    #     there anyway + limit + sum of saved <= budget        recomputed for each run <= limit
+    #     available anyway + limit + sum of saved <= budget    recomputed for each run <= limit
     found: tuple[int, list[_Choice]] | None = None
     for limit in limits:
         allowed = [choice for choice in choices if choice.option.recomputed_bytes <= limit]
@@ -144,7 +145,7 @@ def choose_regions(
 
 
 def least_budget(graph: LogicalGraph, fixed: Collection[str], longest_run: int) -> int:
-    """Return the least budget in bytes that `choose_regions` takes."""
+    """Return the least budget in bytes that `choose_regions` accepts."""
     blocks, table, choices, limits = _choices(graph, fixed, longest_run)
     return table.common_bytes + _least_bytes(len(blocks), choices, limits)
 
@@ -152,10 +153,10 @@ def least_budget(graph: LogicalGraph, fixed: Collection[str], longest_run: int) 
 def _choices(
     graph: LogicalGraph, fixed: Collection[str], longest_run: int
 ) -> tuple[list[list[Node]], _Table, list[_Choice], list[int]]:
-    """Return blocks, options of their runs, choices of both, limits of what a run recomputes."""
+    """Return blocks, options of their runs, choices of both, limits of a run's recomputed bytes."""
     blocks: list[list[Node]] = []
     nodes = [node for node in graph.nodes if is_forward(node)]
-    # Runs of forward nodes of one block; code between blocks belongs to the former.
+    # Runs of forward nodes of one block; code between blocks belongs to the block before.
     for block, run in groupby(nodes, key=lambda node: block_of(node.module)):
         if block or not blocks:
             blocks.append(list(run))
@@ -176,7 +177,7 @@ def _choices(
 
 
 def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) -> int:
-    """Return the least of limit and saved bytes together, over all limits."""
+    """Return the least sum of a limit and the saved bytes under it, over all limits."""
     found = []
     for limit in limits:
         leanest = _leanest(count, [c for c in choices if c.option.recomputed_bytes <= limit])
@@ -186,7 +187,7 @@ def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) 
 
 
 class _Table:
-    """The options of every run; runs that are alike share them."""
+    """The options of every run; equal runs share them."""
 
     def __init__(
         self, graph: LogicalGraph, blocks: Sequence[Sequence[Node]], fixed: frozenset[str]
@@ -204,12 +205,12 @@ class _Table:
         self.found: dict[_Problem, tuple[_Option, ...]] = {}
 
     def options(self, start: int, stop: int) -> tuple[_Option, ...]:
-        """Return the options of a run; of several blocks only that which keeps least."""
+        """Return the options of a run; of several blocks only the one that saves least."""
         problem = self._problem(start, stop)
         if problem not in self.found:
             self.found[problem] = tuple(_hull(problem))
         found = self.found[problem]
-        # Several blocks together are there to save less than they can one by one. One option of
+        # Several blocks are joined to save fewer bytes than they can one by one. One option for
         # each such run keeps the choices few.
         return found if stop == start + 1 else found[-1:]
 
@@ -238,12 +239,12 @@ class _Table:
                 own = self.block[producer.name]
                 users = self.graph.users[value]
                 leaves = any(self.block.get(user.name, own) != own for user in users)
-                # As in `recomputed_bytes`: what others use as well belongs to the user's own block.
+                # A value that other blocks use as well counts for the block of the user.
                 owner = self.block.get(node.forward, -1 if leaves else own) if leaves else own
                 yield (owner if node.phase is Phase.BACKWARD else -1), value
 
     def _values_anyway(self) -> Iterator[str]:
-        """Yield the values that are there anyway."""
+        """Yield the values that are available anyway."""
         results = {out.value for out in self.graph.outputs}
         yield from (value for block, value in self.uses if block < 0 or value in results)
         for value, users in self.graph.users.items():
@@ -288,8 +289,8 @@ def _hull(problem: _Problem) -> list[_Option]:
     # One unit of work outweighs all bytes; then one byte all work.
     ends = [_solve(problem, 1, bytes_all + 1), _solve(problem, flop_all + 1, 1)]
     found = {(end.flop, end.saved_bytes): end for end in ends}
-    # Between two options, ask for the best at the slope of the line through them. It is below the
-    # line, and the search goes on at both sides of it; or nothing is, and the line is on the hull.
+    # Between two options, look for the best one at the slope of the line through them. If it is
+    # below the line, the search continues on both sides of it; else the line is on the hull.
     #
     #     work
     #       |  cheap
@@ -314,8 +315,8 @@ def _hull(problem: _Problem) -> list[_Option]:
 def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
     """Return the best option where a saved byte costs numerator / denominator of work."""
     # The objective, times the denominator so that all numbers are whole: a_v costs bytes(v), and
-    # r_n costs its work less the bytes of its results, which are then available but not saved. What
-    # a variable asks for is on the right of `<=` in the constraints.
+    # r_n costs its work less the bytes of its results, which are then available but not saved. A
+    # variable requires the variables on the right of `<=` in its constraints.
     weights = {("v", at): numerator * size for at, size in enumerate(problem.size)}
     asks: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for at, flop in enumerate(problem.flop):
@@ -340,10 +341,10 @@ def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
 def _peak_recomputed_bytes(problem: _Problem, nodes: Collection[int]) -> int:
     """Return the most recomputed bytes that are alive at once.
 
-    What backward nodes use lives on; what only helps to make it dies after its last use.
+    Values that backward nodes use live on; other recomputed values die after their last use.
     """
-    # By storage, as views (nodes without work) keep alive what they view: `base` is the value whose
-    # storage another one is in, `last` the last node that reads a storage.
+    # By storage, because views (nodes without work) keep their bases alive: `base` is the value in
+    # whose storage another one is, `last` the last node that reads a storage.
     base: dict[int, int] = {}
     last: dict[int, int] = {}
     made: dict[int, list[int]] = {}
@@ -381,15 +382,15 @@ def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choi
     if budget < 0:
         return None
     # best[stop][b]: the least work for the blocks before `stop` with at most b units saved. Bytes
-    # are rounded up to units, so that what is found keeps to the budget.
+    # are rounded up to units, so that the result fits the budget.
     unit = gcd(*(choice.option.saved_bytes for choice in choices)) or 1
     unit = max(unit, -(-budget // _MAX_UNITS))
     units = budget // unit
     best: list[NDArray[np.float64]] = [np.full(units + 1, np.inf) for _ in range(count + 1)]
     best[0][:] = 0
     last = [np.full(units + 1, -1) for _ in range(count + 1)]
-    # In order of where runs begin: best[start] is final when the first choice from there is looked
-    # at.
+    # In the order in which runs begin: best[start] is final before the first choice from there is
+    # processed.
     for index, choice in sorted(enumerate(choices), key=lambda entry: entry[1].start):
         saved_bytes = -(-choice.option.saved_bytes // unit)
         if saved_bytes > units:

@@ -1,13 +1,13 @@
-"""The least closed set: which of some things to take, if each may ask for others.
+"""The least closed set: which items to take, if each may require others.
 
     minimise    sum over taken x of weight(x)
-    subject to  y is taken if x is and x asks for y; what is required is taken
+    subject to  y is taken if x is taken and requires y; required items are taken
 
-This is the project-selection problem, solved exactly by a minimum cut: a network in which the
-source side of the cut is what is taken,
+This is the project-selection problem, solved exactly by a minimum cut of a network. The source side
+of the cut is the set of taken items:
 
     source -> x     -weight(x)   for weight(x) < 0        x -> sink   weight(x)   for weight(x) > 0
-    source -> x     infinite     if x is required         x -> y      infinite    if x asks for y
+    source -> x     infinite     if x is required         x -> y      infinite    if x requires y
 
 Source: Picard, "Maximal closure of a graph", Management Science 22 (1976); the flow is Dinic's
 (1970). Weights are integers, so that nothing is lost to rounding.
@@ -27,12 +27,12 @@ def least_closure(
     asks: Mapping[_Thing, Collection[_Thing]],
     required: Collection[_Thing],
 ) -> frozenset[_Thing]:
-    """Return the closed set of least weight that holds what is required; of several the smallest.
+    """Return the closed set of least weight with all required things; of several the smallest.
 
     Args:
         weights: Weight of each thing.
-        asks: For each thing (or only for some) what it asks for.
-        required: Things that are taken.
+        asks: For each thing (or only for some) the things that it requires.
+        required: Things that must be taken.
     """
     index = {name: at + 2 for at, name in enumerate(weights)}
     network = _Network(len(index) + 2)

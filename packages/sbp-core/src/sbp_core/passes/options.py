@@ -16,14 +16,13 @@ class RecomputeOptions:
             only the inputs are saved.
         marked: Whether calls under `torch.utils.checkpoint` are recomputed.
         keep: Patterns of nodes and of module paths (`*.attention.out`) whose values are saved in
-            any case: expensive operators, or operators whose results are boxed, as recomputing
+            any case: expensive operators, or operators whose results are boxed, because recomputing
             them would repeat the boxing.
-        memory_bytes: The most bytes of activations alive at once in the backward phase: those that
-            are saved, and the most that is recomputed for one region. Of one micro-batch, of whole
-            logical tensors. The values to recompute are chosen for the least work. None: no
-            budget.
-        longest_run: With a budget, the most consecutive blocks that are recomputed together, of
-            which only the inputs of the first are saved. 1 where stages may be cut between any two
+        memory_bytes: The most bytes of activations alive at once in the backward phase: the saved
+            ones, and the most that is recomputed for one region. For one micro-batch, in whole
+            logical tensors. The values to recompute are chosen for the least work. None: no budget.
+        longest_run: With a budget, the most consecutive blocks that are recomputed together, with
+            only the inputs of the first block saved. 1 where stages may be cut between any two
             blocks.
 
     Raises:

@@ -25,7 +25,7 @@ def unalias_outputs(graph: LogicalGraph) -> LogicalGraph:
     """Copy outputs that are an input themselves, or that alias the caller's batch.
 
     A caller may overwrite the batch for the next step, which would change a state that views it.
-    A parameter that is reported is copied by what updates it, with the value from before.
+    A parameter that is reported is copied once a step, with its value from before the update.
 
     before: outputs last = view(%x), seen = %scale
     after:  a = clone(view(%x)); b = clone(%scale); outputs last = a, seen = b
@@ -85,7 +85,7 @@ def _needs_copy(graph: LogicalGraph, out: GraphOutput) -> bool:
 
 
 def _rate_and_phase(graph: LogicalGraph, out: GraphOutput) -> tuple[Rate, Phase]:
-    """Return rate and phase of a copy: those of its source; once a step for an updated state."""
+    """Return rate and phase of a copy: its source's; once a step for an updated state."""
     producer = graph.producers.get(out.value)
     if producer is not None:
         return producer.rate, producer.phase

@@ -2,9 +2,9 @@
 
 Regions to recompute are given in three ways, which combine: modules by pattern, calls under
 `torch.utils.checkpoint` in the user's model, or a budget, within which `budget` chooses. Operators
-that draw from PyTorch's own random streams are never run twice; `sbp.random_*` are, since they draw
-the same numbers again. States that the forward phase replaces, such as batch-norm statistics, are
-replaced once: the recomputed values of them are unused.
+that draw from PyTorch's own random streams are never run twice; `sbp.random_*` operators are,
+because they draw the same numbers again. States that the forward phase replaces, such as batch-norm
+statistics, are replaced once: their recomputed values are unused.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
 """
@@ -32,8 +32,8 @@ from sbp_core.passes.saved_activations import (
 )
 from sbp_core.units import format_bytes, format_ranges
 
-#: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and a
-#: number, which call it was.
+#: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and the
+#: number of the call.
 MARK = "recompute"
 
 
@@ -51,7 +51,7 @@ def recompute(graph: LogicalGraph, how: RecomputeOptions) -> LogicalGraph:
     Runs on a captured step, before the accumulation over micro-batches or after it.
 
     Raises:
-        ConfigError: a pattern matches nothing, or no choice keeps to the budget.
+        ConfigError: a pattern matches nothing, or no choice fits the budget.
     """
     _check_patterns(graph, how)
 
@@ -82,7 +82,7 @@ def least_recompute_budget(graph: LogicalGraph, how: RecomputeOptions | None = N
     """Return the least `memory_bytes` with which `recompute` finds a choice.
 
     Args:
-        graph: A training step; what is recomputed in it already is taken to be saved.
+        graph: A training step; values that are already recomputed in it count as saved.
         how: The other settings; None takes the defaults.
     """
     how = how or RecomputeOptions()
@@ -104,7 +104,7 @@ def _is_recomputable(node: Node, how: RecomputeOptions) -> bool:
 
 
 def _matching_module(pattern: str, module: str) -> str:
-    """Return the outermost module around a node that a pattern matches; empty if none does."""
+    """Return the outermost module around a node that a pattern matches; empty if there is none."""
     parts = module.split(".")
     around = (".".join(parts[: count + 1]) for count in range(len(parts)))
     return next((path for path in around if path and fnmatchcase(path, pattern)), "")
@@ -126,7 +126,7 @@ def _check_patterns(graph: LogicalGraph, how: RecomputeOptions) -> None:
 def _runs(
     graph: LogicalGraph, how: RecomputeOptions, key: Callable[[Node], str]
 ) -> Iterator[Region]:
-    """Yield a region for each run of forward nodes with one key, but for the empty one."""
+    """Yield a region for each run of forward nodes with one key, except the empty key."""
     nodes = [node for node in graph.nodes if is_forward(node)]
     count = 0
     for name, run in groupby(nodes, key=key):
@@ -144,14 +144,14 @@ def _runs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeReport:
-    """What a recomputation does to one micro-batch, in whole logical tensors.
+    """The effect of a recomputation on one micro-batch, in whole logical tensors.
 
     Args:
         saved_before_bytes, saved_after_bytes: Activations saved from forward to backward.
         largest_recomputed_bytes: The most recomputed bytes alive at once.
         extra_flop: Work that is done twice.
         step_flop: Work of forward and backward before.
-        modules: Modules with recomputed operators, and how many.
+        modules: Modules with recomputed operators, and their numbers.
     """
 
     saved_before_bytes: int
@@ -173,7 +173,7 @@ class RecomputeReport:
 
 
 def _named(modules: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Yield modules and how many operators each has, those of equal layers together.
+    """Yield modules with their numbers of operators, with equal layers together.
 
     >>> list(_named([("blocks.1", 5), ("blocks.0", 5), ("head", 2)]))
     ['blocks.{0-1} (5 ops each)', 'head (2 ops)']
@@ -213,8 +213,8 @@ def recompute_report(graph: LogicalGraph) -> RecomputeReport:
 def _without_recomputation(graph: LogicalGraph) -> LogicalGraph:
     """Return the graph with every recomputed value replaced by the saved one.
 
-    A forward value that the backward phase alone uses is not there any more where it is recomputed;
-    its copy stays.
+    A recomputed forward value that only the backward phase uses no longer exists in the forward
+    phase; its copy stays.
     """
     names: dict[str, str] = {}
     kept = []

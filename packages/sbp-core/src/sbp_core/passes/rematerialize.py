@@ -1,17 +1,17 @@
 """Rematerialisation: rewrite a graph so that the backward phase recomputes forward values.
 
-A *region* is a run of forward nodes, a block of the model. The values of it that its backward nodes
-use are recomputed right before the first of them, from saved values: the inputs of the region, and
-the values of its nodes that are not recomputed. So the recomputed values of two regions are never
-alive together:
+A *region* is a run of forward nodes, a block of the model. Its backward nodes use some of its
+values. These are recomputed right before the first of those nodes, from saved values: the inputs of
+the region, and the values of its nodes that are not recomputed. So the recomputed values of two
+regions are never alive together:
 
     forward     region 1     region 2
     saved       x0           x1                    inputs of the regions
     backward                 recompute 2, backward 2    recompute 1, backward 1
 
 Recomputed nodes wait for the gradient of their region's output: their arguments pass through
-`sbp.after(x, gradient)`, which is x without a copy, so that no schedule can run them early, when
-their results would only take memory.
+`sbp.after(x, gradient)`, which is x without a copy. So no schedule can run them early, when their
+results would only take memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Region:
     """A run of forward nodes, by name.
 
     Args:
-        name: What reports call it.
+        name: Its name in reports.
         members: All its nodes.
-        recomputable: Those whose values may be recomputed.
+        recomputable: The nodes whose values may be recomputed.
     """
 
     name: str
@@ -55,13 +55,13 @@ def rematerialize(graph: LogicalGraph, regions: Sequence[Region]) -> LogicalGrap
 
 
 class _ReplacedUses:
-    """Which uses of forward values are replaced by recomputed ones, and what has to be saved."""
+    """Which uses of forward values are replaced by recomputed ones, and which values are saved."""
 
     def __init__(self, graph: LogicalGraph, regions: Sequence[Region]) -> None:
         self.graph = graph
         self.position = {node.name: index for index, node in enumerate(graph.nodes)}
         self.region_of = {name: region for region in regions for name in region.recomputable}
-        # Results of the forward phase, such as new buffers, are there anyway.
+        # Results of the forward phase, such as new buffers, are available anyway.
         self.saved = {out.value for out in graph.outputs}
         # The last region first: values of earlier regions that it reads are saved for it, and the
         # earlier regions then need not recompute them.
@@ -69,7 +69,7 @@ class _ReplacedUses:
             (region for region in regions if region.recomputable),
             key=lambda region: -min(self.position[name] for name in region.members),
         )
-        #: Of each region, who uses which of its values after the forward phase.
+        #: For each region, the users of its values after the forward phase.
         self.uses = {
             region.name: [
                 (user, value)
@@ -103,8 +103,8 @@ class _ReplacedUses:
         return any(is_forward(user) and user.name not in region.members for user in users)
 
     def _save_external_reads(self) -> None:
-        # Saved after all: what is used outside of the backward phase, as by the optimizer, and what
-        # backward nodes need that belong to other forward nodes which use it.
+        # Also saved: values that are used outside of the backward phase, as by the optimizer, and
+        # values for backward nodes that belong to other forward nodes which use them.
         for region in self.regions:
             for user, value in self.uses[region.name]:
                 if user.phase is not Phase.BACKWARD or (
@@ -127,7 +127,7 @@ class _ReplacedUses:
         seen: set[str] = set()
         while todo:
             value = todo.pop()
-            # Here recomputing begins: no further back.
+            # Recomputation begins at such a value and goes no further back.
             if value in self.saved or self.region(value) is not region:
                 yield value
                 continue
@@ -155,7 +155,7 @@ class _Rewriting:
             if node.phase is not Phase.BACKWARD:
                 self.nodes.append(node)
                 continue
-            # Recomputed at the first use, so as late as can be; later uses share the copy.
+            # Recomputed at the first use, so as late as possible; later uses share the copy.
             used = [v for v in dict.fromkeys(node.inputs()) if self.plan.uses_recomputed(v, node)]
             missing = [value for value in used if value not in self.names]
             if missing:
@@ -181,14 +181,14 @@ class _Rewriting:
             self._copy(self.graph.by_name[name], needed[name], index)
 
     def _copy(self, node: Node, region: Region, index: int) -> None:
-        # What the copy reads: copies of recomputed arguments, which wait themselves; saved values
-        # and parts of the batch after `sbp.after`; parameters as they are, but the first of them
-        # after `sbp.after` where nothing else would make the copy wait.
+        # The arguments of the copy: copies of recomputed arguments, which wait themselves; saved
+        # values and parts of the batch after `sbp.after`; parameters unchanged, but the first of
+        # them after `sbp.after` if nothing else would make the copy wait.
         names = {value: self.names[value] for value in node.inputs() if value in self.names}
         waits = any(value in names for value in self.graph.tensor_inputs(node))
         for value in dict.fromkeys(self.graph.tensor_inputs(node)):
             entry = self.graph.input_kinds.get(value)
-            # Made by the forward phase, or of the batch.
+            # Made by the forward phase, or a part of the batch.
             if value not in names and (entry is None or entry.kind is InputKind.BATCH):
                 names[value] = self._gate(value, node, region, index)
                 waits = True
@@ -242,13 +242,13 @@ class _Rewriting:
         return name
 
     def _gradient(self, region: Region, index: int) -> str:
-        """Return what the backward nodes of a region, from an index on, are given first.
+        """Return the first gradient that a region's backward nodes take, from an index on.
 
-        It is a value that the backward phase has made before; empty if they need none.
+        The backward phase has made it before; empty if they take none.
         """
         for node in self.graph.nodes[index:]:
             if node.phase is Phase.BACKWARD and node.forward in region.members:
-                # Only a value that is before this place: the graph stays in topological order.
+                # Only a value from before this index: the graph stays in topological order.
                 made = [v for v in self.graph.tensor_inputs(node) if v in self.backward_made]
                 if made:
                     self.gradients[region.name] = made[0]

@@ -1,6 +1,6 @@
-"""What the forward phase keeps for the backward phase: how many bytes, and what it took to make.
+"""The values that the forward phase keeps for the backward phase: their bytes and their work.
 
-Sizes are those of whole logical tensors of one micro-batch.
+Sizes are sizes of whole logical tensors of one micro-batch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def does_no_work(graph: LogicalGraph, node: Node) -> bool:
 
 
 def bases_of(graph: LogicalGraph) -> Callable[[str], str]:
-    """Return a function that says whose memory a value is in: what it views, if it is a view.
+    """Return a function that maps a value to its base: the value whose memory it views, or itself.
 
-    It looks at each value once.
+    It examines each value once.
     """
     known: dict[str, str] = {}
 
@@ -56,7 +56,7 @@ def bases_of(graph: LogicalGraph) -> Callable[[str], str]:
 
 
 def saved_values(graph: LogicalGraph) -> tuple[str, ...]:
-    """Return the tensors made by the forward phase that the backward phase uses, views as bases."""
+    """Return the tensors of the forward phase that the backward phase uses; views as bases."""
     base_of = bases_of(graph)
     used = (
         base_of(value)

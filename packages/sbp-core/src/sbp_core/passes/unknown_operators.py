@@ -1,4 +1,4 @@
-"""What becomes of operators that nothing describes, said in the graph itself."""
+"""What happens to operators without a rule, written into the graph itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def allow_unknown(graph: LogicalGraph, unknown: UnknownOperator) -> LogicalGraph:
-    """Tag the operators without a rule, so that they run whole, or are tried out.
+    """Tag the operators without a rule, so that they run whole, or are discovered by execution.
 
-    before: y = mylib.smooth(x)                    nothing says how it may be split
+    before: y = mylib.smooth(x)                    no rule defines how it may be split
     after:  y = mylib.smooth(x)   unknown:whole    runs whole on every rank
 
-    Each of them is named in a warning. With `UnknownOperator.REFUSE` the graph stays as it is, and
+    A warning names each of them. With `UnknownOperator.REFUSE` the graph does not change, and
     planning refuses the first of them.
     """
     if unknown is UnknownOperator.REFUSE:

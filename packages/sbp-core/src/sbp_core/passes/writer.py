@@ -1,4 +1,4 @@
-"""Writing several nodes in place of one: a pass asks a `GraphWriter` for what a call makes."""
+"""Writing several nodes in place of one: a pass asks a `GraphWriter` for the result of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class GraphWriter:
     """Collects the nodes of a rewritten graph, and the types of their results.
 
     Args:
-        graph: What is rewritten; its types are known.
+        graph: The graph that is rewritten; its types are known.
     """
 
     def __init__(self, graph: LogicalGraph) -> None:
@@ -22,7 +22,7 @@ class GraphWriter:
         self._names = {node.name for node in graph.nodes} | set(graph.types)
 
     def tensor(self, value: str) -> TensorType:
-        """Return the type of a tensor, also of one that was written."""
+        """Return the type of a tensor of the graph, or of one that was written."""
         found = self.types[value]
         assert isinstance(found, TensorType), f"{value} is a host scalar, not a tensor"
         return found
@@ -38,16 +38,16 @@ class GraphWriter:
         pointwise: bool = False,
         label: str = "",
     ) -> Ref:
-        """Add a node that runs when, and belongs where, another does.
+        """Add a node with the phase, rate and place of another one.
 
         Args:
-            like: Gives phase, rate, module, source and forward node.
+            like: The other node: gives phase, rate, module, source and forward node.
             op: `aten.exp.default`.
             args: In the operator's own order; tensors as `Ref`.
-            kwargs: Named ones.
-            made: Type of the one tensor that it makes.
-            pointwise: Whether ATen tags the operator so.
-            label: What the name ends in; the operator if omitted.
+            kwargs: Named arguments.
+            made: Type of its one result.
+            pointwise: Whether ATen tags the operator as pointwise.
+            label: The end of the node's name; the operator if omitted.
         """
         name = self._fresh(f"{like.name}.{label or op.split('.')[1]}")
         self.types[name] = made
@@ -76,16 +76,16 @@ class GraphWriter:
 
         Args:
             like: See `call`.
-            op: Without the namespace.
+            op: Name without the namespace.
             *args: In the operator's own order.
-            made: Type of what it makes; that of the first argument if omitted.
+            made: Type of the result; the type of the first argument if omitted.
             **kwargs: Named arguments.
         """
         kind = made or self.tensor(args[0].name)
         return self.call(like, f"aten.{op}", args, kind, kwargs=kwargs, pointwise=True)
 
     def converted(self, like: Node, value: Ref, dtype: str) -> Ref:
-        """Return a value in a dtype: itself if it has that."""
+        """Return a value in a dtype: itself if it already has it."""
         kind = self.tensor(value.name)
         if kind.dtype == dtype:
             return value
@@ -95,7 +95,7 @@ class GraphWriter:
         )
 
     def written(self) -> LogicalGraph:
-        """Return the graph of the nodes that were written."""
+        """Return the graph of the written nodes."""
         return self.graph.with_nodes(tuple(self.nodes), types=self.types)
 
     def _fresh(self, name: str) -> str:
@@ -107,18 +107,18 @@ class GraphWriter:
         return found
 
     def rename_last(self, node: Node) -> None:
-        """Let the node that was written last make what `node` made, under its name."""
+        """Let the last written node make the result of `node`, under its name."""
         last = self.nodes[-1]
         assert self.types[last.outputs[0]] == self.types[node.outputs[0]], f"{node.name} changes"
         del self.types[last.outputs[0]]
         self.nodes[-1] = replace(last, name=node.name, outputs=node.outputs)
 
 
-#: How tags begin that say something of the operator; the others say where a node belongs.
+#: Prefixes of tags that describe the operator; other tags say where a node belongs.
 _OF_OPERATOR = ("pointwise", "view", "seeded", "unknown")
 
 
 def tags_like(node: Node, *, pointwise: bool = False) -> tuple[str, ...]:
-    """Return the tags of another operator that belongs where a node does."""
+    """Return the tags for another operator in the place of a node."""
     own = ("pointwise",) if pointwise else ()
     return (*own, *(tag for tag in node.tags if not tag.startswith(_OF_OPERATOR)))

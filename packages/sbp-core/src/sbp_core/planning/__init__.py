@@ -1,11 +1,11 @@
 """The search around all planners, and the tools that they share.
 
-A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the idea of its
-paper. The search compiles what is proposed, compares it with the memory of the ranks (`compiled`),
-and places states in the memory of the host where that is asked for or memory is short (`search`,
-`offloading`, `offload_fit`). Variants of a step that need less memory are in `variants`.
+A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the method of its
+paper. The search compiles the proposal, compares it with the memory of the ranks (`compiled`), and
+places states in host memory if a setting asks for it or device memory is short (`search`,
+`host_states`, `offload_fit`). Variants of a step that need less memory are in `variants`.
 
-`offload_setting` is for configs of planners, and imports nothing that takes a while.
+`offload_setting` is for the configs of planners and imports nothing slow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a strategy comes to: compiled, played in simulated time, its memory exact.
+"""A strategy evaluated: its compiled plan, its simulated time and its exact memory.
 
-All planners that compare plans compare these figures, so that none of them is told one thing and
-its user another. The limit is kept by what the compiled plan holds; without a tensor library, which
-says how results lie, by a bound.
+All planners that compare plans compare these figures, which are also the figures that users see.
+The memory of the compiled plan has to stay below the limit. Without a tensor library, which knows
+how results are laid out, an upper bound of that memory is compared instead.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sbp_core.units import format_bytes, format_seconds
 
 
 def limit_key(memory_bytes: float | None) -> str:
-    """Return the setting that limits the memory of a rank: a planner's own, if it is set."""
+    """Return the setting that limits the memory of a rank: the planner's, or the cluster's."""
     return f"{'cluster' if memory_bytes is None else 'planner'}.memory_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A strategy and what its compiled plan takes.
+    """A strategy with the predicted time and memory of its compiled plan.
 
     Args:
-        strategy: Of which the plan is.
+        strategy: The strategy that was compiled.
         step_s: Predicted time of a step, in seconds.
-        host_bytes: What it holds in the memory of its host.
-        memory_bytes: What the fullest rank holds at its peak; of a plan whose bound fits the limit
-            that bound, which costs less to know.
-        is_exact: Whether it is what the rank holds, not a bound.
-        fits: Whether both are within their limits.
+        host_bytes: Host memory of the rank that has the most of it.
+        memory_bytes: Peak memory of the fullest rank; if an upper bound already fits the limit,
+            that bound, which is cheaper to compute.
+        is_exact: Whether `memory_bytes` is exact, not a bound.
+        fits: Whether both memories are within their limits.
     """
 
     strategy: Strategy
@@ -52,7 +52,7 @@ class Compiled:
         return f"{format_seconds(self.step_s)} a step, {size}{short}"
 
     def rank(self) -> tuple[bool, float, float]:
-        """Return what is less of the better plan: fitting, then fast, then small."""
+        """Return a key that is less for a better plan: one that fits, then fast, then small."""
         return not self.fits, self.step_s, self.memory_bytes
 
 
@@ -61,8 +61,8 @@ class Compilation:
     """Compiles the strategies of one request, and keeps the last plans (`PlanRequest.kept`).
 
     Args:
-        request: What is planned.
-        limit_bytes: Memory of one rank.
+        request: The request that is planned.
+        limit_bytes: Limit of the memory of one rank.
     """
 
     request: PlanRequest
@@ -70,14 +70,14 @@ class Compilation:
     num_compiled: int = 0
 
     def compiled(self, strategy: Strategy, *, exact: bool = False) -> Compiled:
-        """Return what a strategy comes to.
+        """Return a strategy with the predicted time and memory of its plan.
 
         Args:
-            strategy: For the graph of the request.
-            exact: Whether memory is to be known exactly even where a bound fits the limit.
+            strategy: A strategy for the graph of the request.
+            exact: Whether to compute the exact memory even if a bound fits the limit.
 
         Raises:
-            PlanError: it cannot be compiled.
+            PlanError: the strategy cannot be compiled.
         """
         plan = self.plan(strategy)
         memory_bytes, host_bytes, is_exact = self.memory(plan, exact=exact)
@@ -99,7 +99,7 @@ class Compilation:
         """Return the compiled plan of a strategy.
 
         Raises:
-            PlanError: it cannot be compiled.
+            PlanError: the strategy cannot be compiled.
         """
         request = self.request
         options = request.options or CompileOptions(cluster=request.cluster)
@@ -111,13 +111,14 @@ class Compilation:
         return self.request.kept.asked(simulate, plan).step_s
 
     def memory(self, plan: PhysicalPlan, *, exact: bool = False) -> tuple[float, float, bool]:
-        """Return what the fullest rank holds on its device and its host, and whether exactly so.
+        """Return the memory of the fullest rank on its device and its host, and whether exact.
 
-        In bytes. What is not exact is a bound: one that fits, or one where no more is known.
+        In bytes. If it is not exact, it is an upper bound: either it fits, or no tensor library is
+        installed to compute the exact memory.
 
         Args:
             plan: The plan.
-            exact: Whether it is to be known exactly even where a bound fits the limit.
+            exact: Whether to compute the exact memory even if a bound fits the limit.
         """
         bound, host_bytes = memory_bound(plan, self.request.graph), offloaded_bytes(plan)
         if bound <= self.limit_bytes and host_bytes <= self.host_limit_bytes and not exact:
@@ -128,14 +129,14 @@ class Compilation:
         return float(found.peak), float(found.host_peak), True
 
     def report(self, plan: PhysicalPlan) -> MemoryReport | None:
-        """Return what each rank holds; None if it is not known how results lie."""
+        """Return the exact memory of each rank; None without a tensor library."""
         try:
             return self.request.kept.memory(plan)
         except (SbpLookupError, PlanError):
             return None
 
     def by_rank(self, plan: PhysicalPlan) -> dict[int, int]:
-        """Return what each rank holds on its device, in bytes; a bound where no more is known."""
+        """Return the device memory of each rank, in bytes; a bound without a tensor library."""
         found = self.report(plan)
         if found is None:
             bound = int(memory_bound(plan, self.request.graph))

@@ -1,6 +1,6 @@
-"""States in the memory of the host: which ones a setting names, and what that comes to.
+"""States in host memory: which states a setting names, and the cost of keeping them there.
 
-Which are worth it is chosen in `offload_search`, as few as fit in `offload_fit`.
+`search` decides whether to offload, `offload_fit` finds the fewest states that make a plan fit.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from sbp_core.units import format_bytes, format_seconds
 #: Stands for all states of the optimizer, as in pins.
 ALL_STATES = "optimizer_states"
 
-#: The beginning of the line that says what is offloaded.
+#: The beginning of the line of a report that lists the offloaded states.
 _TOLD = "offloaded:"
 
 
 def states_named(request: PlanRequest, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the states that the patterns of a setting name, for the memory of the host.
+    """Return the states that the patterns of the setting `offload` name.
 
     Args:
-        request: What is planned.
-        patterns: Of names of states; `optimizer_states` for all of them that can be.
+        request: The request that is planned.
+        patterns: Patterns of state names; `optimizer_states` for all that can be offloaded.
 
     Raises:
-        ConfigError: a pattern names no state; the devices have no host memory besides their own.
+        ConfigError: a pattern names no state, or the devices have no separate host memory.
     """
     names: dict[str, None] = {}
     for pattern in patterns:
@@ -45,11 +45,11 @@ def states_named(request: PlanRequest, patterns: Sequence[str]) -> frozenset[str
 
 
 def offloading(request: PlanRequest, strategy: Strategy, patterns: Sequence[str]) -> Strategy:
-    """Return a strategy with the states of some patterns in the memory of the host.
+    """Return a strategy that keeps the states of some patterns in host memory.
 
     Args:
-        request: What is planned.
-        strategy: For its graph.
+        request: The request that is planned.
+        strategy: A strategy for the graph of the request.
         patterns: See `states_named`.
 
     Raises:
@@ -64,13 +64,13 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
     """Return the states that a pattern names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the pattern names none.
     """
     can = offloadable(graph)
     if pattern == ALL_STATES:
         found = [n for n in can if graph.input_kinds[n].kind is InputKind.OPTIMIZER_STATE]
     else:
-        # What only looks as though it could be is refused where it is in the strategy.
+        # A state that only looks offloadable is refused later, in the strategy.
         states = [e.name for e in graph.inputs if e.kind.is_state and graph.is_tensor(e.name)]
         found = [name for name in states if fnmatchcase(name, pattern)]
     if not found:
@@ -89,9 +89,9 @@ def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]
     """Return a strategy that offloads exactly these states; its report has the cost.
 
     Args:
-        request: What is planned.
-        strategy: For a graph that has the states of its graph.
-        names: Of the states.
+        request: The request that is planned.
+        strategy: A strategy for a graph with the same states as the request's.
+        names: Names of the states.
     """
     chosen = frozenset(names)
     storage = {
@@ -104,7 +104,7 @@ def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]
         device = request.cluster.device
         sizes = sizes_by_stage(request.graph, strategy, chosen)
         most_bytes = max(map(sum, sizes), default=0)
-        # Each is fetched and, at the same time as others are, stored.
+        # A state is fetched while another is stored, so each counts one copy.
         copy_s = max((sum(host_copy_time_s(one, device) for one in of) for of in sizes), default=0)
         told.append(
             f"{_TOLD} {len(chosen)} of {len(offloadable(request.graph))} states, "
@@ -128,7 +128,7 @@ def offloaded_states(strategy: Strategy) -> frozenset[str]:
 def sizes_by_stage(
     graph: LogicalGraph, strategy: Strategy, names: Collection[str]
 ) -> list[list[int]]:
-    """Return the bytes of a rank of each of some states, by the stage that they are on."""
+    """Return the bytes of each of some states on a rank, grouped by the stage of the state."""
     found: list[list[int]] = [[] for _ in strategy.stages]
     for name in names:
         one = strategy.storage[name]
@@ -138,7 +138,7 @@ def sizes_by_stage(
 
 
 def by_parameter(graph: LogicalGraph) -> list[list[str]]:
-    """Return the states that can be offloaded, those of one parameter together."""
+    """Return the states that can be offloaded, grouped by their parameter."""
     owners: dict[str, list[str]] = defaultdict(list)
     for name in offloadable(graph):
         owners[owner_of(name)].append(name)

@@ -1,15 +1,15 @@
 """The search for a counted limit whose plans fit, which every planner under a limit shares.
 
-A planner counts roughly what a choice holds; the compiled plan holds something else. What differs
-changes little from one choice to the next, so the counted limit is corrected by it, and kept
-between limits whose plans fit and limits whose plans do not:
+A planner counts the memory of a choice roughly; the compiled plan holds a different amount. The
+difference changes little from one choice to the next. So the counted limit is corrected by it, and
+kept between the limits whose plans fit and the limits whose plans do not:
 
     counted limit   0 |-----------below=====wanted=====above-----------|
                           plans fit    |                  plans do not fit
                                        wanted = counted + limit - held, or halfway
 
-Ranks that share no stage have limits of their own: one `LimitSearch` each, and one plan is compiled
-of what all of them ask for.
+Ranks that share no stage have separate limits: one `LimitSearch` each. One plan is compiled from
+the choices of all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 ChoiceT = TypeVar("ChoiceT")
 
-#: From a counted limit that allows nothing to the next one, where none is known to be too high.
+#: Growth of the counted limit per try, as long as none is known to be too high.
 _GROWTH = 1.25
 
 
@@ -30,17 +30,17 @@ class LimitSearch(Generic[ChoiceT]):
     """The counted limits of some ranks: which are known to fit, and which one to try next.
 
     Args:
-        limit_bytes: What a rank may hold.
+        limit_bytes: The memory limit of a rank.
         choose: Returns the best choice within a counted limit in bytes; None if there is none, or
             if it need not be compiled.
-        counted: Returns the bytes that are counted for a choice.
+        counted: Returns the counted bytes of a choice.
         wanted: The counted limit to begin with.
         above: A counted limit that is too high.
-        resolution_bytes: Limits that are no further apart than this are not told apart.
+        resolution_bytes: The search ends when `above` and `below` are no further apart than this.
         tries: How often to choose, at most.
         below: A counted limit that is not too high.
-        asked: The choice to compile; in the end the one that fits, None if none does.
-        fitting: The choice of the highest limit that is known to fit; None if none is.
+        asked: The choice to compile; in the end the choice that fits, None if none does.
+        fitting: The choice at the highest limit that is known to fit; None if none is.
     """
 
     limit_bytes: float
@@ -53,11 +53,11 @@ class LimitSearch(Generic[ChoiceT]):
     below: float = 0.0
     asked: ChoiceT | None = None
     fitting: ChoiceT | None = None
-    #: The counted limit that `asked` is the best choice within.
+    #: The counted limit within which `asked` is the best choice.
     _within: float = 0.0
 
     def advance(self) -> bool:
-        """Ask for the next choice; whether there is one. If not, go back to the one that fits."""
+        """Choose again; return whether there is a new choice. Else `asked` becomes `fitting`."""
         while self.tries > 0 and self.above - self.below > self.resolution_bytes:
             if not self.below < self.wanted < self.above:
                 open_ended = self.above == inf
@@ -72,7 +72,7 @@ class LimitSearch(Generic[ChoiceT]):
         return False
 
     def see(self, held_bytes: float) -> None:
-        """Learn what the fullest rank holds under the choice that was asked for."""
+        """Record the memory of the fullest rank under the choice that was compiled."""
         if self.asked is None:
             return
         counted = self.counted(self.asked)
@@ -80,7 +80,8 @@ class LimitSearch(Generic[ChoiceT]):
             self.below, self.fitting = max(self.below, self._within), self.asked
         else:
             self.above = min(self.above, counted)
-            # Ranks hold a little more or less with what others do: what fitted may not any more.
+            # The choices of other ranks change the memory of these a little: a choice that fitted
+            # may no longer fit.
             if self.below >= self.above:
                 self.below, self.fitting = 0.0, None
         self.wanted = counted + self.limit_bytes - held_bytes
@@ -89,12 +90,12 @@ class LimitSearch(Generic[ChoiceT]):
 def search_limits(
     searches: Sequence[LimitSearch[ChoiceT]], compiled: Callable[[], Sequence[float]]
 ) -> None:
-    """Correct the counted limits of all ranks until what fits is next to what does not.
+    """Correct the counted limits of all ranks until the fitting and the failing choice are close.
 
     Args:
-        searches: Of ranks that share no stage.
-        compiled: Compiles what all of them have chosen, and returns for each what its fullest rank
-            holds, in bytes.
+        searches: Searches of ranks that share no stage.
+        compiled: Compiles the choices of all searches together, and returns for each search the
+            bytes of its fullest rank.
     """
     while True:
         went_on = [one.advance() for one in searches]

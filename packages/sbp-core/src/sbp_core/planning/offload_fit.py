@@ -1,16 +1,16 @@
-"""As few states in the memory of the host as it takes for a plan to fit.
+"""Offload as few states to host memory as it takes for a plan to fit.
 
     choose      offloaded, states that only the optimizer uses, all of one parameter together
     such that   exact memory of each rank of the compiled plan <= limit              [B]
                 exact memory of its host <= the rank's share of that                 [B]
 
-Each costs two copies over the link to the host in every step, latency and bytes; the most bytes for
-a second of copies come off the device by the largest. So the parameters with the largest states go
-first, and of these as few as fit, on the ranks of each stage by themselves. The last one of them is
-then exchanged for a smaller one, if that is enough.
+Each offloaded state costs two copies over the link to the host in every step, latency and bytes.
+The largest states free the most bytes per second of copying. So the parameters with the largest
+states go first, as few as fit, for each stage separately. The last of them is then exchanged for a
+smaller one, if that is enough.
 
-How many that are is searched by what compiled plans hold (`limit_search`): what is counted are the
-states that stay on the device.
+`limit_search` finds the number of parameters from the memory of compiled plans; its counted
+quantity is the bytes of the states that stay on the device.
 
     states of a stage    |######|####|####|###|##|#|#|     largest first
                               not enough ^    ^ fits       limit between: ### or less
@@ -27,7 +27,7 @@ from sbp_core.planning.host_states import by_parameter, sizes_by_stage, with_sta
 from sbp_core.planning.limit_search import LimitSearch, search_limits
 from sbp_core.strategy import Strategy
 
-#: Numbers of states that are looked at, at most: bytes are halved as often as it takes.
+#: Tries of the search for the number of states, at most: bytes are halved as often as it takes.
 _MAX_TRIES = 64
 
 
@@ -36,9 +36,9 @@ class _Cell:
     """The states on the ranks of some stages.
 
     Args:
-        ranks: Sorted.
-        states: Those of each parameter, the largest first, as far as the host has room.
-        sizes: Bytes of each on a rank.
+        ranks: The ranks, sorted.
+        states: The states of each parameter, the largest first, as far as the host has room.
+        sizes: Bytes of the states of each parameter on a rank.
     """
 
     ranks: tuple[int, ...]
@@ -46,12 +46,12 @@ class _Cell:
     sizes: list[int]
 
     def search(self, limit_bytes: float, bare: float, most: float) -> LimitSearch[int]:
-        """Return the search for how many of the states have to go.
+        """Return the search for the number of states to offload.
 
         Args:
-            limit_bytes: Of the memory of a rank.
-            bare: What the fullest rank holds with none of them offloaded.
-            most: What it holds with all of them offloaded, which fits.
+            limit_bytes: Limit of the memory of a rank.
+            bare: Bytes of the fullest rank with no state offloaded.
+            most: Bytes of the fullest rank with all states offloaded, which fits.
         """
         stay = [sum(self.sizes) - gone for gone in accumulate(self.sizes, initial=0)]
 
@@ -72,18 +72,18 @@ class _Cell:
 
 
 def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | None:
-    """Return a strategy with the fewest of its largest states offloaded so that it fits.
+    """Return a strategy that fits by offloading the fewest of its largest states.
 
     Args:
-        compilation: Of its graph, with the limit.
-        strategy: What it has offloaded does not count.
+        compilation: The compilation for the strategy's graph, with the limit.
+        strategy: The strategy; its present offloading is ignored.
 
     Returns:
-        None if it does not fit with as many as the host has memory for either, or nothing can be
-        offloaded.
+        None if the plan does not fit even with all states that the host has memory for, or if
+        nothing can be offloaded.
 
     Raises:
-        PlanError: it cannot be compiled.
+        PlanError: the strategy cannot be compiled.
     """
     if compilation.request.cluster.device.host_memory_bytes is None:
         return None
@@ -92,7 +92,7 @@ def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | No
 
 
 class _FitSearch:
-    """The search for one strategy; arguments as of `until_it_fits`."""
+    """The search for one strategy; for its arguments see `until_it_fits`."""
 
     def __init__(self, compilation: Compilation, strategy: Strategy) -> None:
         self.compilation = compilation
@@ -115,7 +115,7 @@ class _FitSearch:
         ]
 
         def counts() -> list[int]:
-            # What fitted with what other stages held may not any more: then all states go.
+            # If no number fits any more next to the other stages, all states go.
             return [
                 len(cell.states) if one.asked is None else one.asked
                 for cell, one in zip(self.cells, limits, strict=True)
@@ -146,7 +146,7 @@ class _FitSearch:
         return frozenset(n for cell, count in chosen for of in cell.states[:count] for n in of)
 
     def _held(self, counts: Sequence[int]) -> list[float]:
-        """Compile with numbers of parameters offloaded; return what each cell's ranks hold."""
+        """Compile with these numbers of parameters offloaded; return the memory of each cell."""
         found = self._compiled(self._names(counts))
         if found.fits and (self.best is None or found.host_bytes <= self.best.host_bytes):
             self.best = found
@@ -176,7 +176,7 @@ def _cells(compilation: Compilation, strategy: Strategy) -> list[_Cell]:
         found.append((size, names, cells[tuple(sorted(stage.rank_list))]))
     room = dict.fromkeys(cells, compilation.host_limit_bytes)
     for size, names, cell in sorted(found, key=lambda one: -one[0]):
-        # What is larger than the room that is left is passed over, for what is smaller.
+        # States that are larger than the remaining room are skipped; smaller ones may still fit.
         if size <= room[cell.ranks]:
             room[cell.ranks] -= size
             cell.states.append(names)

@@ -1,6 +1,6 @@
-"""The setting `planner.offload`, which all planners have: what is in the memory of the host.
+"""The setting `planner.offload`, which all planners have: which states are in host memory.
 
-Hook modules read it, so it imports nothing that takes a while.
+Hook modules read it, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Literal, TypeAlias
 
 from sbp_core.errors import ConfigError
 
-#: Patterns of states, or to choose them where memory is short; none for no states.
+#: Patterns of states; or `auto`, which offloads where memory is short; empty for no states.
 Offload: TypeAlias = tuple[str, ...] | Literal["auto"]
 
 _ACCEPTED = "auto, [], or patterns of states, such as [optimizer_states]"
 
 
 def check_offload(offload: Offload) -> None:
-    """Refuse what names no states.
+    """Refuse a setting that names no states.
 
     Raises:
-        ConfigError: so it does.
+        ConfigError: it names none.
     """
-    # What files and command lines say need not be of the type.
+    # Values from files and command lines need not have the declared type.
     said: object = offload
     is_list = not isinstance(said, str) and all(offload)
     if said != "auto" and not is_list:
@@ -30,7 +30,7 @@ def check_offload(offload: Offload) -> None:
 
 
 class Offloads:
-    """A config with the setting `offload`, that refuses it where there is no memory of a host."""
+    """A config with the setting `offload`; it refuses offloading on a device without a host."""
 
     __slots__ = ()
 
@@ -41,16 +41,16 @@ class Offloads:
         """Refuse states in host memory on a machine without any; see `ChecksCombination`.
 
         Raises:
-            ConfigError: so it is asked for.
+            ConfigError: the settings ask for that.
         """
         check_host(getattr(self, "offload", ()), others)
 
 
 def check_host(offload: Offload, others: Mapping[str, object]) -> None:
-    """Refuse states in host memory, if the config of the cluster says that there is none.
+    """Refuse states in host memory if the config of the cluster has none.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: states are offloaded, and the cluster has no host memory.
     """
     cluster = others.get("cluster")
     is_named = offload != "auto" and bool(offload)
@@ -59,7 +59,7 @@ def check_host(offload: Offload, others: Mapping[str, object]) -> None:
 
 
 def no_host(offload: Offload, of: str = "") -> ConfigError:
-    """Return the error of states for a host that is not there.
+    """Return the error for offloading without host memory.
 
     Args:
         offload: The setting.

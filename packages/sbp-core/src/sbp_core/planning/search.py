@@ -1,25 +1,24 @@
 """The search around all planners: a planner proposes, and the search fits what it proposes.
 
-    planner     propose(context) -> strategy        the idea of its paper
-    search      compiles it, places states in the memory of the host where memory is short, asks
-                again, and takes the faster of what fits
+    planner     propose(context) -> strategy        the method of its paper
+    search      compiles it, places states in host memory where device memory is short, asks again,
+                and takes the faster plan that fits
 
     offload = patterns      every strategy has these states in host memory, and no others
     offload = auto          1. propose with all states on the device
-                            2. if nothing fits, or the fastest of any memory would be faster by more
-                               than a little: propose with all states of the optimizer in host
-                               memory, take back as many as fit (`offload_fit`), and propose again
-                               with those that stay there
-                            3. take the faster of what fits, in simulated time; without offload
-                               among equals
+                            2. if nothing fits, or the fastest plan without a limit would be faster
+                               by more than a little: propose with all states of the optimizer in
+                               host memory, take back as many as fit (`offload_fit`), and propose
+                               again with the remaining states in host memory
+                            3. take the plan with the least simulated time that fits; among equals
+                               the one without offload
 
-Where states are placed is part of the request (`PlanRequest.offloaded`). So whatever planner it is
-counts their copies among its costs and nothing of them on the device, and its plans are compiled
-with them: it may share parameters out less, make fewer activations again, or take fewer
-micro-batches.
+The placement of states is part of the request (`PlanRequest.offloaded`). So every planner counts
+their copies among its costs and none of their bytes on the device, and its plans are compiled with
+them: it may shard parameters less, recompute fewer activations, or take fewer micro-batches.
 
-Planners that know no limit of memory are asked once; if their plan does not fit, as few states as
-it takes are offloaded.
+Planners without a limit of memory are asked once; if their plan does not fit, as few states as
+necessary are offloaded.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ from sbp_core.planning.offload_setting import Offload
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
-#: Plans a request within so many seconds.
+#: Plans a request within some seconds.
 PlanWithin: TypeAlias = Callable[[PlanRequest, float], Strategy]
 
-#: Host memory is not looked at to save less than this share of a step.
+#: Host memory is not tried to save less than this share of a step.
 _LEAST_GAIN = 0.01
 
-#: Times that a planner is asked again, for a plan with the states that stay offloaded.
+#: How often a planner is asked again, for a plan with the states that stay offloaded.
 _MAX_AGAIN = 2
 
-#: Of the time limit, what planning with states offloaded may take once it is up.
+#: The share of the time limit that planning with offloaded states may take once the limit is over.
 _LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
-    """What a planner proposes a strategy for.
+    """The task for which a planner proposes a strategy.
 
     Args:
         request: The step, its variants, the mesh, the machine, and the pins of the user.
-        limit_bytes: Memory of a rank, in bytes.
-        limit_key: The setting that says the limit, for messages.
-        time_limit_s: For this proposal, in seconds; 0 if the planner has no such setting.
+        limit_bytes: Memory limit of a rank.
+        limit_key: The name of the setting that limits memory, for messages.
+        time_limit_s: Time for this proposal, in seconds; 0 if the planner has no such setting.
     """
 
     request: PlanRequest
@@ -71,16 +70,16 @@ class PlanContext:
     time_limit_s: float = 0.0
 
     def compilation(self, request: PlanRequest | None = None) -> Compilation:
-        """Return what compiles strategies and holds them against the limit.
+        """Return a compilation, which compiles strategies and compares them with the limit.
 
         Args:
-            request: Of a variant of the step; that of the context if None.
+            request: The request of a variant of the step; the request of the context if None.
         """
         quiet = replace(request or self.request, progress=None, family=None)
         return Compilation(request=quiet, limit_bytes=self.limit_bytes)
 
     def say(self, what: str, fraction: float) -> None:
-        """Tell the user what is done, and which share of it is done, in [0, 1]."""
+        """Report to the user what is being done, and which share of it is done, in [0, 1]."""
         if self.request.progress is not None:
             self.request.progress(what, fraction)
 
@@ -88,17 +87,17 @@ class PlanContext:
 class SearchedPlanner(ABC):
     """A planner that proposes strategies; the search around it does the rest.
 
-    Its `config` may have the settings `memory_bytes` (of a rank; that of the cluster by default),
+    Its `config` may have the settings `memory_bytes` (of a rank; the cluster's by default),
     `time_limit_s` and `offload` (see `offload_setting`).
     """
 
     __slots__ = ()
 
-    #: Whether it chooses among the variants of a step, micro-batches among them.
+    #: Whether it chooses among the variants of a step, including numbers of micro-batches.
     chooses_variants: ClassVar[bool] = False
-    #: Whether what it proposes keeps to the limit of memory, or nothing is proposed.
+    #: Whether every proposal fits the limit of memory; otherwise `propose` raises.
     keeps_limit: ClassVar[bool] = False
-    #: Whether it places states in host memory itself, where that is left to the planner.
+    #: Whether it places states in host memory itself if `offload` is `auto`.
     places_states: ClassVar[bool] = False
 
     config: Any
@@ -108,23 +107,23 @@ class SearchedPlanner(ABC):
         """Return a legal strategy.
 
         Raises:
-            ConfigError: a setting or a pin cannot be meant.
-            PlanError: nothing that was found fits, or nothing fulfils the pins.
+            ConfigError: a setting or a pin does not apply to this request.
+            PlanError: no strategy that was found fits, or none satisfies the pins.
         """
 
     def gain(self, planned: Strategy) -> float | None:
-        """Return the share of a step that the fastest of any memory would save at most.
+        """Return the share of a step that an unlimited memory would save at most.
 
-        None if that is not known, so that host memory is looked at only where nothing fits.
+        None if it is not known; host memory is then tried only if nothing fits.
         """
         return None
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return what it proposes, with states in the memory of the host where that is asked for.
+        """Return the proposed strategy, with states in host memory as the setting `offload` asks.
 
         Raises:
-            ConfigError: a pattern names no state, or there is no memory of a host.
-            SbpError: see `propose`; if nothing fits with states in host memory either, it says so.
+            ConfigError: a pattern names no state, or the devices have no host memory.
+            SbpError: see `propose`; the message says so if offloading is not enough either.
         """
         config = self.config
         time_limit_s = float(getattr(config, "time_limit_s", 0.0))
@@ -159,13 +158,13 @@ class SearchedPlanner(ABC):
 
 
 def may_offload(request: PlanRequest) -> bool:
-    """Whether the search may place states in host memory, which nobody has placed."""
+    """Whether the search may choose states for host memory: there is any, and no choice yet."""
     no_host = request.cluster.device.host_memory_bytes is None
     return not (no_host or request.offloaded) and bool(offloadable(request.graph))
 
 
 def fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
-    """Return a strategy with as few states offloaded as it needs to fit; unchanged if none do."""
+    """Return a strategy that fits by offloading as few states as necessary, or the same one."""
     of = _variant_of(request, strategy)
     limit = request.cluster.device.memory_bytes
     compilation = Compilation(request=of, limit_bytes=limit)
@@ -182,22 +181,22 @@ def fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
 
 @dataclass(slots=True, kw_only=True)
 class _OffloadSearch:
-    """The search for what pays.
+    """The search for states whose offloading makes a plan fit or makes it faster.
 
     Args:
-        request: What is planned.
-        plan: Proposes within so many seconds.
-        limit_bytes: Memory of a rank.
-        time_limit_s: For all proposals together.
+        request: The request that is planned.
+        plan: Proposes a strategy within some seconds.
+        limit_bytes: Memory limit of a rank.
+        time_limit_s: Time for all proposals together.
     """
 
     request: PlanRequest
     plan: PlanWithin
     limit_bytes: float
     time_limit_s: float
-    #: The plan with all states offloaded, whatever the host has room for.
+    #: The plan with all states offloaded, regardless of the size of the host's memory.
     roomy: Strategy | None = None
-    #: Why there is none, or none with some of them.
+    #: The error if no plan with all or some states offloaded was found.
     problem: SbpError | None = None
     begun_s: float = field(default_factory=monotonic)
 
@@ -222,8 +221,8 @@ class _OffloadSearch:
         return _with_line(strategy, f"host memory: with states there {takes}; {without} without")
 
     def _best(self) -> Compiled | None:
-        """Return the fastest plan that was found and fits with states in the memory of the host."""
-        # How they are cut is not known yet, so the host first has as much room as they may take.
+        """Return the fastest plan found that fits with states in host memory."""
+        # How states are cut is not known yet, so at first the host gets room for all of them whole.
         self.roomy = self._planned(_with_larger_host(self.request), _all(self.request))
         found = self._fitting(self.roomy)
         if found is None and self.roomy is not None and (names := _largest(self.request)):
@@ -235,7 +234,7 @@ class _OffloadSearch:
             again = self._fitting(self._planned(self.request, names)) if names else None
             if again is None or again.rank()[:2] > found.rank()[:2]:
                 break
-            # Of equals the later one, as its report is of what stays offloaded.
+            # Among equals, take the later plan, whose report is about the states that stay there.
             found = again
             if offloaded_states(found.strategy) == names:
                 break
@@ -253,21 +252,21 @@ class _OffloadSearch:
             return None
 
     def _fitting(self, strategy: Strategy | None) -> Compiled | None:
-        """Return a plan with as few states offloaded as it takes; None if it does not fit."""
+        """Return a plan with as few states offloaded as necessary; None if it does not fit."""
         if strategy is None:
             return None
         found = until_it_fits(self._compilation(strategy), strategy)
         planned = offloaded_states(strategy)
         if found is None or offloaded_states(found.strategy) == planned:
             return found
-        # What the planner says is of its own plan.
+        # The planner's explanation is about its own plan, with more states offloaded.
         first = f"planned with {len(planned)} states in the memory of the host, of which some stay:"
         told = [first, *found.strategy.report.get("explanation", ())]
         report = {**found.strategy.report, "explanation": told}
         return replace(found, strategy=replace(found.strategy, report=report))
 
     def _with_larger_host(self) -> Compiled | None:
-        """Return what the roomy plan comes to with as few states offloaded as it takes."""
+        """Return the roomy plan with as few states offloaded as necessary, on a larger host."""
         assert self.roomy is not None, "it is asked for where there is one"
         request = _with_larger_host(_variant_of(self.request, self.roomy))
         compilation = Compilation(request=request, limit_bytes=self.limit_bytes)
@@ -282,10 +281,10 @@ class _OffloadSearch:
         return self.begun_s + self.time_limit_s - monotonic()
 
     def _refusal(self, failure: SbpError) -> SbpError:
-        """Return the error of what does not fit with states in host memory either."""
+        """Return the error for a step that does not fit with states in host memory either."""
         problem = self.problem
         if problem is not None and problem.what == failure.what:
-            return failure  # of something else than memory
+            return failure  # memory is not the problem
         why = "" if problem is None else f": {problem.what}"
         todo = f"states of the optimizer in the memory of the host are not enough{why}"
         if self.roomy is not None and (found := self._with_larger_host()):
@@ -299,7 +298,7 @@ class _OffloadSearch:
 
 
 def _variant_of(request: PlanRequest, strategy: Strategy) -> PlanRequest:
-    """Return the request of the variant of the step that a strategy is for."""
+    """Return the request for the variant of the step that a strategy is for."""
     quiet = replace(request, progress=None)
     if quiet.family is None or strategy.variant is None:
         return replace(quiet, family=None)
@@ -319,7 +318,7 @@ def _with_larger_host(request: PlanRequest) -> PlanRequest:
 
 
 def _largest(request: PlanRequest) -> frozenset[str]:
-    """Return the largest states that a host has room for, however they are cut; not if for all."""
+    """Return the largest states that fit a host even uncut; empty if all of them fit."""
     graph, left = request.graph, request.cluster.device.host_memory_bytes or 0
     if _whole_bytes(request) <= left:
         return frozenset()
@@ -333,12 +332,12 @@ def _largest(request: PlanRequest) -> frozenset[str]:
 
 
 def _whole_bytes(request: PlanRequest) -> int:
-    """Return what all states that can be offloaded take on one rank that has all of them whole."""
+    """Return the bytes of all offloadable states on one rank that has all of them whole."""
     return sum(request.graph.tensor(name).size_bytes for name in offloadable(request.graph))
 
 
 def _told(request: PlanRequest, strategy: Strategy, why: str) -> Strategy:
-    """Return a strategy whose report says what is offloaded, and why."""
+    """Return a strategy whose report lists the offloaded states, and why they are offloaded."""
     names = offloaded_states(strategy)
     found = with_states(request, strategy, names)
     if not names:

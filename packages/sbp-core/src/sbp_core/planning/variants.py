@@ -1,10 +1,10 @@
 """Variants of a step that need less memory, in the order in which they are worth a try.
 
-    1. activations made again, within ever smaller budgets    more arithmetic, the same boxing
+    1. activations recomputed, within ever smaller budgets    more arithmetic, the same boxing
     2. operators of the largest parameters in slices          the same arithmetic, more messages
     3. more and smaller micro-batches                         more of everything that is small
 
-Each of the later ones also has the least of the earlier ones.
+For each number of micro-batches, 1 is tried, then 2 with the smallest budget of 1.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from sbp_core.sbp import P
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 
-#: Of what is saved, the budgets that are tried.
+#: The budgets that are tried, as shares of the saved bytes.
 _BUDGETS = (0.5, 0.25)
 
-#: A parameter of at least this share of all is worth to be sliced, into so many slices.
+#: Parameters with at least this share of all bytes are sliced, into this many slices.
 _LARGE_SHARE, _NUM_SLICES = 0.1, 4
 
-#: Operators in slices that are named one by one.
+#: Most sliced operators that a description names one by one.
 _MAX_NAMED = 2
 
 
 def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
-    """Yield the variants of a step that need less memory than the one that is asked for.
+    """Yield the variants of a step that need less memory than the requested one.
 
     Args:
-        family: The variants that there are.
+        family: The available variants.
     """
     first = family.variant
     counts = [n for n in family.micro_batches if n >= first.num_micro_batches]
@@ -87,14 +87,14 @@ def requests_of(
 
 
 def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
-    """Yield the variants of a step with a number of micro-batches; of some there is no graph.
+    """Yield the variants of a step with a number of micro-batches; some may have no graph.
 
     Args:
-        family: The variants that there are.
-        count: The number.
+        family: The available variants.
+        count: The number of micro-batches.
 
     Raises:
-        SbpError: there is none with that number.
+        SbpError: there is no variant with that number.
     """
     for form in forms_of(family, count):
         yield form
@@ -102,14 +102,14 @@ def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
 
 
 def leaner_forms(family: GraphFamily, form: GraphVariant) -> Iterator[GraphVariant]:
-    """Yield a form with activations made again within ever smaller budgets, and in slices.
+    """Yield a form with activations recomputed within ever smaller budgets, and in slices.
 
-    These need less memory than the form, and no less time: the same operators, some twice or in
-    parts.
+    These need less memory than the form, and no less time: they run the same operators, some of
+    them twice or in parts.
 
     Args:
-        family: The variants that there are.
-        form: One that `forms_of` returns.
+        family: The available variants.
+        form: A variant that `forms_of` returns.
 
     Raises:
         SbpError: there is no such form.
@@ -124,14 +124,14 @@ def leaner_forms(family: GraphFamily, form: GraphVariant) -> Iterator[GraphVaria
 
 
 def forms_of(family: GraphFamily, count: int) -> list[GraphVariant]:
-    """Return the forms of a step: softmaxes whole, if that is another graph, and as asked for.
+    """Return the forms of a step: with whole softmaxes, if that is another graph, and as requested.
 
     Args:
-        family: The variants that there are.
+        family: The available variants.
         count: Number of micro-batches.
 
     Raises:
-        SbpError: there is none with that number.
+        SbpError: there is no variant with that number.
     """
     variant = replace(family.variant, num_micro_batches=count)
     whole, graph = replace(variant, splits_classes=False), family.graph(variant)
@@ -172,7 +172,7 @@ def recompute_budgets(graph: LogicalGraph) -> list[float]:
 
 
 def splits_classes(strategy: Strategy) -> bool:
-    """Whether ranks hold maxima of parts, such as for logits with split classes."""
+    """Whether ranks hold partial maxima, as for logits with split classes."""
     made = (sbp for one in strategy.nodes.values() for sbp in one.signature.outputs)
     return any(part == P("max") for sbp in made for part in sbp)
 

@@ -1,9 +1,9 @@
 """Signatures: how an operator call may be cut, derived from what the operator means.
 
-`notation` is the language, a `rule` says what an operator means, `rule_registry` whose rule it is,
-`derivations` finds the signatures, `assignment_check` answers illegal ones, `localization` says
-what one rank executes. The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures`
-verifies by execution.
+`notation` is the language, a `rule` gives the meaning of an operator, `rule_registry` finds the
+rule of an operator, `derivations` finds the signatures, `assignment_check` reports illegal
+assignments, `localization` gives the call that one rank executes. The rules of ATen's operators are
+in `sbp_aten`; `sbp_torch.signatures` verifies rules by execution.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def legal_signatures(
         *args: Its arguments. A tensor may be a tensor on any device, a `TensorType`, or a shape
             (which means float32).
         axis_size: Ranks along the mesh axis.
-        rules: The rules to go by; the built-in ones if omitted.
+        rules: The rules to use; the installed rules if omitted.
         **kwargs: Its arguments by name.
 
     Raises:

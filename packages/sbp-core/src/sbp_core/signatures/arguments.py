@@ -1,6 +1,6 @@
 """Reading the arguments of a call: by position or name, and which tensor argument is which.
 
-Holds no meaning of any operator.
+Knows the meaning of no operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def argument(call: OpCall, index: int, name: str, default: Argument = None) -> A
 def tensors_as_refs(call: OpCall) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
     """Return (args, kwargs) with each tensor replaced by a `Ref` to its position among tensors.
 
-    Host scalars become `Ref("host")`. So calls that differ in the names of values only are equal.
+    Host scalars become `Ref("host")`. So calls that differ only in the names of values are equal.
     """
     names = set(call.tensor_names)
     count = iter(range(len(call.inputs)))
@@ -39,7 +39,7 @@ def tensors_as_refs(call: OpCall) -> tuple[tuple[Argument, ...], dict[str, Argum
 
 
 def tensor_position(call: OpCall, index: int, name: str) -> int | None:
-    """Return the position among the tensor arguments of one argument; None if it is no tensor."""
+    """Return the position of one argument among the tensor arguments; None if it is no tensor."""
     args, kwargs = tensors_as_refs(call)
     value = args[index] if index < len(args) else kwargs.get(name)
     return int(value.name) if isinstance(value, Ref) and value.name != "host" else None
@@ -58,7 +58,7 @@ def wrap_dim(dim: int, num_dims: int) -> int:
 
 
 def wrap_dims(dims: int | tuple[int, ...] | None, num_dims: int) -> tuple[int, ...]:
-    """Return the dims that a `dim=` argument means: none given means all."""
+    """Return the dims that an argument `dim=` means: None means all."""
     if dims is None or dims == ():
         return tuple(range(num_dims))
     listed = (dims,) if isinstance(dims, int) else dims
@@ -66,5 +66,5 @@ def wrap_dims(dims: int | tuple[int, ...] | None, num_dims: int) -> tuple[int, .
 
 
 def labels(prefix: str, count: int) -> Iterator[str]:
-    """Yield `prefix0`, `prefix1`, ...: one label a dim."""
+    """Yield `prefix0`, `prefix1`, ...: one label for each dim."""
     return (f"{prefix}{index}" for index in range(count))

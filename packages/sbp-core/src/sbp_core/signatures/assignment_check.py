@@ -1,7 +1,7 @@
-"""Whether an assignment is legal, and the answer to one that is not.
+"""Whether an assignment is legal, and the error message for an illegal one.
 
-The answer names the nearest legal signatures, why others fail, and the boxing that would make it
-legal, with its bytes.
+The message names the nearest legal signatures, why other signatures fail, and the boxing that would
+make the assignment legal, with its bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NUM_NEAREST = 3
 def check_signature(
     call: OpCall, signature: Signature, mesh: Placement, *, rules: RuleRegistry | None = None
 ) -> None:
-    """Check that a call may be cut as `signature` says on a mesh.
+    """Check that a call may be cut by `signature` on a mesh.
 
     Raises:
-        SignatureError: it may not; the message says what would be legal, and how to get there.
+        SignatureError: it may not; the message names legal signatures, and how to get there.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     _check_arity(call, signature)
@@ -58,7 +58,7 @@ def check_signature(
 
 
 def _check_fit(call: OpCall, signature: Signature, mesh: Placement) -> None:
-    """Check that every entry fits its tensor; the error says which tensor, of which op."""
+    """Check that every entry fits its tensor; the error names the tensor and the op."""
     outputs = (f"output {index}" for index in range(len(call.outputs)))
     names = [*(repr(name) for name in call.tensor_names), *outputs]
     types = (*call.inputs, *call.outputs)
@@ -122,7 +122,7 @@ def _refusal(
 
 
 def _complaint(call: OpCall, signature: Signature, axis: int, nearest: Signature1d) -> str:
-    """Say which argument is in the way of the nearest legal signature."""
+    """Return which argument is in the way of the nearest legal signature, in words."""
     for index, (sbp, legal) in enumerate(zip(signature.inputs, nearest.inputs, strict=True)):
         entry = sbp[axis]
         if entry != legal:
@@ -136,7 +136,7 @@ def _complaint(call: OpCall, signature: Signature, axis: int, nearest: Signature
 def _distance(
     part: Signature1d, call: OpCall, signature: Signature, mesh: Placement, axis: int
 ) -> tuple[int, int, int]:
-    """Rank a legal signature: entries that differ, partial values not asked for, bytes to box."""
+    """Rank a legal signature: differing entries, unwanted partial values, bytes to box."""
     inputs, outputs = _along(signature, axis)
     asked, legal = (*inputs, *outputs), (*part.inputs, *part.outputs)
     wrong = [(old, new) for old, new in zip(asked, legal, strict=True) if old != new]
@@ -163,7 +163,7 @@ def _reasons(
     axis_size: int,
     rules: RuleRegistry | None,
 ) -> list[str]:
-    """Say why candidates that share a split with what was asked are not legal."""
+    """Return why candidates that share a split with the requested signature are not legal."""
     found = derivation(call, rules)
     wanted = [(index, entry) for index, entry in enumerate(asked[0]) if entry != B] or [
         (index, entry) for index, entry in enumerate(asked[1]) if entry != B
@@ -189,7 +189,7 @@ def _reasons(
 def _boxing(
     call: OpCall, signature: Signature, mesh: Placement, axis: int, nearest: Signature1d
 ) -> str:
-    """Say which inputs to box for the nearest legal signature, and what that moves."""
+    """Return which inputs to box for the nearest legal signature, and the bytes, in words."""
     parts: list[str] = []
     for index, way in _ways(call, signature, mesh, axis, nearest):
         steps = ", ".join(step.kind.value for step in way.steps) or "nothing to do"

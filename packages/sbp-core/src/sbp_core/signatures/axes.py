@@ -1,8 +1,8 @@
 """Signatures on meshes of several axes: combinations of one signature for each axis.
 
-Axes combine freely, but for what `Requirement`s say of axes that split one label; and once earlier
-axes have split the slower labels of a dim down to one element, a later axis may split the next
-label of that dim. No tensor is partial under two reductions.
+Axes combine freely, with two exceptions: a `Requirement` may restrict axes that split one label,
+and no tensor is partial under two reductions. Once earlier axes have split the slower labels of a
+dim down to one element, a later axis may split the next label of that dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sbp_core.strategy import Signature
 def enumerate_signatures(
     call: OpCall, mesh_shape: Sequence[int], *, rules: RuleRegistry | None = None
 ) -> Iterator[Signature]:
-    """Yield the legal signatures of a call on a mesh, one entry of `mesh_shape` an axis.
+    """Yield the legal signatures of a call on a mesh, with one entry of `mesh_shape` per axis.
 
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
@@ -49,13 +49,13 @@ def continuations(
     *,
     rules: RuleRegistry | None = None,
 ) -> tuple[Signature1d, ...]:
-    """Return the legal signatures on the last axis of a mesh, given those on the axes before.
+    """Return the legal signatures on the last axis of a mesh, given signatures on earlier axes.
 
     Args:
         call: The call.
         before: A signature for each axis but the last.
         mesh_shape: Sizes of the axes.
-        rules: The rules to go by; the installed ones if omitted.
+        rules: The rules to use; the installed rules if omitted.
 
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
@@ -66,7 +66,7 @@ def continuations(
 
 
 def combine(parts: Sequence[Signature1d]) -> Signature:
-    """Return the signature with the entries of `parts`, one of them for each mesh axis."""
+    """Return the signature with the entries of `parts`, one part for each mesh axis."""
     return Signature(
         tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
         tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),
@@ -103,9 +103,9 @@ def conflict(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
 
 
 def _mixed_partial(parts: Sequence[Signature1d]) -> str:
-    """Return which tensor would be partial under two reductions at once; empty if none would.
+    """Return the tensor that would be partial under two reductions at once; empty if none.
 
-    A sum of maxima is no maximum of sums: what such a tensor means would hang on the order.
+    A sum of maxima is not a maximum of sums: the meaning of such a tensor would depend on order.
     """
     for entries in zip(*((*part.inputs, *part.outputs) for part in parts), strict=True):
         kinds = {entry.reduction for entry in entries if isinstance(entry, Partial)}

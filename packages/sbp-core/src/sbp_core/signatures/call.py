@@ -20,7 +20,7 @@ class OpCall:
         op: `aten.mm.default`.
         args, kwargs: Arguments; a tensor or host scalar is a `Ref`.
         inputs: Type of each tensor argument, in argument order (lists flattened).
-        tensor_names: Name of each of them, aligned with `inputs`.
+        tensor_names: Name of each tensor argument, aligned with `inputs`.
         outputs: Type of each output.
         tags: Tags of the operator (`pointwise`, ...).
         where: Lines for error messages.
@@ -37,7 +37,7 @@ class OpCall:
 
     @classmethod
     def of(cls, graph: LogicalGraph, node: Node) -> OpCall:
-        """Return the call that a node of a graph makes."""
+        """Return the call of a node of a graph."""
         names = graph.tensor_inputs(node)
         return cls(
             op=node.op,

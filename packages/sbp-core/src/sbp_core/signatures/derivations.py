@@ -1,8 +1,8 @@
 """The derivation: all signatures of a call, from the notation of its operator.
 
-For one mesh axis they follow from the labels (split one of them), from linearity and monotony
-(partial in, partial out), and there is always "all B". Rejected candidates are recorded with their
-reasons, for error messages. How several axes combine is `signatures.axes`.
+For one mesh axis they follow from the labels (split one of them) and from linearity and monotony
+(partial in, partial out); "all B" always exists. Rejected candidates are recorded with their
+reasons, for error messages. `signatures.axes` combines several axes.
 
     i k, k j -> i j     split i:  S(0) B    -> S(0)    `i` leads a dim of input 0 and of the output
                         split j:  B    S(1) -> S(1)
@@ -28,7 +28,7 @@ from sbp_core.signatures.notation import Dependence, Effect, Notation
 from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Requirement, Signature1d
 
-#: For each effect: which partial values of the inputs give which of the outputs.
+#: For each effect: which partial values of the inputs give which partial outputs.
 _PARTIALS = {
     Effect.LINEAR: (("sum", "sum"),),
     Effect.INCREASING: (("max", "max"), ("min", "min")),
@@ -42,7 +42,7 @@ _PARTIALS = {
 }
 
 
-#: Integers of few bits: the parts of a partial sum may be outside, and come back in the sum.
+#: Narrow integers: the parts of a partial sum may overflow, and wrap back in the sum.
 _WRAPPING = {"int8", "int16", "int32", "uint8", "uint16", "uint32", "uint64"}
 
 
@@ -60,10 +60,10 @@ class Derivation:
     """All candidates of a call along one mesh axis, before the size of the axis is known.
 
     Args:
-        notation: What they follow from.
-        legal: Those that are legal on any axis of a fitting size.
-        behind: Those that are legal after other axes only (see `Signature1d.follows`).
-        rejected: Those that are not legal on a first axis, with the reason.
+        notation: The notation that they follow from.
+        legal: Candidates that are legal on any axis of a fitting size.
+        behind: Candidates that are legal only after other axes (see `Signature1d.follows`).
+        rejected: Candidates that are not legal on a first axis, with the reason.
     """
 
     notation: Notation
@@ -74,7 +74,7 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class _CallKey:
-    """A call as a key of caches: equal for calls that mean the same; values have other names."""
+    """A call as a key of caches: equal for calls with the same meaning, whatever their names."""
 
     text: str
     call: OpCall = field(compare=False)
@@ -93,8 +93,8 @@ def derivation(call: OpCall, rules: RuleRegistry | None = None) -> Derivation:
 def _derivation(key: _CallKey, rules: RuleRegistry) -> Derivation:
     call = key.call
     notation = notation_of(rules.rule(call), call)
-    # Of a signature that follows in several ways the first origin is kept, so the most telling ways
-    # come first: a split of a label before linearity, what the notation says before what was only
+    # If a signature follows in several ways, the first origin is kept, so the most informative ways
+    # come first: a split of a label before linearity, the notation before signatures that were only
     # found by execution.
     found = _Candidates(call, notation)
     for label in notation.labels:
@@ -107,7 +107,7 @@ def _derivation(key: _CallKey, rules: RuleRegistry) -> Derivation:
     for dependence in notation.dependences:
         found.add_dependence(dependence)
     found.add([B] * len(call.inputs), [B] * len(call.outputs), "all B")
-    # After all others: it varies each candidate that there is by now.
+    # Last, because it varies all candidates so far.
     found.split_free_arguments()
     for signature in rules.discovered(call):
         found.legal.setdefault((signature.inputs, signature.outputs), signature)
@@ -143,7 +143,7 @@ def work_flop(call: OpCall, *, rules: RuleRegistry | None = None) -> float:
     """Return the work of the whole call in floating-point operations.
 
     A contraction costs 2 for each point of its labels (a multiplication and an addition), a
-    reduction 1 for each element read, anything else 1 for each element written; a view nothing.
+    reduction 1 for each element read, anything else 1 for each element written; a view costs 0.
 
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
@@ -175,7 +175,7 @@ def _factors(notation: Notation) -> Mapping[int, list[int]]:
 
 
 def _origin(dependence: Dependence) -> str:
-    """Return what a dependence says of its arguments: `jointly linear in arguments 0, 1`."""
+    """Return the text of a dependence: `jointly linear in arguments 0, 1`."""
     listed = ", ".join(map(str, dependence.inputs))
     many = "arguments" if len(dependence.inputs) != 1 else "argument"
     if dependence.effect in (Effect.UNREAD, Effect.IGNORED, Effect.FREE):
@@ -189,7 +189,7 @@ def _origin(dependence: Dependence) -> str:
 
 
 def _why_irreducible(entry: TensorType, reduction: str) -> str:
-    """Return why values of a dtype have no such reduction; empty if they have one."""
+    """Return why values of a dtype do not have a reduction; empty if they do."""
     if reduction == "sum" and entry.dtype == "bool":
         return "a bool output cannot be summed"
     if reduction in ("max", "min") and entry.dtype.startswith("complex"):
@@ -230,8 +230,8 @@ class _Candidates:
     def split(self, label: str) -> None:
         """Split one label: S where it leads a dim, B or partial where it is missing."""
         notation = self.notation
-        # `extents`: how many elements there are to cut in each dim that has the label. `slower`:
-        # the labels that must be split down before this one, and the dim where they stand.
+        # `extents`: how many elements there are to cut in each dim with the label. `slower`: the
+        # labels that must be split down before this one, and the dim that they are in.
         extents: dict[int, None] = {}
         slower: dict[str, int] = {}
         reason = ""
@@ -278,17 +278,16 @@ class _Candidates:
         slower: Mapping[str, int],
         reason: str,
     ) -> None:
-        """Record a split; one of a label after slower ones is for later mesh axes only.
+        """Record a split; a split of a label after slower ones is for later mesh axes only.
 
         On a first axis, shards of `b` in a dim (a b) would not be contiguous.
         """
         origin = f"split of label {label}"
-        # Both records are made: `behind` for axes after others that have split the slower labels,
-        # and the rejection for messages about a first axis.
+        # Both are recorded: `behind` for axes after others that have split the slower labels, and
+        # the rejection for messages about a first axis.
         if slower and not reason:
             reason = f"only the slowest factor of dim {min(slower.values())} may be split"
-            # Whether earlier axes have split a label down to one element is a question of its
-            # extent.
+            # The label's extent decides whether earlier axes have split it down to one element.
             if all(name in self.sizes for name in slower):
                 follows = tuple((name, self.sizes[name]) for name in slower)
                 self.behind.append(
@@ -320,16 +319,16 @@ class _Candidates:
 
         In `i k, k j + i j` split along k, each rank would add all of the bias to its partial
         product, and the sum of ranks would hold it as often as there are ranks. So the bias must
-        be partial as well. Of a product without the label one factor is: which one is free.
+        be partial as well. In a product without the label one factor is partial, any of them.
 
-        Arguments that are not read may as well be partial; ignored ones, whole or partial.
+        Arguments that are not read may also be partial; ignored ones, whole or partial.
         """
         notation = self.notation
         yield from self._unread_variants(inputs)
         counted_once = [index for name, index in notation.beside if name == label]
         if counted_once:
-            # An argument that is met once, such as the tensor that `scatter_add` adds to. Under a
-            # sum it must be partial; a maximum may meet a whole one on every rank: max(x, x) = x.
+            # An argument that counts once, such as the tensor that `scatter_add` adds to. Under a
+            # sum it must be partial; a maximum may use a whole one on every rank: max(x, x) = x.
             kind = notation.reduction(label, 0)
             yield [
                 Partial(kind) if at in counted_once else entry for at, entry in enumerate(inputs)
@@ -357,9 +356,9 @@ class _Candidates:
             if dependence.effect in (Effect.UNREAD, Effect.IGNORED)
             for index in dependence.inputs
         }
-        # Local shapes follow from what is split. So an argument whose shape is read keeps its
-        # split; one that the label does not split has its full shape either way. An ignored one may
-        # lose its split, too, if another argument still says how large the shard is (`read`).
+        # Local shapes follow from the splits. So an argument whose shape is read keeps its split;
+        # an argument that the label does not split has its full shape either way. An ignored one
+        # may lose its split, too, if another argument still shows how large the shard is (`read`).
         free = {
             index
             for index, effect in found.items()
@@ -385,8 +384,8 @@ class _Candidates:
             if not any(_why_irreducible(call.inputs[index], before) for index in dependence.inputs)
             and not any(_why_irreducible(call.outputs[index], after) for index in reached)
         ]
-        # Split labels need no such test: sums over parts of exact values are what the operator
-        # itself forms. Here parts of one value pass through, and f(a) + f(b) must be f(a + b).
+        # Split labels need no such test: the operator itself forms sums over parts of exact values.
+        # Here parts of one value pass through, and f(a) + f(b) must be f(a + b).
         if dependence.effect is Effect.LINEAR and self._is_inexact(dependence.inputs, reached):
             return
         origin = _origin(dependence)
@@ -406,11 +405,11 @@ class _Candidates:
                     self.add(inputs, [B] * len(call.outputs), origin)
 
     def split_free_arguments(self) -> None:
-        """Add to each candidate those with free arguments split in every way."""
+        """Add to each candidate its variants with free arguments split in every way."""
         for dependence in self.notation.dependences:
             for index in dependence.inputs if dependence.effect is Effect.FREE else ():
                 splits = [S(dim) for dim in range(len(self.call.inputs[index].shape))]
-                # A copy of the values: what is added here is not split by this argument again.
+                # Iterate over a copy: variants added here are not split by this argument again.
                 for signature, split in product(tuple(self.legal.values()), splits):
                     inputs = (*signature.inputs[:index], split, *signature.inputs[index + 1 :])
                     if signature.inputs[index] == B:
@@ -420,12 +419,13 @@ class _Candidates:
     def _is_inexact(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """Return whether a linear operator is not linear on its dtypes.
 
-        So it is where reals are rounded to integers, or narrow integers that may wrap are widened.
+        This is so where reals are rounded to integers, or narrow integers that may wrap are
+        widened.
         """
         before = {self.call.inputs[index].dtype for index in inputs}
         after = {self.call.outputs[index].dtype for index in outputs}
         exact = all(dtype.startswith(("int", "uint")) for dtype in before)
         rounds = not exact and any(dtype.startswith(("int", "uint")) for dtype in after)
-        # Parts of 64 bits are taken not to wrap.
+        # Parts of 64 bits are assumed not to wrap.
         wraps = bool(before & _WRAPPING) and before != after
         return rounds or (wraps and bool(after))

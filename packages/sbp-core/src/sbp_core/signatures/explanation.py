@@ -1,7 +1,7 @@
-"""Explanations: where each signature of a call comes from, and why other candidates are none.
+"""Explanations: where each signature of a call comes from, and why other candidates are illegal.
 
-`explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. What an illegal assignment inside a
-program is answered with is `signatures.assignment_check`.
+`explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. The errors about illegal assignments
+inside a program are in `signatures.assignment_check`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from sbp_core.units import format_flop
 #: Rows of a table: a column for each tensor, and the reason.
 Row = tuple[tuple[Sbp, ...], tuple[Sbp, ...], str]
 
-#: What stands for the notation of an operator that nothing describes.
+#: Stands for the notation of an operator without a rule.
 NO_RULE = "has no rule: whole on every rank, and what execution finds"
 
-#: Columns of a terminal, and the fewest that a reason is squeezed into.
+#: Columns of a terminal, and the least width of the column of reasons.
 _WIDTH, _REASON_WIDTH = 100, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is legal for a call along one mesh axis, and why.
+    """The legal signatures of a call along one mesh axis, and why they are legal.
 
     Args:
         call: The call.
         axis_size: Ranks along the mesh axis.
-        notation: What the operator means.
+        notation: The meaning of the operator.
         legal: The legal signatures.
-        behind: Those that are legal only on an axis behind others.
+        behind: Signatures that are legal only on an axis after others.
         refused: Candidates that are not legal: (inputs, outputs, why not).
         work_flop: Work of the whole call in floating-point operations.
-        described: Whether a rule says what the operator means.
+        described: Whether a rule defines the meaning of the operator.
     """
 
     call: OpCall
@@ -56,11 +56,11 @@ class Explanation:
     described: bool = True
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the legal signatures with where each comes from."""
+        """Return the legal signatures with their origins."""
         return tuple((part.inputs, part.outputs, self.origin_of(part)) for part in self.legal)
 
     def origin_of(self, part: Signature1d) -> str:
-        """Return where a signature comes from, in words."""
+        """Return the origin of a signature, in words."""
         if not part.label:
             return part.origin
         present = [part.label in _names(dims) for dims in self.notation.outputs]
@@ -108,7 +108,7 @@ class Explanation:
         head = [f"input {index}" for index in range(len(self.call.inputs))]
         head += [f"output {index}" for index in range(len(self.call.outputs))]
         cells = [[str(NdSbp(entry)) for entry in (*ins, *outs)] for ins, outs, _ in rows]
-        # The reasons of one table often begin alike: with the operator, which is on top.
+        # The reasons of one table often begin alike: with the operator, which is in the heading.
         reasons = [why.removeprefix(f"{self.call.op} ") for _, _, why in rows]
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         if sum(widths) + 2 * len(widths) > _WIDTH - _REASON_WIDTH:
@@ -125,14 +125,14 @@ class Explanation:
 def explain(
     op: str, *args: Any, axis_size: int = 2, rules: RuleRegistry | None = None, **kwargs: Any
 ) -> Explanation:
-    """Return what is legal for a call along one mesh axis, and why; it prints as a table.
+    """Return the legal signatures of a call along one mesh axis, and why; prints as a table.
 
     Args:
         op: Operator and overload, such as `aten.mm.default`.
         *args: Its arguments. A tensor may be a tensor on any device, a `TensorType`, or a shape
             (which means float32).
         axis_size: Ranks along the mesh axis.
-        rules: The rules to go by; the installed ones if omitted.
+        rules: The rules to use; the installed rules if omitted.
         **kwargs: Its arguments by name.
 
     Raises:

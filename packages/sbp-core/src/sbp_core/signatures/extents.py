@@ -1,6 +1,6 @@
-"""The extents of labels: what the shapes of a call say of its notation, and whether they fit.
+"""The extents of labels, from the shapes of a call, and whether shapes and notation agree.
 
-A label has one extent, in whatever tensors it stands:
+A label has one extent, the same in all tensors in which it occurs:
 
     i k, k j -> i j     mm of (4, 3), (3, 5) giving (4, 5)    i = 4, k = 3, j = 5
                         mm of (4, 3), (2, 5) giving (4, 5)    refused: k is 3 and 2
@@ -22,16 +22,16 @@ from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 def check_shapes(call: OpCall, *, rules: RuleRegistry | None = None) -> None:
     """Check that the shapes of a call agree with the meaning of its operator.
 
-    Kernels that compute gradients take it for granted; some write beyond memory where it is not so.
+    Kernels that compute gradients assume this; some write out of bounds if it does not hold.
 
     Raises:
-        SignatureError: they are not, or the operator has no rule.
+        SignatureError: they do not agree, or the operator has no rule.
     """
     label_sizes(call, notation_of((rules or installed_rules()).rule(call), call))
 
 
 def notation_of(rule: Rule, call: OpCall) -> Notation:
-    """Return what a call means, or say that a number is not known before the program runs."""
+    """Return the notation of a call; raise if it depends on a number known only at run time."""
     try:
         return rule.notation(call)
     except TypeError as error:
@@ -56,8 +56,8 @@ def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     """
     _check_fit(len(call.inputs) == len(notation.inputs), call, notation)
     _check_fit(len(call.outputs) == len(notation.outputs), call, notation)
-    # A dim of which all labels but one are known gives that one, and a label may be known from
-    # another tensor only. So rounds go on until one finds nothing new:
+    # If all labels of a dim but one are known, the dim gives that one, and a label may be known
+    # from another tensor only. So rounds repeat until one finds nothing new:
     #
     #     (b t) d, b -> ..  of shapes (12, 8), (3,)    round 1: d = 8, b = 3    round 2: t = 12 / 3
     pairs = list(_dims(call, notation))
@@ -65,8 +65,8 @@ def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     while True:
         found: dict[str, int] = {}
         for names, extent in pairs:
-            # With a known label of extent 0 the dim is empty whatever the others are: it says
-            # nothing of them.
+            # With a known label of extent 0 the dim is empty whatever the others are: it does not
+            # determine them.
             known = prod(sizes.get(name, 1) for name in names)
             unknown = [name for name in names if name not in sizes]
             fits = known == 0 or extent % known == 0 if unknown else known == extent

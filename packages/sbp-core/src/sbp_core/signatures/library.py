@@ -1,4 +1,4 @@
-"""What signatures ask of the installed tensor library."""
+"""The questions that signatures ask the installed tensor library."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from sbp_core.signatures.signature import Signature1d
 
 
 class CallLibrary(Protocol):
-    """Of a plugin of kind `tensor_library`: knows the operators, and can execute them."""
+    """The part of a `tensor_library` plugin that signatures use: knows and executes operators."""
 
     def abstract_call(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
         """Return a call whose tensors may be shapes; nothing is computed.
 
         Args:
             op: Operator and overload, such as `aten.mm.default`.
-            args: Tensors as tensors, `TensorType`s or shapes (float32); other arguments as they
-                are.
+            args: Tensors as tensors, `TensorType`s or shapes (float32); other arguments unchanged.
             kwargs: Arguments by name.
 
         Raises:
@@ -29,7 +28,7 @@ class CallLibrary(Protocol):
         ...
 
     def discover(self, call: OpCall) -> tuple[Signature1d, ...]:
-        """Return the legal signatures of a call along one mesh axis, as execution finds them."""
+        """Return the legal signatures of a call along one mesh axis, found by execution."""
         ...
 
 

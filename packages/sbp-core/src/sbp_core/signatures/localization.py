@@ -1,7 +1,7 @@
-"""What one rank executes for a call.
+"""The call that one rank executes for a call of the logical graph.
 
-Most operators run unchanged on their shards; the arguments of some change, as the localiser of
-their rule says.
+Most operators run unchanged on their shards; if some arguments have to change, the localiser of the
+operator's rule changes them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def localize(
     *,
     rules: RuleRegistry | None = None,
 ) -> LocalProgram:
-    """Return what `rank` executes for its part of a call.
+    """Return the program that `rank` executes for its part of a call.
 
     Args:
         call: The call on logical tensors.
         signature: A legal signature; see `check_signature`.
-        mesh: Where the call runs.
+        mesh: The mesh that the call runs on.
         rank: One of its ranks.
-        rules: The rules to go by; the built-in ones if omitted.
+        rules: The rules to use; the installed rules if omitted.
 
     Raises:
-        SbpValueError: the signature does not fit the shapes and the mesh, or the rank is not there.
+        SbpValueError: the signature does not fit the shapes and the mesh, or the mesh has no such
+            rank.
         SignatureError: the operator has no rule.
     """
     localizer = (rules or installed_rules()).rule(call).localize
@@ -60,15 +61,15 @@ def localize(
 def varying_axes(
     call: OpCall, signature: Signature, *, rules: RuleRegistry | None = None
 ) -> tuple[int, ...]:
-    """Return the mesh axes along which ranks may execute something else for their part of a call.
+    """Return the mesh axes along which ranks may execute different programs for a call.
 
-    Ranks that differ in their coordinates on other axes alone execute the same: what `localize`
-    knows of a rank is which slices it has.
+    Ranks whose coordinates differ on other axes only execute the same program: `localize` depends
+    on a rank through its slices alone.
 
     Args:
-        call: See `localize`, as for all others.
+        call: See `localize`, as for the other arguments.
         signature: How it is cut.
-        rules: The rules to go by.
+        rules: The rules to use.
 
     Raises:
         SignatureError: the operator has no rule.

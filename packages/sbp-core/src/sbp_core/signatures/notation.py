@@ -1,12 +1,12 @@
 """The notation in which an operator states its meaning, and its text form.
 
-    i k, k j -> i j              a sum of products: what einsum means by it
-    j + i k, k j -> i j          of several addends
+    i k, k j -> i j              a sum of products, with the meaning of einsum
+    j + i k, k j -> i j          a sum of several addends
     b d!, b d! => b d!; linear 0 some function along the labels; `d` is needed whole
     (b t) d -> b t d             a dim may be a group of labels; the first is the slowest
     b 1 => b c                   `1` is a dim of one element that is broadcast
 
-Left of the arrow stand the tensor arguments in argument order, right of it the outputs; `()` is a
+The tensor arguments are left of the arrow, in argument order, the outputs right of it; `()` is a
 tensor without dims. Marks after a label: `!` may not be split, `+` has to leave every shard at
 least one element. A label that an output lacks is summed away there, unless a clause says
 otherwise. Clauses follow, each after `;`:
@@ -16,21 +16,21 @@ otherwise. Clauses follow, each after `;`:
     increasing 0, decreasing 0   monotone in the argument: each element of an output is a monotone
                                  function of one element of it (of all of them together, if several
                                  arguments stand here: of one element of one of them)
-    max 0 1, min 0 1             maxima (minima) of the arguments together give those of the outputs
+    max 0 1, min 0 1             maxima (minima) of all arguments give maxima (minima) of outputs
     falls 0                      it falls where it is defined, above some bound: minima of the
                                  argument give maxima (below a maximum it may not be defined)
     unread 0                     only the shape of the argument matters
-    ignored 0                    not even that, where all else is whole
+    ignored 0                    not even its shape matters, where all else is whole
     free 0                       the argument may be split in any way, however all else is cut
     reduce k max                 `k` is reduced with max; `reduce k@1 min` for output 1 only;
                                  `reduce k@1 none`: output 1 does not depend on what `k` indexes
-    beside k 0                   argument 0 is met once, whatever `k` indexes: where `k` is split it
+    beside k 0                   argument 0 counts once, whatever `k` indexes: where `k` is split it
                                  is partial (under a maximum or minimum of `k` it need not be)
     size g 2                     extent of `g`, where no shape determines it
     flop 8                       work of the call, if it cannot be read off the labels
     why the softmax runs over d  why labels are marked `!` or `+`, for messages and listings; last
 
-This module holds values and text. What follows from a notation is `signatures.derive`.
+This module holds values and text. `signatures.derive` derives signatures from a notation.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ LABEL_REDUCTIONS = (*REDUCTIONS, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """One statement: on which arguments outputs depend in which way (`Effect`).
+    """One statement: outputs depend on some arguments in some way (`Effect`).
 
     Args:
-        effect: What is stated.
+        effect: The kind of dependence.
         inputs: Positions among the tensor arguments; a linear set is jointly linear.
-        outputs: Outputs that depend on them so, the others not at all; None means all.
+        outputs: Outputs with this dependence, the others do not depend at all; None means all.
     """
 
     effect: Effect
@@ -139,26 +139,25 @@ def free(argument: int) -> Dependence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """What an operator means, as far as signatures need it; see the module docstring.
+    """The meaning of an operator, as far as signatures need it; see the module docstring.
 
     Args:
         inputs: Dims of each tensor argument.
         outputs: Dims of each output.
         addends: For a sum of products, the addend that each argument is a factor of; None if the
-            operator is no sum of products.
+            operator is not a sum of products.
         dependences: Linearity and monotony beyond what a sum of products implies.
         whole: Labels that may not be split.
         nonempty: Labels whose shards may not be empty.
-        reductions: `label` or `label@output` -> `sum`, `max`, `min` or `none`; `sum` where nothing
-            is said.
+        reductions: `label` or `label@output` -> `sum`, `max`, `min` or `none`; `sum` by default.
         beside: Pairs (label, argument without it): the argument is one more term of the sum,
             maximum or minimum over the label.
-        sizes: Extents of labels that the shapes do not determine, such as those of groups.
-        work_flop: Work of the call in floating-point operations; None: read it off the labels.
-        why: Why the labels in `whole` and `nonempty` are so; half a sentence.
+        sizes: Extents of labels that the shapes do not determine, such as extents of groups.
+        work_flop: Work of the call in floating-point operations; None: computed from the labels.
+        why: Why labels are in `whole` and `nonempty`; half a sentence.
 
     Raises:
-        SbpValueError: a label repeats in one tensor, or a clause names what is not there.
+        SbpValueError: a label repeats in one tensor, or a clause names a missing label or argument.
     """
 
     inputs: tuple[Dims, ...]
@@ -221,7 +220,7 @@ class Notation:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """All labels: those of the outputs first, each once."""
+        """All labels: first the outputs' labels, each once."""
         return tuple(
             dict.fromkeys(
                 name for dims in (*self.outputs, *self.inputs) for dim in dims for name in dim
@@ -231,25 +230,25 @@ class Notation:
     def reduction(self, label: str, output: int) -> str:
         """Return how `label` is reduced away for one output."""
         table = dict(self.reductions)
-        # What is said of one output goes before what is said of all.
+        # A clause for one output goes before a clause for all.
         return table.get(f"{label}@{output}") or table.get(label) or "sum"
 
     @classmethod
     def parse(cls, text: str) -> Notation:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            SbpValueError: the text is no notation.
+            SbpValueError: the text is not a notation.
         """
         formula, *clauses = text.split(";")
-        # `->` promises a sum of products, from which linearity follows; of `=>` only the labels and
-        # the clauses are known.
+        # `->` promises a sum of products, which implies linearity; `=>` promises only the labels
+        # and the clauses.
         arrow = "=>" if "=>" in formula else "->"
         sides = formula.split(arrow)
         if len(sides) != 2:
             raise _unreadable(text, f"one arrow in {formula.strip()!r}")
         reader = _Reader(text)
-        # A ` + ` between tensors parts addends. In `h+`, a mark, there is no space before it.
+        # A ` + ` between tensors separates addends. In `h+`, a mark, there is no space before it.
         # Without arguments there are no addends: `-> i j` is the empty sum.
         addends = re.split(r"(?:^|\s)\+(?:\s|$)", sides[0]) if sides[0].strip() else []
         if arrow == "=>" and len(addends) > 1:
@@ -316,7 +315,7 @@ def _unreadable(text: str, accepted: str) -> SbpValueError:
 
 
 class _Reader:
-    """Reads one text; collects the marks and clauses found on the way."""
+    """Parses one text; collects the marks and clauses found on the way."""
 
     def __init__(self, text: str) -> None:
         self.text = text

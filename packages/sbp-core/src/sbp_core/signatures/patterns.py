@@ -1,7 +1,7 @@
 """Patterns of meaning that operators of several families share, as rules to instantiate.
 
-`along(1)` is an operator that needs the dims named by its second argument whole, `batched(2)` one
-that needs its last two, `opaque` one that needs everything whole.
+`along(1)` is an operator that needs some dims whole, named by its second argument; `batched(2)`
+needs its last two dims whole, `opaque` needs everything whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sbp_core.signatures.rule import LocalCall, Localizer, Rule
 
 
 def fresh_dims(count: int, prefix: str = "d") -> Dims:
-    """Return `count` dims, one label of its own each: `d0`, `d1`, ..."""
+    """Return `count` dims with one separate label each: `d0`, `d1`, ..."""
     return tuple((name,) for name in labels(prefix, count))
 
 
@@ -62,8 +62,8 @@ def along(
     Args:
         index: Position of the argument that names the dims (one int, or a tuple of them).
         name: Its name.
-        *dependences: In what the operator is linear or monotone.
-        default: What the argument is if it is not given.
+        *dependences: Linearity and monotony of the operator.
+        default: The value of the argument if it is not given.
         why: Why these dims have to be whole.
         nonempty: Whether the other dims may not have empty shards.
         localize: How arguments change on a shard.
@@ -102,14 +102,14 @@ def along(
 def batched(
     inner: int | Sequence[int], *dependences: Dependence, why: str, nonempty: bool = False
 ) -> Rule:
-    """Return the rule of an operator that maps matrices (or so) of a batch one by one.
+    """Return the rule of an operator that maps the matrices (say) of a batch one by one.
 
-    The last `inner` dims of every tensor are whole; those before are batch dims, aligned from the
-    right and broadcast.
+    The last `inner` dims of every tensor are whole; the dims before are batch dims, aligned from
+    the right and broadcast.
 
     Args:
-        inner: Number of trailing dims that are whole: for all tensors, or for each, outputs behind.
-        *dependences: In what the operator is linear or monotone.
+        inner: Number of whole trailing dims: for all tensors, or for each, outputs after inputs.
+        *dependences: Linearity and monotony of the operator.
         why: Why the inner dims have to be whole.
         nonempty: Whether batch dims may not have empty shards.
     """
@@ -158,12 +158,12 @@ def batch_notation(
     free: bool = True,
     nonempty: bool = False,
 ) -> Notation:
-    """Return the notation of an operator of which only the batch dim `b` may be split.
+    """Return the notation of an operator whose only dim that may be split is the batch dim `b`.
 
     Args:
         call: The call.
         dims: The batch dim of each tensor, inputs before outputs; None if it has none.
-        *dependences: In what the operator is linear or monotone.
+        *dependences: Linearity and monotony of the operator.
         why: Why the other dims may not be split.
         free: Whether the batch may be split.
         nonempty: Whether it may not have empty shards.
@@ -184,7 +184,7 @@ def batch_notation(
 
 
 def run_as_is(call: OpCall) -> LocalCall:
-    """Localise a call with equal arguments on every shard: run it unchanged."""
+    """Localise a call by running it unchanged: its arguments are equal on every shard."""
     return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
 
 

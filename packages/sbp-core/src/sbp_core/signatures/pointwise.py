@@ -1,7 +1,7 @@
 """Pointwise operators: the notation is broadcasting, computed from the shapes.
 
-In what a pointwise operator is linear or monotone depends on the operator, so it is given; a rule
-set knows it of its own (`RuleSet.fallback`).
+The caller names the arguments in which a pointwise operator is linear or monotone; a rule set does
+so for its own operators (`RuleSet.pointwise`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dims, Notation
 from sbp_core.signatures.rule import Rule
 
-#: The reason for which operators that draw from PyTorch's random streams are not split.
+#: The reason why operators that draw from PyTorch's random streams are not split.
 RANDOM_STAYS_WHOLE = "a shard would draw other random numbers; those of sbp.random_* may be split"
 
 
@@ -31,8 +31,8 @@ def broadcasting(call: OpCall, *dependences: Dependence) -> Notation:
     """Return the notation of a pointwise call: `d0 d1, d1 => d0 d1`.
 
     Args:
-        call: One that draws random numbers stays whole.
-        *dependences: In what it is linear or monotone, if it draws none.
+        call: The call; if it draws random numbers, it stays whole.
+        *dependences: Its linearity and monotony, if it draws none.
     """
     target = call.outputs[0].shape
     random = "seeded" in call.tags
@@ -45,5 +45,5 @@ def broadcasting(call: OpCall, *dependences: Dependence) -> Notation:
     )
 
 
-#: The rule of an operator that is tagged as pointwise, and of which nothing else is known.
+#: The rule of an operator that is tagged as pointwise, if nothing else is known of it.
 POINTWISE = Rule(broadcasting)

@@ -1,7 +1,7 @@
-"""A rule: what an operator means, and how its arguments change on a shard.
+"""A rule: the meaning of an operator, and how its arguments change on a shard.
 
-The rules of ATen's operators are in `sbp_aten.rules`, by family; they come through the hook
-`sbp_signatures`, as those of third parties do.
+The rules of ATen's operators are in `sbp_aten.rules`, by family; they are registered through the
+hook `sbp_signatures`, like the rules of third parties.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LocalCall:
     Args:
         op: `aten.mm.default`.
         args, kwargs: In the operator's own order.
-        outputs: Names of what it makes; empty for the only call, which makes the outputs of the
-            logical call in their order.
+        outputs: Names of its results; empty for the only call of a program, whose results are the
+            outputs of the logical call in their order.
     """
 
     op: str
@@ -40,12 +40,12 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProgram:
-    """What one rank executes for a logical call: calls one after the other.
+    """The calls that one rank executes for a logical call, one after the other.
 
     Args:
-        calls: At least one. Names that they make are unique, and begin with `~`.
-        results: What each output of the logical call is; empty if `calls` is one call that makes
-            them all.
+        calls: At least one. The names of their results are unique, and begin with `~`.
+        results: The value of each output of the logical call; empty if `calls` is one call that
+            makes all of them.
     """
 
     calls: tuple[LocalCall, ...]
@@ -65,13 +65,13 @@ class LocalProgramBuilder:
         self._count = 0
 
     def __call__(self, op: str, /, *args: Argument, **kwargs: Argument) -> Ref:
-        """Add a call that makes one tensor."""
+        """Add a call with one tensor as its result."""
         return self.several(1, op, *args, **kwargs)[0]
 
     def several(
         self, count: int, op: str, /, *args: Argument, **kwargs: Argument
     ) -> tuple[Ref, ...]:
-        """Add a call that makes `count` tensors (those it leaves out, `None`, not counted)."""
+        """Add a call with `count` tensors as results (omitted ones, `None`, not counted)."""
         names = tuple(f"~{self._count + index}" for index in range(count))
         self._count += count
         self._calls.append(LocalCall(op=op, args=args, kwargs=kwargs, outputs=names))
@@ -84,7 +84,7 @@ class LocalProgramBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Which slices of the logical tensors one rank holds."""
+    """The slices of the logical tensors that one rank holds."""
 
     inputs: tuple[Bounds, ...]
     outputs: tuple[Bounds, ...]
@@ -94,7 +94,7 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-#: Returns what one rank runs for a call; a single call means a program of one call.
+#: Returns the program of one rank for a call; a single call means a program of one call.
 Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 
@@ -104,37 +104,38 @@ class Rule:
 
     Args:
         meaning: The notation: as text if it is always the same, else a function of the call.
-        localize: How the call changes on a shard; None if it does not.
+        localize: How the call changes on a shard; None if it does not change.
     """
 
     meaning: str | Callable[[OpCall], Notation]
     localize: Localizer | None = None
 
     def notation(self, call: OpCall) -> Notation:
-        """Return what this call means."""
+        """Return the notation of this call."""
         return parse_notation(self.meaning) if isinstance(self.meaning, str) else self.meaning(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTraits:
-    """What passes ask about the operators of a namespace besides their rules.
+    """Properties of the operators of a namespace that passes ask for, besides their rules.
 
-    Operators are named by their kind: `view` of `aten.view.default`.
+    Operators are named by their kind: `view` for `aten.view.default`.
 
     Args:
-        views: Whose results may be in the memory of their arguments.
-        casts: Whose result is the argument in another dtype, in memory of its own.
-        copies: Whose result has the elements of the argument, in memory of its own; casts, too.
-        joins: Whose result is put together of the arguments, or cut out of one, in memory of its
-            own.
-        factories: Whose result is made of numbers alone, whatever tensors it is made like.
-        extremes: Which reduce to the largest or smallest of the elements; `maximum` or `minimum`.
-        elementwise: Some whose result lies as their tensors do, whatever numbers they are given.
-        on_shards: By operator and overload, what is called on a shard instead: a shard need not be
-            contiguous where the whole tensor is, so that a view must be able to copy.
-        in_place: Which have a form that writes its results over arguments, `add_` of `add`, and
-            over which: the number of an argument for each result, those of a list one by one. A
-            result has the shape and dtype of its argument, or no smaller and no narrower ones.
+        views: Operators whose results may be in the memory of their arguments.
+        casts: Operators whose result is the argument in another dtype, in separate memory.
+        copies: Operators whose result has the elements of the argument, in separate memory; casts,
+            too.
+        joins: Operators whose result is concatenated from the arguments, or cut out of one, in
+            separate memory.
+        factories: Operators whose result is made from numbers alone, whatever tensor it resembles.
+        extremes: Reductions to the largest or smallest element; `maximum` or `minimum`.
+        elementwise: Some operators whose result has their tensors' layout, whatever their numbers.
+        on_shards: By operator and overload, the operator to call on a shard instead: a shard need
+            not be contiguous where the whole tensor is, so a view must be able to copy.
+        in_place: Operators with a form that writes results over arguments, `add_` for `add`: for
+            each result the number of the argument, with lists flattened. A result has the shape and
+            dtype of its argument, or at least no smaller and no narrower ones.
     """
 
     views: frozenset[str] = frozenset()
@@ -154,9 +155,9 @@ class RuleSet:
 
     Args:
         rules: By operator and overload, `aten.mm.default`; may hold operators of other namespaces.
-        pointwise: The rule of an operator of the namespace that is tagged as pointwise and has none
-            of its own; None: one that knows nothing but that.
-        traits: What passes ask about the operators besides their rules.
+        pointwise: The rule of operators of the namespace that are tagged as pointwise and have no
+            other rule; None: a rule that only knows the tag.
+        traits: Properties of the operators that passes ask for, besides their rules.
     """
 
     rules: Mapping[str, Rule]
@@ -171,7 +172,7 @@ def parse_notation(text: str) -> Notation:
 
 
 def with_local_shape(index: int, name: str = "size") -> Localizer:
-    """Return the localiser of an operator one of whose arguments is the shape of its output."""
+    """Return the localiser of an operator with the shape of its output as an argument."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall:
         args, kwargs = call.args, dict(call.kwargs)

@@ -1,8 +1,8 @@
 """Which rule belongs to which operator.
 
 A plugin registers the rule of one operator under the operator's name, `mylib.myop.default`, or a
-`RuleSet` for a namespace of operators, `mylib`; that is how ATen's rules come in, too. A pointwise
-operator needs neither: it is recognised by the tag that the call carries.
+`RuleSet` for a namespace of operators, `mylib`; ATen's rules are registered in the same way. A
+pointwise operator needs neither: it is recognised by the tag that the call carries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sbp_core.signatures.signature import Signature1d
 
 
 class UnknownOperator(StrEnum):
-    """How an operator without a rule is treated: refused, all B, or as execution finds."""
+    """How an operator without a rule is treated: refused, all B, or discovered by execution."""
 
     REFUSE = "refuse"
     WHOLE = "whole"
@@ -33,7 +33,7 @@ class UnknownOperator(StrEnum):
 
     @property
     def tag(self) -> str:
-        """The tag of a node of a graph that is to be treated so, see `passes.allow_unknown`."""
+        """The tag of a graph node with this treatment, see `passes.allow_unknown`."""
         return f"unknown:{self.value}"
 
 
@@ -46,10 +46,10 @@ class RuleRegistry:
 
     Args:
         extra: Rules that take precedence over all others.
-        plugins: Gives the plugins whose rules and rule sets (hook `sbp_signatures`) serve
-            operators that have no rule of the core; asked at most once. Those that are installed,
-            if omitted.
-        unknown: What becomes of an operator without a rule whose call has no tag that says so.
+        plugins: Returns the plugins whose rules and rule sets (hook `sbp_signatures`) serve
+            operators without a rule of the core; called at most once. The installed plugins, if
+            omitted.
+        unknown: Treatment of an operator without a rule whose call has no tag for it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RuleRegistry:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The operators that have a rule of their own, sorted; not those of single plugin rules."""
+        """The operators with a separate rule, sorted; without single rules of plugins."""
         sets = [name for name in self._names() if "." not in name]
         return tuple(
             sorted({*self._rules, *(op for name in sets for op in self._rule_set(name).rules)})
@@ -85,15 +85,15 @@ class RuleRegistry:
         return op in VIEWS or kind in self.traits(op).views
 
     def traits(self, op: str) -> OperatorTraits:
-        """Return what passes may ask about the operators of an operator's namespace."""
+        """Return the properties that passes may ask for, for the namespace of an operator."""
         return self._rule_set(op.partition(".")[0]).traits
 
     def rule(self, call: OpCall) -> Rule:
         """Return the rule of a call.
 
         Raises:
-            SignatureError: there is none, the operator is not pointwise, and unknown operators are
-                refused.
+            SignatureError: there is no rule, the operator is not pointwise, and unknown operators
+                are refused.
         """
         found = self._rules.get(call.op)
         if found is not None:
@@ -110,7 +110,7 @@ class RuleRegistry:
         raise self._no_rule(call)
 
     def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:
-        """Return what execution finds for a call whose operator nothing describes.
+        """Return the signatures that execution finds for a call of an operator without a rule.
 
         Raises:
             SbpError: no tensor library is installed that could execute it.
@@ -123,7 +123,7 @@ class RuleRegistry:
         return call_library().discover(call)
 
     def _unknown_policy(self, call: OpCall) -> UnknownOperator:
-        """Return what becomes of a call if its operator has no rule."""
+        """Return the treatment of a call if its operator has no rule."""
         return next((kind for kind in UnknownOperator if kind.tag in call.tags), self._unknown)
 
     def _names(self) -> tuple[str, ...]:
@@ -168,12 +168,12 @@ class RuleRegistry:
         )
 
     def _no_rule(self, call: OpCall) -> SignatureError:
-        """Return the answer to a call of an operator that nothing describes."""
-        # Of the sets that have been asked for; a broken one of another plugin is not its business.
+        """Return the error for a call of an operator without a rule."""
+        # Only for sets that were requested; a broken set of another plugin does not matter here.
         known = [*self._rules, *(op for found in self._sets.values() for op in found.rules)]
         near = get_close_matches(call.op, known, n=3, cutoff=0.6)
         if not self._rule_set(call.op.partition(".")[0]).rules:
-            # Nobody describes the namespace: an ending such as `.default` makes no names alike.
+            # No plugin has the namespace: an ending such as `.default` makes no names similar.
             name = call.op.split(".")[-2:-1]
             near = [op for op in near if op.split(".")[-2:-1] == name]
         return SignatureError(

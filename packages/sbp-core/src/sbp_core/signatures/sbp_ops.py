@@ -35,9 +35,9 @@ def ordered_after(
 
     Args:
         call: The tensor is its first tensor argument, the token its second.
-        dims: Of the tensor.
-        made: Of what it makes.
-        *more: In what else it is linear or monotone.
+        dims: Dims of the tensor.
+        made: Dims of the result.
+        *more: Its further linearity and monotony.
         whole: Labels that may not be split.
     """
     own = fresh_dims(len(call.inputs[1].shape), "t")
@@ -61,11 +61,11 @@ def _only_first(call: OpCall, _: Shards) -> LocalCall:
 
 
 def _accumulate(call: OpCall) -> Notation:
-    """Each rank sums what it holds; sums of maxima are no maxima of sums, nor the other way."""
+    """Each rank sums its own shard; sums of maxima are no maxima of sums, nor the other way."""
     return broadcasting(call, *(() if isinstance(call.args[1], str) else (linear(0),)))
 
 
 RULES: Mapping[str, Rule] = {ACCUMULATE: Rule(_accumulate), AFTER: Rule(_after, _only_first)}
 
-#: Those whose result is in the memory of their argument.
+#: Operators whose result is in the memory of their argument.
 VIEWS = frozenset({AFTER})

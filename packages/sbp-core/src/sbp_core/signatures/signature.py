@@ -1,4 +1,4 @@
-"""A signature along one mesh axis, and what several axes have to fulfil together."""
+"""A signature along one mesh axis, and requirements that several axes have to meet together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sbp_core.sbp import Sbp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """What the sizes of all mesh axes that split one label must fulfil together.
+    """A requirement on the sizes of all mesh axes that split one label, together.
 
     Args:
         label: The label.
@@ -37,9 +37,9 @@ class Signature1d:
     """How a call may be cut along one mesh axis.
 
     Args:
-        inputs, outputs: In argument order (lists flattened) and output order.
+        inputs, outputs: The entries in argument order (lists flattened) and output order.
         origin: Why it is legal: `split of label k`, `linear in argument 0`, `all B`, `discovered`.
-        requires: What several axes that split the same label must fulfil together.
+        requires: Requirements on several axes that split the same label.
         label: The label that is split; empty if none is.
         follows: Labels, with their extents, that earlier mesh axes must have split down to one
             element each.

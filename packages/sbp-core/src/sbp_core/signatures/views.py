@@ -1,4 +1,4 @@
-"""Queries of passes about operators: which may return views, and other traits of theirs."""
+"""Queries of passes about operators: which may return views, and their other traits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbp_core.signatures.rule_registry import installed_rules
 def is_view(op: str) -> bool:
     """Whether results of an operator may alias its arguments.
 
-    Such operators cost no memory and next to no time.
+    Such operators take no memory and almost no time.
 
     Args:
         op: Operator and overload, `aten.view.default`.
@@ -22,7 +22,7 @@ def is_view(op: str) -> bool:
 
 
 def traits_of(op: str) -> OperatorTraits:
-    """Return the traits of the namespace that an operator is in, as the installed rules have them.
+    """Return the traits of an operator's namespace, from the installed rules.
 
     Args:
         op: Operator and overload, `aten.view.default`.
@@ -32,12 +32,12 @@ def traits_of(op: str) -> OperatorTraits:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceForm:
-    """The form of an operator that writes its results over arguments, and returns these.
+    """The form of an operator that writes its results over arguments, and returns them.
 
     Args:
         op: Its name, `aten.add_.Tensor`.
-        over: For each result the number of the argument that it is written over, those of a list
-            counted one by one.
+        over: For each result the number of the argument that it is written over, with lists
+            flattened.
     """
 
     op: str

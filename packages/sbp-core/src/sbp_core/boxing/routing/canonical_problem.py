@@ -1,9 +1,9 @@
-"""What a route depends on: a conversion without all that makes no difference to its route.
+"""The canonical form of a conversion, without anything that makes no difference to its route.
 
-Ranks become positions in meshes, `max` the first of max and min that appears, and the states to
-visit a few entries an axis. Where all splits of all dims are even, extents do not matter, dims are
-numbered in order of appearance and the tensor has as many elements as counting exactly takes; so
-conversions of all such tensors share their answers.
+Ranks become positions in meshes, the first of max and min that appears becomes `max`, and the
+states to visit become a few entries for each axis. Where all splits of all dims are even, extents
+do not matter: dims are numbered in order of appearance, and the tensor has as many elements as
+exact counting takes. So conversions of all such tensors share their answers.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ State = tuple[Placement, NdSbp]
 Codes = tuple[int, ...]
 
 # The most states of one placement that are searched, and the most slices of them that are compared
-# in filling a table.
+# to fill a table.
 _MOST_STATES = 700
 _MOST_SLICES = 3_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingProblem:
-    """What the route of a conversion depends on; conversions with equal problems share a route.
+    """The canonical form of a conversion; conversions with equal problems share a route.
 
     Args:
         meshes: The source placement, and the target placement; None if they are the same.
-        shared: Ranks that both have; empty if they are the same placement.
-        sizes: Of the dims along which the tensor may be split.
+        shared: Ranks in both; empty if they are the same placement.
+        sizes: Sizes of the dims along which the tensor may be split.
         source, target: The two ends.
     """
 
@@ -60,12 +60,12 @@ class RoutingProblem:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How the codes and sizes of a problem translate back to those of the conversion.
+    """The translation of the codes and sizes of a problem to the conversion's.
 
     Args:
-        codes: The conversion's code of each code of the problem.
+        codes: The conversion's code for each code of the problem.
         elements: Elements of the tensor for each `unit` elements of the problem.
-        unit: See there.
+        unit: See `elements`.
     """
 
     codes: dict[int, int]
@@ -77,29 +77,28 @@ class Naming:
         return NdSbp(*(decode(self.codes[code]) for code in codes))
 
     def size(self, elements: int) -> int:
-        """Return the number of the tensor's elements for a number of the problem's."""
+        """Return the tensor's number of elements for a number of the problem's."""
         return elements * self.elements // self.unit
 
 
 def pose_problem(
     shape: Sequence[int], source: State, target: State
 ) -> tuple[RoutingProblem, Naming]:
-    """Return the problem of a conversion, and what its names mean.
+    """Return the problem of a conversion, and the meaning of its names.
 
     Raises:
         SbpValueError: even the fewest states that a route may pass through are too many to search.
     """
-    # If both placements' sizes divide every extent, every split of every dim is even, whatever
-    # route is taken. Then lengths are fractions of the tensor, and one problem stands for all such
-    # tensors: extents become `parts`, elements are counted for a tensor of (source size * target
-    # size) of them.
+    # If both placements' sizes divide every extent, every split of every dim is even, on any route.
+    # Then lengths are fractions of the tensor, and one problem stands for all such tensors: extents
+    # become `parts`, and the tensor is counted as (source size * target size) elements.
     ends = (source, target)
     codes = [tuple(map(encode, sbp)) for _, sbp in ends]
     parts = lcm(*(placement.size for placement, _ in ends))
     even = bool(shape) and all(extent and extent % parts == 0 for extent in shape)
-    # The first choice of states that is small enough: from all that could be of use to those that
-    # the two ends name. A large search may so miss a cheaper detour; `B` and both ends are
-    # among the entries of every choice.
+    # The first choice of states that is small enough: from all states that could be useful to the
+    # entries of the two ends. So a search of a large problem may miss a cheaper detour; `B` and
+    # both ends are among the entries of every choice.
     fitting = (
         choice
         for choice in _choices(shape, codes, parts if even else 0, source[0] == target[0])
@@ -115,7 +114,7 @@ def pose_problem(
         )
     dims, entries = found
     names = {dim: number for number, dim in enumerate(dims)} | {BROADCAST: BROADCAST, SUM: SUM}
-    # max and min behave alike: a conversion with min in place of max has the same routes.
+    # max and min behave alike: a conversion with min instead of max has the same routes.
     first = next((code for both in codes for code in both if code in (MAX, MIN)), MAX)
     names |= {first: MAX, MAX + MIN - first: MIN}
     first_mesh, other_mesh = (
@@ -145,19 +144,19 @@ def _sorted(codes: Iterable[int]) -> Codes:
 
 
 def _fits(entries: tuple[Codes, ...], placement: Placement) -> bool:
-    """Say whether a search over these entries is small enough."""
+    """Return whether a search over these entries is small enough."""
     states = prod(map(len, entries))
     forms = prod(1 + sum(code >= 0 for code in axis) for axis in entries)
     return states <= _MOST_STATES and forms**2 * placement.size <= _MOST_SLICES
 
 
 def are_searched(placement: Placement, num_dims: int, num_partials: int) -> bool:
-    """Say whether the search on one placement is over all states of a tensor.
+    """Return whether the search on one placement covers all states of a tensor.
 
     Args:
-        placement: Of both ends.
-        num_dims: Of the tensor. Of one whose splits are all even, those are searched that an end
-            splits, and as many more as there are mesh axes.
+        placement: Placement of both ends.
+        num_dims: Dims of the tensor. If its splits are all even, only dims that an end splits
+            count, and as many more as there are mesh axes.
         num_partials: Kinds of reductions that the ends have.
     """
     entries = (*range(num_dims), BROADCAST, *range(SUM, SUM - num_partials, -1))
@@ -170,7 +169,7 @@ def _choices(
     """Yield (dims to split along, entries of each axis of each end), each choice smaller.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         codes: The two ends.
         parts: Number that all extents are divisible by, if all splits are even, else 0.
         same: Whether the two ends are on one placement.
@@ -179,10 +178,10 @@ def _choices(
     appear = list(dict.fromkeys(code for both in codes for code in both if code >= 0))
     partial = [code for code in used if code <= SUM]
     spare = [dim for dim in range(len(shape)) if dim not in appear]
-    # All even dims that no end splits are alike; a state has room for one on each axis.
+    # All even dims that no end splits are alike; a state can use one of them on each axis.
     most = [*appear, *spare[: max(map(len, codes))]] if parts else list(range(len(shape)))
     yield most, [((*most, BROADCAST, *partial),) * len(both) for both in codes]
-    # Fewer: of the dims that neither end splits only the largest, and partials on an axis only if
+    # Fewer: only the largest of the dims that neither end splits, and partials on an axis only if
     # an end has them there.
     likely = sorted(spare, key=lambda dim: -shape[dim])[:1]
     few = [*appear, *likely] if parts else sorted([*appear, *likely])
@@ -196,8 +195,8 @@ def _choices(
             for both in own
         ],
     )
-    # Fewer still: on each axis what the ends have there, and `B`; with a spare dim to split,
-    # without.
+    # Fewer still: on each axis the entries of the ends there, and `B`; with a spare dim to split,
+    # then without.
     for spares in (likely, []):
         yield (
             few,

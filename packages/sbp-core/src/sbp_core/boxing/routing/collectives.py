@@ -1,7 +1,7 @@
-"""What every collective and local step within a layout moves and holds, all at once.
+"""The bytes and memory of every collective and local step within a layout, all at once.
 
-The definitions are those of `boxing.slices` and `boxing.memory`, worked out here for all pairs of
-states together; tests hold the two against each other.
+The definitions are those of `boxing.slices` and `boxing.memory`, computed here for all pairs of
+states together; tests compare the two.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ KINDS = (
 )
 _LOCAL = KINDS.index(StepKind.LOCAL)
 
-#: Number of the kind of step by what the entries on its axes are before (0 is anything else, `P`
-#: that can be reduced, `S`, `B`) and after (anything else, `S`, `B`, `P("sum")`, another `P`); -1
-#: if there is none. Zeros around a slice are neutral for sums only. Local steps take one axis.
+#: Kind of the step from the entries on its axes before (0 is anything else, `P` that can be
+#: reduced, `S`, `B`) to the entries after (anything else, `S`, `B`, `P("sum")`, another `P`); -1 if
+#: there is none. Zeros around a slice are neutral for sums only. Local steps take one axis.
 _KIND = np.array([[-1, -1, -1, -1, -1], [-1, 2, 1, -1, -1], [-1, 4, 3, 0, -1], [-1, 0, -1, 0, 0]])
 
 
@@ -48,14 +48,14 @@ _KIND = np.array([[-1, -1, -1, -1, -1], [-1, 2, 1, -1, -1], [-1, 4, 3, 0, -1], [
 class Collectives:
     """The collectives and local steps between the states of one layout.
 
-    There is at most one between two states: that on the fewest axes. Steps are numbered; number 0
-    stands for none.
+    There is at most one between two states: the step on the fewest axes. Steps are numbered; number
+    0 stands for none.
 
     Args:
-        number: Of the step from each state (row) to each other (column).
-        elements: Moved between ranks, by number; `NEVER` for none.
-        memory: The most a rank holds, likewise.
-        kind: Number of the step's kind among `KINDS`.
+        number: Number of the step from each state (row) to each other (column).
+        elements: Elements moved between ranks, by number; `NEVER` for none.
+        memory: The most elements that a rank holds, by number.
+        kind: Index of the step's kind in `KINDS`.
         axes: Mask of the mesh axes of the step.
     """
 
@@ -71,7 +71,7 @@ def collectives(layout: Layout, sizes: Sizes, kept: Ints) -> Collectives:
 
     Args:
         layout: The states.
-        sizes: Of the tensor.
+        sizes: Sizes of the tensor.
         kept: The `overlaps` of the layout with itself.
     """
     return _CollectiveTable(layout, sizes, kept).all()
@@ -87,7 +87,7 @@ class _CollectiveTable:
         self.num_steps = 0
 
     def all(self) -> Collectives:
-        """Return all steps; of those between the same states, the one on the fewest axes."""
+        """Return all steps; between the same states, the step on the fewest axes."""
         num_axes = len(self.layout.mesh_shape)
         none = (np.zeros(1, dtype=np.int64),) * 4
         found = [none] + [
@@ -110,9 +110,9 @@ class _CollectiveTable:
         before, after = self._roles(axes)
         if not moves:  # an axis of one rank: its entry means nothing
             before = after = np.ones(len(layout), dtype=np.int64)
-        # A step changes entries on `axes` only, so it leads between states that agree on all
-        # others. States are numbered like an array with one dim for each mesh axis; with the dims
-        # of `axes` moved last, each row has the states that agree. Of 2 axes with 3 entries each,
+        # A step changes entries on `axes` only, so it leads between states with equal entries on
+        # all other axes. States are numbered like an array with one dim for each mesh axis; with
+        # the dims of `axes` moved last, each row has such states. With 2 axes of 3 entries each,
         # on axis 0:
         #
         #     0 1 2                          0 3 6
@@ -122,7 +122,7 @@ class _CollectiveTable:
         alike = np.moveaxis(grid, axes, range(-len(axes), 0))
         alike = alike.reshape(-1, prod(len(layout.entries[axis]) for axis in axes))
         first, last = (role[alike].any(axis=0) for role in (before, after))
-        # Every pair within a row, but for the columns that can never be an end of a step.
+        # Every pair within a row, except columns that can never be an end of a step.
         us = alike[:, first].repeat(last.sum(), axis=1).ravel()
         vs = alike[:, None, last].repeat(first.sum(), axis=1).ravel()
         kind = _KIND[before[us], after[vs]] if moves else np.full(len(us), _LOCAL)
@@ -133,8 +133,7 @@ class _CollectiveTable:
         us, vs, kind = us[new], vs[new], kind[new]
         if moves:
             possible = self._is_realisable(us, vs, mask)
-            # A split that becomes P(sum) on the spot: a rank fills up with zeros what it does not
-            # have.
+            # A split that becomes P(sum) locally: a rank fills the rest of its shard with zeros.
             pads = np.flatnonzero(((layout.split[us] & mask) > 0) & (kind == _LOCAL))
             before, after = layout.form[us[pads]], layout.form[vs[pads]]
             keeps_all = self.kept[:, before, after] == self.volumes[:, before]
@@ -145,9 +144,9 @@ class _CollectiveTable:
         return us, vs, kind, np.full(len(us), mask)
 
     def _roles(self, axes: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """Return what each state's entries on some axes are, numbered as in `_KIND`.
+        """Return the role of each state's entries on some axes, numbered as in `_KIND`.
 
-        Max over a sum is no sum over a max: inner axes are reduced first.
+        A max over a sum is not a sum over a max: inner axes are reduced first.
         """
         codes = self.layout.codes
         chosen, inner = codes[:, axes], codes[:, axes[0] :]
@@ -160,7 +159,7 @@ class _CollectiveTable:
         return before, after
 
     def _is_realisable(self, us: Ints, vs: Ints, mask: int) -> Bools:
-        """Say where each group holds all that its ranks want; see `slices.is_realisable`."""
+        """Return where each group holds all that its ranks need; see `slices.is_realisable`."""
         layout = self.layout
         width = 1 if self.sizes.whole else len(self.volumes)
         possible = np.ones((len(us), width), dtype=np.bool_)
@@ -176,7 +175,7 @@ class _CollectiveTable:
         return everywhere
 
     def _count(self, kind: StepKind, us: Ints, vs: Ints, axes: Ints) -> tuple[Ints | int, Ints]:
-        """Return what steps of one kind move and hold."""
+        """Return the elements that steps of one kind move and hold."""
         u, v = self.layout.form[us], self.layout.form[vs]
         before, after, kept = self.volumes[:, u], self.volumes[:, v], self.kept[:, u, v]
         # All steps of the kind at once: by rank (rows) and step (columns).

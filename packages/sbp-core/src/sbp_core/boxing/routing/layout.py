@@ -2,13 +2,13 @@
 
 An entry is an int here (`encode`): `S(dim)` is its dim, `B` and the partials are negative. A
 `Layout` has one row for each nd-SBP that a search may visit, in a fixed order, and numpy arrays of
-what depends on the row alone. `intervals` and `covers` are what one split of one dim does, shared
-by all tensors that have a dim of that extent. Sets of mesh axes are bit masks (axis 0 is bit 0),
-ranks are positions in mesh order. Holds no prices.
+everything that depends on the row alone. `intervals` and `covers` describe one split of one dim,
+and are shared by all tensors that have a dim of that extent. Sets of mesh axes are bit masks (axis
+0 is bit 0), ranks are positions in mesh order. This module knows no prices.
 
-`Sizes` says how elements are counted, of shards and of slices that ranks have in both of two
-states. Where every split of every dim is even, a count holds for all such tensors: then dims have
-as small an extent as can be and the whole tensor is `whole` elements.
+`Sizes` counts the elements of shards, and of the slices that ranks have in both of two states.
+Where every split of every dim is even, one count holds for all such tensors: dims get the smallest
+possible extent, and the whole tensor has `whole` elements.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-#: Codes of the entries that are no splits.
+#: Codes of the entries that are not splits.
 BROADCAST, SUM, MAX, MIN = -1, -2, -3, -4
 
 _PARTIAL = {"sum": SUM, "max": MAX, "min": MIN}
 _REDUCTION = {code: name for name, code in _PARTIAL.items()}
 
-#: No such step. Sums of a few are still no overflow.
+#: Stands for a missing step. Sums of a few of them do not overflow.
 NEVER = 1 << 58
 
 #: Lengths, or shares of an extent.
@@ -91,8 +91,8 @@ def intervals(extent: int, mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
     masks = 1 << len(mesh_shape)
     start = np.zeros((masks, len(at)), dtype=np.int64)
     length = np.full((masks, len(at)), extent, dtype=np.int64)
-    # Axes apply in order: each takes apart what the axes before it left, for all masks that have it
-    # at once. A balanced split gives the first `more` parts one element more than the others:
+    # Axes apply in order: each splits the slices that the axes before it left, for all masks that
+    # have it at once. A balanced split gives the first `more` parts one element more:
     #
     #     10 in 4 parts: 3 3 2 2     part i starts at i * 2 + min(i, 2)
     for axis, parts in enumerate(mesh_shape):
@@ -105,7 +105,7 @@ def intervals(extent: int, mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 
 def common_lengths(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> Ints:
-    """Return the length of what two arrays of intervals share, elementwise."""
+    """Return the lengths of the intersections of two arrays of intervals, elementwise."""
     shared: Ints = np.minimum(one[1], other[1]) - np.maximum(one[0], other[0])
     np.maximum(shared, 0, out=shared)
     return shared
@@ -113,21 +113,21 @@ def common_lengths(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> Ints:
 
 @lru_cache(maxsize=256)
 def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools:
-    """Say where the ranks of a group hold all that one of them wants, in one dim.
+    """Return where the ranks of a group hold all that one of them needs, in one dim.
 
     Args:
-        extent: Of the dim.
-        mesh_shape: Of the mesh.
-        together: Whether it is asked of all ranks together, or of each.
+        extent: Extent of the dim.
+        mesh_shape: Shape of the mesh.
+        together: Whether the answer is for all ranks together, or for each.
 
     Returns:
-        By mask of the axes that split the dim before, mask of those among them along which the
-        ranks of a group differ, mask of the axes that split the dim after, and rank (one for all if
-        asked together): shape (2 ** axes, 2 ** axes, 2 ** axes, ranks or 1).
+        By mask of the axes that split the dim before, mask of the axes among them along which the
+        ranks of a group differ, mask of the axes that split the dim after, and rank (one answer for
+        all if `together`): shape (2 ** axes, 2 ** axes, 2 ** axes, ranks or 1).
     """
-    # `held` are the axes that split the dim before, `free` those of them on which the step works:
-    # the peers of a rank differ from it there, and hold disjoint slices. So a rank has all it wants
-    # in its group if what its peers' slices share with its own new one adds up to that. An axis of
+    # `held` are the axes that split the dim before; the step works on `free`, some of them: there
+    # the peers of a rank differ from it, and hold disjoint slices. So a rank finds all it needs in
+    # its group if the parts of its new slice that its peers hold add up to that slice. An axis of
     # the group that does not split the dim gives copies of the same slice, and is left out. If all
     # axes that split it are free, the group holds the whole dim.
     masks = range(1 << len(mesh_shape))
@@ -143,7 +143,7 @@ def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools
             ]
             shared = np.zeros(start.shape, dtype=np.int64)
             # One peer of every rank at a time: its coordinate on the free axes is fixed, on the
-            # others it is the rank's own.
+            # other axes it is the rank's own.
             for peer in product(*places):
                 shared += common_lengths((start[held][peer], stop[held][peer]), (start, stop))
             covered[held, free] = shared == stop - start
@@ -159,7 +159,7 @@ class Layout:
     """The states of one mesh that a search may visit.
 
     Args:
-        mesh_shape: Of the mesh.
+        mesh_shape: Shape of the mesh.
         entries: The codes that each axis may have; the states are their product, in order.
         codes: The states, shape (states, axes).
         splits: Mask of the axes that split each dim, shape (states, dims).
@@ -197,14 +197,14 @@ class Layout:
 
         # Bit a of splits[state, dim] says that axis a splits the dim.
         splits = np.stack([mask(codes == dim) for dim in range(num_dims)], axis=1)
-        # Of one form are states with the same splits. Numbered by their codes as digits, in which
-        # `B` and all partials are the digit 0.
+        # States of one form have the same splits. Forms are numbered by their codes as digits, in
+        # which `B` and all partials are the digit 0.
         forms, form = np.unique(
             (np.maximum(codes, -1) + 1) @ (num_dims + 1) ** np.arange(len(mesh_shape)),
             return_inverse=True,
         )
         first = np.zeros(len(forms), dtype=np.int64)
-        # Backwards, so that the first state of each form is what is written last.
+        # Backwards, so that the first state of each form is written last.
         first[form[::-1]] = np.arange(len(codes))[::-1]
         return cls(
             mesh_shape,
@@ -240,15 +240,15 @@ class Sizes:
 
     Args:
         extents: By dim.
-        whole: 0 to count elements; else the splits are all even, and elements are so large that the
-            tensor has `whole` of them. Any multiple of (source ranks x target ranks) is exact.
+        whole: 0 to count elements; else all splits are even, and the unit is such that the tensor
+            has `whole` elements. Any multiple of (source ranks x target ranks) is exact.
     """
 
     extents: tuple[int, ...]
     whole: int
 
     def factors(self, dim: int, lengths: Ints) -> Factors:
-        """Return what lengths in one dim contribute to volumes."""
+        """Return the factors of volumes that belong to lengths in one dim."""
         return lengths / self.extents[dim] if self.whole else lengths
 
     def volumes(self, factors: list[Factors]) -> Ints:
@@ -258,7 +258,7 @@ class Sizes:
             product = product * factor
         if self.whole:
             # Shares such as 1/3 are not exact as floats; `whole` is chosen so that the result is an
-            # integer, which rounding finds again.
+            # integer, which rounding recovers.
             product = np.rint(product * self.whole)
         return product.astype(np.int64, copy=False)
 
@@ -266,7 +266,7 @@ class Sizes:
 def shard_volumes(layout: Layout, sizes: Sizes) -> Ints:
     """Return the elements of each rank's shard: shape (ranks, forms)."""
     # A shard is a box: its volume is the product of its lengths in each dim, and a length depends
-    # on which axes split that dim only. So a table of lengths for each dim is enough for all forms.
+    # only on the axes that split that dim. So a table of lengths for each dim serves all forms.
     factors = []
     for dim, extent in enumerate(sizes.extents):
         start, stop = intervals(extent, layout.mesh_shape)
@@ -279,10 +279,10 @@ def overlaps(source: Layout, target: Layout, sizes: Sizes, ranks: tuple[Ints, In
     """Return the elements that ranks have in both of two forms.
 
     Args:
-        source: The one layout.
-        target: The other.
-        sizes: Of the tensor.
-        ranks: The ranks that both have: positions in the one, positions in the other.
+        source: The first layout.
+        target: The second layout.
+        sizes: Sizes of the tensor.
+        ranks: The ranks in both: positions in the first, positions in the second.
 
     Returns:
         Shape (ranks in both, source forms, target forms).
@@ -300,12 +300,12 @@ def overlaps(source: Layout, target: Layout, sizes: Sizes, ranks: tuple[Ints, In
 
 @lru_cache(maxsize=1024)
 def shared_places(before: tuple[int, ...], after: tuple[int, ...]) -> Shared:
-    """Return where the ranks are that two meshes share, from their ranks in mesh order."""
+    """Return the positions of the ranks that two meshes share, from their ranks in mesh order."""
     places = {rank: place for place, rank in enumerate(after)}
     return tuple((place, places[rank]) for place, rank in enumerate(before) if rank in places)
 
 
 def positions(shared: Shared) -> tuple[Ints, Ints]:
-    """Return the positions of shared ranks in the one mesh, and in the other."""
+    """Return the positions of shared ranks in the first mesh, and in the second."""
     pairs = np.array(shared, dtype=np.int64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]

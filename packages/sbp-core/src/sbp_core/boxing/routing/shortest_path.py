@@ -1,17 +1,17 @@
 """The search for a route: the shortest path through the tables of all single steps.
 
 Paths are compared by bytes, then memory, then effort. Bytes and effort add up along a path, memory
-is the largest of its steps, so no single pass can have all three (a path may be ahead only until a
-later step needs more memory anyway). Three passes, each over what the one before left:
+is the largest of its steps, so no single pass can compare all three (a path may be ahead only until
+a later step needs more memory anyway). Three passes, each over the result of the one before:
 
     bytes    distance of every state from the source and to the target; keep the steps that are on
              a shortest path, which are few
     memory   the smallest bound under which the kept steps still lead to the target
     effort   the shortest path of the kept steps within that bound; then the first in order
 
-The tables know the memory of a transfer from below only; a path that comes out is held against the
-exact value, and the last two passes are repeated until it stands. Knows states as numbers; steps
-are made by `boxing.router`.
+The tables have a lower bound of the memory of a transfer; the resulting path is compared with the
+exact value, and the last two passes are repeated until it holds. States are numbers here; steps are
+made by `boxing.router`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from sbp_core.boxing.routing.layout import NEVER, Ints
 from sbp_core.boxing.routing.step_tables import Tables
 from sbp_core.boxing.step import StepKind
 
-# Efforts only break ties of bytes and memory: any number of collectives goes before a transfer, and
-# any number of local steps (at most a few an axis) before a collective.
+# Efforts only break ties of bytes and memory: any number of collectives is better than a transfer,
+# and any number of local steps (at most a few for each axis) is better than a collective.
 _TRANSFER_EFFORT = 10_000
 _EFFORT = np.array([1 if kind is StepKind.LOCAL else 100 for kind in KINDS], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One step of a path, between two states that are given by their numbers.
+    """One step of a path, between two states given by their numbers.
 
     Args:
-        kind: Of the step.
+        kind: Kind of the step.
         axes: Mask of its mesh axes; 0 for a transfer.
         source, target: Numbers of the states.
-        elements: Moved between ranks, counted as in `Sizes`.
+        elements: Elements moved between ranks, counted as in `Sizes`.
         crosses: Whether it leads from the source placement to another one.
     """
 
@@ -59,16 +59,16 @@ def shortest_path(
     Args:
         tables: All single steps.
         source: Number of the first state.
-        target: Number of the last.
-        fewest_between: Whether paths of equally many bytes are compared by those of the step from
-            one placement to the other first.
+        target: Number of the last state.
+        fewest_between: Whether paths with equal bytes are compared first by the bytes of the step
+            from one placement to the other.
     """
     # A step from u to v is on a shortest path if and only if
     #
     #     from_source[u] + length(u, v) + to_target[v] == total
     #
     # and a state if from_source + to_target == total. Only states nearer than the target can, so
-    # the second pass, back from the target, works on the few of them.
+    # the second pass, back from the target, needs only these few.
     from_source = _distances(tables, source, target)
     total = from_source[target]
     near = (from_source <= total).nonzero()[0]
@@ -80,7 +80,8 @@ def shortest_path(
         to_target[near == source] = total
     tight = from_source[near] + to_target == total
     kept, left = near[tight], to_target[tight]
-    # Among the kept states, what a step on a shortest path moves is the difference of distances.
+    # Among the kept states, the elements of a step on a shortest path are a difference of
+    # distances.
     ties = _TiedSteps(tables, kept, left[:, None] - left[None, :])
     if fewest_between:
         ties.keep_fewest_between()
@@ -88,7 +89,7 @@ def shortest_path(
 
 
 def _distances(tables: Tables, source: int, target: int) -> Ints:
-    """Return the distance of every state from the source; large where it is beyond the target."""
+    """Return the distance of every state from the source; large if it is beyond the target's."""
     first, crossing, second = tables.lengths
     best = np.full(tables.num_states, NEVER, dtype=np.int64)
     best[source] = 0
@@ -112,9 +113,9 @@ def _relax(best: Ints, lengths: Ints, most: int, target: int | None = None) -> N
 
     Args:
         best: Distance of each state so far.
-        lengths: Of the step from each state (row) to each other (column).
-        most: Larger distances are of no interest.
-        target: Nor are distances larger than that of this state.
+        lengths: Length of the step from each state (row) to each other (column).
+        most: Larger distances do not matter.
+        target: Distances larger than this state's do not matter either.
     """
     # Bellman and Ford's algorithm, with all steps from the states of one round taken at once.
     # Rounds are few: a path of n steps takes n of them, and routes are short.
@@ -128,12 +129,12 @@ def _relax(best: Ints, lengths: Ints, most: int, target: int | None = None) -> N
 
 
 class _TiedSteps:
-    """The steps that are on shortest paths, and the choice among those.
+    """The steps that are on shortest paths, and the choice among them.
 
     Args:
         tables: All single steps.
         states: Numbers of the states on the way, ascending.
-        length: What a step between each two of them moves if it is on a shortest path.
+        length: The elements of a step between each two of them if it is on a shortest path.
     """
 
     def __init__(self, tables: Tables, states: Ints, length: Ints) -> None:
@@ -141,14 +142,14 @@ class _TiedSteps:
         self._tables, self._states, self._block, self._length = tables, states, block, length
         self._held = np.where(block.moved == length, block.held, NEVER)
         tight = block.moved_by_transfer == length
-        np.fill_diagonal(tight, val=False)  # to stay moves nothing, and is no step
+        np.fill_diagonal(tight, val=False)  # staying moves nothing, and is not a step
         self._held_by_transfer = np.where(tight, block.held_by_transfer, NEVER)
         self._effort = _EFFORT[block.kind]
 
     def keep_fewest_between(self) -> None:
-        """Of the steps from one placement to the other, leave those that move least."""
-        # A route crosses once, and each of the steps is on a shortest path: the least crossing
-        # of any is that of a whole path.
+        """Among steps from one placement to the other, keep the ones that move least."""
+        # A route crosses once, and each of these steps is on a shortest path: so the least crossing
+        # is part of a whole path.
         there = np.array([self._tables.crosses(0, int(state)) for state in self._states])
         crossing = ~there[:, None] & there[None, :]
         taken = crossing & (np.minimum(self._held, self._held_by_transfer) < NEVER)
@@ -160,7 +161,7 @@ class _TiedSteps:
         """Return the best path between two of the states, by their index here."""
         if len(self._states) == 2:
             return (self._only(start, end),)
-        # Each round that fails has found a transfer which holds more than was known of it. There
+        # Each round that fails has found a transfer that holds more than its lower bound. There
         # are finitely many, so the loop ends.
         while True:
             bound = self._least_memory(start, end)
@@ -169,14 +170,14 @@ class _TiedSteps:
                 return edges
 
     def _only(self, start: int, end: int) -> Edge:
-        """Return the better of the one or two steps between the two states that there are."""
+        """Return the better of the one or two steps between the two states."""
         held, by_transfer = int(self._held[start, end]), int(self._held_by_transfer[start, end])
         if by_transfer < held < NEVER:
             by_transfer = self._tables.transfer_memory(*self._states[[start, end]].tolist())
         return self._edge(start, end, alone=held <= by_transfer)
 
     def _stands(self, bound: int, edges: tuple[Edge, ...]) -> bool:
-        """Hold a path against the exact memory of its transfers, and note those."""
+        """Compare a path with the exact memory of its transfers, and record that memory."""
         stands = True
         for edge in edges:
             if edge.kind is StepKind.TRANSFER:
@@ -188,8 +189,7 @@ class _TiedSteps:
 
     def _least_memory(self, start: int, end: int) -> int:
         """Return the smallest memory under which there is a path."""
-        # As in `_relax`, but a path is as long as its longest step: the maximum in place of the
-        # sum.
+        # As in `_relax`, but a path is as long as its longest step: a maximum instead of a sum.
         held = np.minimum(self._held, self._held_by_transfer)
         best = np.full(len(held), NEVER, dtype=np.int64)
         best[start] = 0
@@ -208,8 +208,8 @@ class _TiedSteps:
         left = np.full(len(effort), NEVER, dtype=np.int64)
         left[end] = 0
         _relax(left, effort.T, NEVER - 1, start)
-        # From the start, always to the first state from which the rest is as short as it must be:
-        # the first of the best paths in the order of the states, the same in every process.
+        # From the start, always to the first state from which the rest has the least length: this
+        # is the first of the best paths in the order of states, the same in every process.
         edges: list[Edge] = []
         at = start
         while at != end:

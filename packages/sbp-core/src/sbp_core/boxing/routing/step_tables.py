@@ -1,10 +1,9 @@
-"""What every single step of a search moves and holds, over the states of one placement or of two.
+"""The bytes and memory of every single step of a search, over the states of one or two placements.
 
-States are numbered: those of the source placement, then those of the target placement if it is
-another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
-kept; what they hold depends on the meshes, the tensor's extents and the entries that axes may have,
-not on source and target. Of two placements a table is made of four parts, because no route goes
-back:
+States are numbered: first all states of the source placement, then all states of the target
+placement if it is another one. `boxing.routing.collectives` and `boxing.routing.transfers` fill the
+tables, which are kept: they depend on the meshes, the tensor's extents and the entries that axes
+may have, not on source and target. With two placements a table has four parts; no route goes back:
 
                        to source states              to target states
     from source states   collectives, transfers        transfers that cross over
@@ -48,8 +47,8 @@ Entries = tuple[tuple[int, ...], ...]
 Mesh = tuple[tuple[int, ...], Entries]
 
 #: Most states of a table, and how many tables of that size are kept: they take up to 0.1 MB, up to
-#: 1 MB, or up to 10 MB each. Tensors of uneven extents have tables of their own, of which a model
-#: needs many.
+#: 1 MB, or up to 10 MB each. Tensors of uneven extents have separate tables, of which a model needs
+#: many.
 _KEPT = ((40, 1024), (216, 128), (None, 24))
 
 
@@ -86,13 +85,13 @@ class Tables:
     """The steps between the states of one or two placements.
 
     Args:
-        sizes: Of the tensor.
+        sizes: Sizes of the tensor.
         source: Steps on the source placement.
         target: Steps on the target placement; None if it is the same.
-        crossing: Transfers from the one to the other; None if they are the same.
-        across: What they move, by state; None if they are the same.
-        shared: Ranks that are in both.
-        exact: Memory of the transfers that were asked for, by state numbers.
+        crossing: Transfers from the source to the target placement; None if they are the same.
+        across: The elements that they move, by state; None if they are the same.
+        shared: Ranks in both placements.
+        exact: Exact memory of transfers computed so far, by state numbers.
     """
 
     sizes: Sizes
@@ -110,13 +109,13 @@ class Tables:
 
     @property
     def lengths(self) -> tuple[Ints, Ints | None, Ints | None]:
-        """What the least step moves: on the source placement, across, on the target placement."""
+        """Elements of the least steps: on the source placement, across, on the target placement."""
         if self.target is None:
             return self.source.least, None, None
         return self.source.least, self.across, self.target.least
 
     def least(self, states: Ints) -> Ints:
-        """Return what the least step between each two states moves, row by column."""
+        """Return the elements of the least step between each two states, row by column."""
         if self.target is None or self.across is None:
             return self.source.least[np.ix_(states, states)]
         here, there = self._by_placement(states)
@@ -126,7 +125,7 @@ class Tables:
 
     def _by_placement(self, states: Ints) -> tuple[Ints, Ints]:
         """Return which of some states are on the source placement, and on the target placement."""
-        # States are ascending, so those of the source placement are in front: the four parts of the
+        # States are ascending, so states of the source placement come first: the four parts of the
         # table are blocks.
         split = int(np.searchsorted(states, self.num_source))
         return states[:split], states[split:] - self.num_source
@@ -143,7 +142,7 @@ class Tables:
         return self.source.layout.index(source), self.num_source + self.target.layout.index(target)
 
     def crosses(self, before: int, after: int) -> bool:
-        """Say whether two states are on different placements."""
+        """Return whether two states are on different placements."""
         return before < self.num_source <= after
 
     def codes(self, state: int) -> tuple[int, ...]:
@@ -182,7 +181,7 @@ class Tables:
         (source, u), (target, v) = self._at(before), self._at(after)
         here, there = self.shared
         if not self.crosses(before, after):
-            # Within one placement every rank is on both sides, at the same place.
+            # Within one placement every rank sends and receives, at the same place.
             here = there = np.arange(prod(source.mesh_shape))
         sends = messages(
             self.sizes,
@@ -190,8 +189,8 @@ class Tables:
             End(target.mesh_shape, self.codes(after)),
             (here, there),
         )
-        # A rank of both placements holds what it has to send and what it receives, so it needs one
-        # place: senders are numbered first, receivers after them but for those who send as well.
+        # A rank of both placements holds its outgoing and its incoming data, so it needs one place:
+        # senders are numbered first, then receivers that do not send.
         num_senders, num_receivers = sends.shape
         place = np.arange(num_senders, num_senders + num_receivers)
         place[there] = here
@@ -204,7 +203,7 @@ class Tables:
 
 
 def _joined(first: Ints, second: Ints, across: Ints | int, back: int) -> Ints:
-    """Return a table of two placements: of each, across, and back from the second to the first."""
+    """Return a table of two placements: each of them, across, and back from the second."""
     split, size = len(first), len(first) + len(second)
     joined = np.full((size, size), back, dtype=np.int64)
     joined[:split, :split], joined[split:, split:], joined[:split, split:] = first, second, across
@@ -230,8 +229,8 @@ def tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> T
     Args:
         source: The source placement.
         target: The target placement; None if it is the same.
-        shared: The ranks that both have; empty if they are the same.
-        sizes: Of the tensor.
+        shared: The ranks in both; empty if they are the same.
+        sizes: Sizes of the tensor.
     """
     num_states = max(_num_states(mesh) for mesh in (source, target) if mesh is not None)
     return _TABLES.of_size(num_states)(source, target, shared, sizes)
@@ -249,7 +248,7 @@ def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> 
     second = _PLACEMENT_TABLES.of_size(_num_states(target))(target, sizes)
     ends = (first.layout, second.layout)
     crossing = transfers(*ends, sizes, shared, overlaps(*ends, sizes, at))
-    # Spelled out once: every search over two placements adds it to all distances.
+    # Computed once: every search over two placements adds it to all distances.
     across = crossing.moved(*(np.arange(len(end)) for end in ends))
     return Tables(sizes, first, second, crossing, across, at)
 
@@ -262,7 +261,7 @@ def _placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
     steps = collectives(layout, sizes, kept)
     direct = transfers(layout, layout, sizes, shared, kept)
     every = np.arange(len(layout))
-    # A transfer can do anything, but collectives that reduce move less: they add up on the way.
+    # A transfer can do anything, but collectives that reduce move less: they add on the way.
     least = direct.moved(every, every)
     # Number 0 is no step; see `Collectives`.
     at = steps.number.nonzero()
@@ -271,9 +270,9 @@ def _placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
 
 
 class _CacheBySize(Generic[_MadeT]):
-    """What a function has made, kept by size.
+    """Results of a function, cached by size.
 
-    With one cache for all, few large tables would drive out many small ones, or many large ones
+    With one cache for all, few large tables would evict many small ones, or many large ones would
     fill the memory.
     """
 
@@ -293,7 +292,7 @@ _PLACEMENT_TABLES = _CacheBySize(_placement_tables)
 
 
 def clear_tables() -> None:
-    """Forget all tables, and what is known of meshes; for measuring."""
+    """Drop all tables, and cached facts about meshes; for measurements."""
     _TABLES.clear()
     _PLACEMENT_TABLES.clear()
     for known in (covers, intervals, numbers):

@@ -1,9 +1,9 @@
-"""What `TRANSFER`s move and hold: every one between two layouts at once, or one rank by rank.
+"""The bytes and memory of `TRANSFER`s: all between two layouts at once, or one rank by rank.
 
-The definitions are those of `boxing.slices` and `boxing.memory`, worked out here for all pairs of
-states together (`transfers`), or for all pairs of ranks together (`messages`: how much each sends
-each other one, without its pieces; ranks are positions in their meshes). Tests hold them against
-each other.
+The definitions are those of `boxing.slices` and `boxing.memory`, computed here for all pairs of
+states together (`transfers`), or for all pairs of ranks together (`messages`: how much each rank
+sends to each other rank, without its pieces; ranks are positions in their meshes). Tests compare
+them with each other.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from sbp_core.boxing.routing.layout import (
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """The `TRANSFER`s from the states of one layout to those of another.
+    """The `TRANSFER`s from the states of one layout to the states of another.
 
-    States that differ in the reductions of their partials only are of one class; and of a state
-    after with `P("sum")`, only those axes and the slices count.
+    States that differ only in the reductions of their partials are in one class; for a state after
+    with `P("sum")`, only those axes and the slices count.
 
     Args:
-        elements: Moved between ranks, by class of the state before (row) and after (column).
-        memory: The most a rank holds, likewise; a lower bound: without what it packs to send.
+        elements: Elements moved between ranks, by class of the state before (row) and after
+            (column).
+        memory: A lower bound of the most that a rank holds, likewise: without its packed messages.
         before: Class of each state before.
         after: Class of each state after.
         legal: Whether there is such a step, by state.
@@ -59,12 +60,11 @@ class Transfers:
         return self._between(self.elements, us, vs)
 
     def held(self, us: Ints, vs: Ints) -> Ints:
-        """Return the most a rank holds between some states, likewise."""
+        """Return the most elements that a rank holds between some states, likewise."""
         return self._between(self.memory, us, vs)
 
     def _between(self, table: Ints, us: Ints, vs: Ints) -> Ints:
-        # The table has one row and column a class; numpy spreads it over the states that are asked
-        # for.
+        # The table has one row and column for each class; numpy spreads it over the given states.
         found = table.take(self.before[us], axis=0).take(self.after[vs], axis=1)
         legal = self.legal.take(us, axis=0).take(vs, axis=1)
         np.copyto(found, NEVER, where=~legal)
@@ -72,7 +72,7 @@ class Transfers:
 
 
 def can_transfer(source: Layout, target: Layout) -> Bools:
-    """Say which states one `TRANSFER` leads between; see `slices.can_transfer`."""
+    """Return between which states one `TRANSFER` leads; see `slices.can_transfer`."""
     kinds = np.arange(8)  # few: looked up for all states
     before, after = kinds[:, None], kinds
     # The rules of `slices.can_transfer` on masks of reductions: no partials before, and any after;
@@ -86,34 +86,34 @@ def can_transfer(source: Layout, target: Layout) -> Bools:
 def transfers(
     source: Layout, target: Layout, sizes: Sizes, shared: Shared, kept: Ints
 ) -> Transfers:
-    """Return what every `TRANSFER` between two layouts moves and holds.
+    """Return the elements that every `TRANSFER` between two layouts moves and holds.
 
     Args:
         source: The states before.
         target: The states after; the same object if the placement is the same.
-        sizes: Of the tensor.
-        shared: The ranks that are in both meshes.
+        sizes: Sizes of the tensor.
+        shared: The ranks in both meshes.
         kept: Their `overlaps`.
     """
     here, there = positions(shared)
     held, wanted = shard_volumes(source, sizes), shard_volumes(target, sizes)
-    # What a transfer moves depends on slices and on which axes are partial. The table is made for
-    # one state of each class, which is many times smaller than one for all pairs of states.
+    # The elements of a transfer depend on slices and on which axes are partial. The table has one
+    # state of each class, which is many times smaller than a table of all pairs of states.
     us, before = _classes(source.form, source.partial)
-    # In order of `sums`: so many have none, and come first.
+    # In order of `sums`: states without any come first.
     vs, after = _classes(target.sums, target.form, np.where(target.sums > 0, 0, target.partial))
     known = int((target.sums[vs] == 0).sum())
-    # What moves is a product, of how large slices are and how many times each is wanted:
+    # The moved elements are a product of the sizes of slices and how often each is needed:
     #
     #     comes    for each target rank   its shard, once for each term of it that it has to add
-    #     stays    for each common rank   what it has of that already
+    #     stays    for each common rank   the part of that which it already has
     #
     # so all is counted by forms of slices (`kept`) times shares of terms (`takes`, `needs`).
     takes, needs, row, column = _shares(source, us, target, vs, shared)
     wants, elsewhere = wanted[:, target.form[vs]], np.delete(np.arange(len(wanted)), there)
     elements, memory = np.empty((2, len(us), len(vs)), dtype=np.int64)
-    # Not all at once: arrays by rank, state before and state after take as many times the memory of
-    # the result as there are ranks.
+    # Not all at once: arrays by rank, state before and state after take more memory than the result
+    # by a factor of the number of ranks.
     for share in range(takes.shape[1]):
         part = np.flatnonzero(row == share)
         forms = source.form[us[part]]
@@ -122,17 +122,16 @@ def transfers(
         comes = needs[:, share].take(column, axis=1) * wants
         stayed = stays.sum(axis=0)
         moved = comes.sum(axis=0) - stayed
-        for uncertain in (comes, stays):  # where addends go is left to the exact count
+        for uncertain in (comes, stays):  # the place of addends is left to the exact count
             uncertain[..., known:] = 0
-        # From here on `comes` is all that a target rank holds but what it may have had before:
-        # terms as they arrive, and the shard that they become.
+        # From here on `comes` is all that a target rank holds besides its shard from before: terms
+        # as they arrive, and the shard that they become.
         comes += wants
         holds = held[:, forms]
         full = comes[there, None] - stays
         full += holds[here, :, None]
-        # The fullest of the senders holds no less than they do on average.
-        # `held_at_once` counts what is packed to send, too. By rank that is not known here, but all
-        # of it together is `moved`.
+        # The fullest of the senders holds no less than the average sender. `held_at_once` counts
+        # packed messages, too. They are not known by rank here, but their sum is `moved`.
         total = moved + comes[there].sum(axis=0) + holds.sum(axis=0)[:, None]
         total[:, :known] -= stayed[:, :known]
         if not len(elsewhere):
@@ -165,9 +164,9 @@ def _shares(
     """Return, for classes of states, how much of a shard each target rank needs, and keeps.
 
     Returns:
-        How many times what a rank holds and wants is kept, shape (ranks in both, source shares,
-        target shares); how many times what it wants is needed, likewise for target ranks; the share
-        of each of `us`, and of each of `vs`.
+        How many times a slice that a rank has and needs is kept, shape (ranks in both, source
+        shares, target shares); how many times a needed slice is needed, likewise for target ranks;
+        the share of each of `us`, and of each of `vs`.
     """
     here, there = positions(shared)
     ns, nt = numbers(source.mesh_shape), numbers(target.mesh_shape)
@@ -186,7 +185,7 @@ def _shares(
 
 
 def _values(terms: Ints, counts: Ints, parts: Ints, there: Ints) -> tuple[Ints, Ints]:
-    """Return whether ranks take their own terms, and how many terms they take; no `P("sum")`.
+    """Return whether ranks take their own terms, and how many terms they take; not for `P("sum")`.
 
     Args:
         terms: The term that a rank has, shape (ranks in both, source shares).
@@ -205,11 +204,11 @@ def _values(terms: Ints, counts: Ints, parts: Ints, there: Ints) -> tuple[Ints, 
 
 
 def _addends(cells: Ints, homes: Ints) -> Ints:
-    """Return how many copies of what a rank holds need not move to a target that is `P("sum")`.
+    """Return how many copies that ranks hold need not move to a target that is `P("sum")`.
 
-    A slice of one source partial within one slice of the target is a cell; all ranks that have it
-    have it whole, and it is added into the target partial where most have it. Those copies are
-    counted at one of the ranks.
+    A cell is a slice of one source partial within one slice of the target. All ranks that have it
+    have it whole, and it is added into the target partial in which most of them are. Those copies
+    are counted at one of the ranks.
 
     Args:
         cells: The cell that a rank has, shape (ranks in both, source shares, target shares).
@@ -220,8 +219,8 @@ def _addends(cells: Ints, homes: Ints) -> Ints:
     keys, first, copies = np.unique(
         (shares * num_cells + cells) * num_homes + homes, return_index=True, return_counts=True
     )
-    # The keys are sorted: those of one cell follow each other, one for each target partial that has
-    # a copy. The largest count of each run is what is saved.
+    # The keys are sorted: keys of one cell follow each other, one for each target partial that has
+    # a copy. The largest count of each run is saved.
     start = np.flatnonzero(np.diff(keys // num_homes, prepend=-1))
     saved = np.zeros(cells.size, dtype=np.int64)
     saved[first[start]] = np.maximum.reduceat(copies, start)
@@ -233,7 +232,7 @@ class End:
     """The source or the target of a transfer, in codes.
 
     Args:
-        mesh_shape: Of the mesh.
+        mesh_shape: Shape of the mesh.
         codes: The entry of each axis.
     """
 
@@ -259,7 +258,7 @@ def messages(sizes: Sizes, source: End, target: End, shared: tuple[Ints, Ints]) 
     """Return the elements that each source rank sends each target rank.
 
     Args:
-        sizes: Of the tensor.
+        sizes: Sizes of the tensor.
         source: The state before.
         target: The state after.
         shared: Positions of the ranks in both: in the source mesh, in the target mesh.
@@ -275,11 +274,11 @@ def messages(sizes: Sizes, source: End, target: End, shared: tuple[Ints, Ints]) 
         wanted = [bound[target.mask(dim)] for bound in intervals(extent, target.mesh_shape)]
         lengths = common_lengths((held[0], held[1]), (wanted[0], wanted[1]))
         factors.append(sizes.factors(dim, lengths))
-    # Everything below is by (source rank, target rank). A rank's number among some mesh axes says
-    # what it has: among `P` axes its term, among `P` and `S` axes its tile, among `B` axes which of
-    # the copies of that tile.
+    # Everything below is by (source rank, target rank). A rank's number among some mesh axes
+    # identifies its data: among `P` axes its term, among `P` and `S` axes its tile, among `B` axes
+    # its copy of that tile.
     #
-    # Receivers take turns among the copies of a tile, but for those who have the tile.
+    # Receivers take turns among the copies of a tile, except receivers that have the tile.
     tile, term = ns[source.partial | source.split], ns[source.partial]
     copied = source.mask(BROADCAST)
     turn = np.arange(nt.shape[1]) % num_ranks(source.mesh_shape, copied)
@@ -288,10 +287,10 @@ def messages(sizes: Sizes, source: End, target: End, shared: tuple[Ints, Ints]) 
     sends = (ns[copied][:, None] == turn) & (tile[:, None] != own)
     sums = target.mask(SUM)
     if sums:
-        # A term is added in the target partial where most copies of it are already (`homes` in
+        # A term is added in the target partial that already has most copies of it (`homes` in
         # `slices._Tiles`): `saved` counts them by (tile, box, target partial). The first of equals
-        # in turn from the number of the term wins, which is why the columns are put in that order
-        # before `argmax`, which takes the first.
+        # in turn from the number of the term wins, so the columns are put in that order before
+        # `argmax`, which takes the first.
         home, box = nt[sums], nt[target.split]
         saved = np.zeros((tile.max() + 1, box.max() + 1, home.max() + 1), dtype=np.int64)
         np.add.at(saved, (tile[here], box[there], home[there]), 1)
