@@ -79,9 +79,11 @@ def test_callbacks_are_explained_by_what_their_dataclasses_say(topic: str) -> No
     values = {**COMPOSED.values, "trainer": {"callbacks": []}}
     lines = render_topics(APP, replace(COMPOSED, values=values), CATALOG, [topic]).splitlines()
 
-    assert "callback early_stop, of sbp-launch: end a run that no longer becomes better" in lines
+    assert (
+        "callback early_stop, of sbp-launch: end a run whose evaluations no longer improve" in lines
+    )
     told = " ".join(" ".join(lines).split())
-    assert "patience=3 Evaluations without a better one, >= 1, after the last of which" in told
+    assert "patience=3 Evaluations without an improvement after which the run ends, >= 1." in told
     assert "(takes 'min' or 'max')" in told
 
 
@@ -119,7 +121,7 @@ def test_the_page_of_settings_names_those_without_a_comment(tmp_path: Path) -> N
 
     assert without_comment(catalog) == ["trainer/own.yaml: trainer.steps"]
     assert "| `trainer.seed` | `1` | an integer | of it |" in page(catalog)
-    assert "| `patience` | `3` | an integer | Evaluations without a better one" in page(catalog)
+    assert "| `patience` | `3` | an integer | Evaluations without an improvement" in page(catalog)
 
 
 def test_the_overview_fits_its_width_and_marks_what_is_chosen() -> None:

@@ -99,7 +99,7 @@ def sbp_loggers() -> Mapping[str, Factory]:
 @hookimpl
 def sbp_callbacks() -> Mapping[str, Factory]:
     """Register callbacks of the trainer."""
-    kinds = {"early_stop": (EarlyStopConfig, "end a run that no longer becomes better")}
+    kinds = {"early_stop": (EarlyStopConfig, "end a run whose evaluations no longer improve")}
     return _factories("trainer.early_stop", kinds)
 
 

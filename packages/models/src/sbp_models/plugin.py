@@ -55,7 +55,7 @@ def sbp_models() -> Mapping[str, Factory]:
         "bert": Factory(
             build="sbp_models.bert:build",
             config=BertConfig,
-            summary="transformer encoder, which guesses masked tokens",
+            summary="transformer encoder that predicts masked tokens",
         ),
         "t5": Factory(
             build="sbp_models.t5:build",
@@ -95,7 +95,7 @@ def sbp_datasets() -> Mapping[str, Factory]:
         "text": Factory(
             build="sbp_models.text:build_text",
             config=TextConfig,
-            summary="bytes of a file or folder of yours",
+            summary="the bytes of your file or folder",
         ),
         "images": Factory(
             build="sbp_models.images:build",
@@ -110,12 +110,12 @@ def sbp_datasets() -> Mapping[str, Factory]:
         "tokens": Factory(
             build="sbp_models.token_text:build",
             config=TokensConfig,
-            summary="text files or .jsonl of yours, cut by a tokenizer.json, packed",
+            summary="your text or .jsonl files, tokenised by a tokenizer.json and packed",
         ),
         "image_folder": Factory(
             build="sbp_models.image_folder:build",
             config=ImageFolderConfig,
-            summary="images of yours, a folder for each class",
+            summary="your images, in a folder for each class",
         ),
         "digits": Factory(
             build="sbp_models.digits:build",
@@ -125,17 +125,17 @@ def sbp_datasets() -> Mapping[str, Factory]:
         "webdataset": Factory(
             build="sbp_models.webdataset:build",
             config=WebDatasetConfig,
-            summary="images of yours in tar files, as webdataset writes them",
+            summary="your images in tar files of the webdataset format",
         ),
         "click_log": Factory(
             build="sbp_models.click_log:build",
             config=ClickLogConfig,
-            summary="clicks of yours in Parquet or CSV files",
+            summary="your clicks, in Parquet or CSV files",
         ),
         "hf_dataset": Factory(
             build="sbp_models.hf_dataset:build",
             config=HfDatasetConfig,
-            summary="a folder that the library datasets has saved",
+            summary="a folder that the library `datasets` has saved",
         ),
     }
 

@@ -40,7 +40,7 @@ def sbp_planners() -> Mapping[str, Factory]:
         "auto": Factory(
             build="sbp_planner.auto:build",
             config=AutoConfig,
-            summary="other planners, on other meshes of the same ranks: the fastest that fits",
+            summary="other planners, on all meshes of the ranks: the fastest plan that fits",
         ),
         "dlplacer": Factory(
             build="sbp_planner.placers:build_dlplacer",
@@ -50,12 +50,12 @@ def sbp_planners() -> Mapping[str, Factory]:
         "exhaustive": Factory(
             build="sbp_planner.exhaustive:build",
             config=ExhaustiveConfig,
-            summary="every assignment of a step of a few operators",
+            summary="tries every assignment; for steps of a few operators",
         ),
         "galvatron": Factory(
             build="sbp_planner.galvatron:build",
             config=GalvatronConfig,
-            summary="stages, and for each layer samples, states or matrices split",
+            summary="pipeline stages, and for each layer split samples, states or matrices",
         ),
         "gpipe": Factory(
             build="sbp_planner.pipelines:build_gpipe",
@@ -65,7 +65,7 @@ def sbp_planners() -> Mapping[str, Factory]:
         "greedy": Factory(
             build="sbp_planner.greedy:build",
             config=GreedyConfig,
-            summary="operator after operator, the cheapest signature right there",
+            summary="one operator after another, each with the cheapest signature",
         ),
         "ilp": Factory(
             build="sbp_planner.ilp:build",
@@ -95,7 +95,7 @@ def sbp_planners() -> Mapping[str, Factory]:
         "tofu": Factory(
             build="sbp_planner.tofu:build",
             config=TofuConfig,
-            summary="the ranks in prime factors, decided one after the other",
+            summary="the number of ranks in prime factors, one decision for each",
         ),
         "propagate": Factory(
             build="sbp_planner.propagate:build",
@@ -106,7 +106,7 @@ def sbp_planners() -> Mapping[str, Factory]:
         "manual": Factory(
             build="sbp_planner.manual:build",
             config=ManualConfig,
-            summary="a few pinned tensors, the rest inferred at least cost",
+            summary="a few tensors are pinned, the rest is inferred at the least cost",
         ),
         "file": Factory(
             build="sbp_planner.file:build",
@@ -116,7 +116,7 @@ def sbp_planners() -> Mapping[str, Factory]:
         "osdp": Factory(
             build="sbp_planner.osdp:build",
             config=OsdpConfig,
-            summary="each parameter replicated or sharded, under a memory limit, exactly",
+            summary="each parameter replicated or sharded, the fastest within a memory limit",
         ),
     }
 

@@ -17,9 +17,9 @@ class EarlyStopConfig:
 
     Args:
         monitor: A metric of evaluation: `held_out_loss`, or `held_out_NAME` of the model's metric.
-        mode: Whether a lower (`min`) or a higher (`max`) one is better.
-        patience: Evaluations without a better one, >= 1, after the last of which the run ends.
-        min_delta: By more than this a better one has to be better, >= 0.
+        mode: Whether a lower (`min`) or a higher (`max`) value is better.
+        patience: Evaluations without an improvement after which the run ends, >= 1.
+        min_delta: A change of at most this much is not an improvement, >= 0.
     """
 
     monitor: str = "held_out_loss"
