@@ -1,10 +1,10 @@
 """The sessions of this repository: `python3 -m nox -l` lists them.
 
-Sessions install other people's packages in the versions of constraints.txt, and PyTorch in that of
-integration/repository.py, unless the variable SBP_TORCH names another requirement, such as
-`SBP_TORCH=torch==2.11.0`; if it is empty, all but PyTorch. Where PyTorch comes from is pip's own
-affair (see the README for machines without a GPU). Arguments behind `--` go to the main command of
-a session.
+Sessions install third-party packages in the versions of constraints.txt, and PyTorch in the version
+of integration/repository.py. The variable SBP_TORCH replaces the latter, for example by
+`SBP_TORCH=torch==2.11.0`; if it is empty, PyTorch is not installed. Settings of pip decide where
+PyTorch comes from (see the README for machines without a GPU). Arguments after `--` go to the main
+command of a session.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from repository import (  # noqa: E402
 
 EXAMPLE = INTEGRATION / "example-plugin"
 
-#: What holds versions in most sessions.
+#: The version constraints of most sessions.
 RESOLVED = [*CONSTRAINTS.read_text("utf-8").splitlines(), TORCH]
 
 RUFF = "ruff==0.17.5"
@@ -57,11 +57,11 @@ TRANSFORMERS = "transformers>=5.0,<6"
 RICH = "rich>=13.7"
 MKDOCS = ("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10")
 
-#: Ranks are threads in most tests; more threads below them only fight for the cores. With `CI`,
-#: Hypothesis takes the same examples every time, and gives each the time that it takes.
+#: Ranks are threads in most tests; more threads in each rank only compete for the cores. With `CI`,
+#: Hypothesis uses the same examples every time, without a deadline.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CI": "true"}
 
-#: The tests of every commit, those that take a second or more, and both.
+#: The tests of every commit, the tests that take a second or more, and both.
 QUICK = ("-m", "not slow and not exhaustive and not gpu")
 SLOW = ("-m", "slow and not exhaustive and not gpu")
 UNMARKED = ("-m", "not exhaustive and not gpu")
@@ -72,7 +72,7 @@ ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
 #: Exit status of pytest when no test was selected.
 NO_TESTS = 5
 
-#: Makes a session one for each package.
+#: Runs a session for each package.
 EACH_PACKAGE = nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
 
 NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
@@ -82,20 +82,20 @@ SOURCES = [str(package.folder / "src") for package in PACKAGES]
 def pip_install(
     session: nox.Session, *arguments: str, constraints: Sequence[str] = RESOLVED
 ) -> None:
-    """Install, with PyTorch and others held to the versions above, or to those given."""
+    """Install with constraints: the versions above, or the given ones."""
     file = Path(session.virtualenv.location, "constraints.txt")
     file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
     session.install("--constraint", str(file), *arguments)
 
 
 def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> None:
-    """Install all packages, and before them what they need of others."""
-    held = ("--build-constraint", CONSTRAINTS.as_uri())  # which pips of Pythons do not know
+    """Install the third-party requirements of all packages, and then our packages."""
+    held = ("--build-constraint", CONSTRAINTS.as_uri())  # unknown to pips that come with Python
     pip_install(session, "pip", HATCHLING)
-    # In a call without ours: what others distribute as source has build requirements of its own,
-    # which only an environment for each build is sure to have.
+    # In a separate call: third-party source distributions have their own build requirements, which
+    # only an isolated environment for each build is sure to have.
     pip_install(session, *held, *sorted({*needed_of_others(with_tests), *more}))
-    # One hatchling for all folders, in place of an environment for each. Nothing is missing now.
+    # One hatchling builds all folders, without isolated environments. Nothing else is missing now.
     folders = (str(package.folder) for package in PACKAGES)
     complete = "--no-index" if TORCH else "--no-deps"
     pip_install(session, "--no-build-isolation", complete, *folders)
@@ -115,7 +115,7 @@ def run_pytest(
 def test_package(
     session: nox.Session, package: Package, select: Sequence[str], *arguments: str
 ) -> None:
-    """Run those tests of a package that are selected; on all cores, if it is made for that."""
+    """Run the selected tests of a package; on all cores, if its tests support this."""
     at_once = ON_ALL_CORES if package.tests_at_once else ()
     run_pytest(session, package.folder, *select, *at_once, *arguments, may_be_empty=select is SLOW)
 
@@ -138,25 +138,25 @@ def check_style(session: nox.Session) -> None:
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 
-#: What checks that imports keep to the declared API, in the folder `integration`.
+#: The command that checks that imports keep to the declared API, in the folder `integration`.
 API = (("python", "-m", "api", "check"), ("python", "-m", "api", "document", "--check"))
 
-#: What does as the README says on an empty machine, in the folder `integration`.
+#: The command that follows the README on an empty machine, in the folder `integration`.
 COLD = ("python", "-m", "cold", "train", "--torch", TORCH)
 
-#: What checks the types of every package, at the root.
+#: The command that checks the types of every package, at the root.
 TYPES = ("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
 
 
 def check_api(session: nox.Session) -> None:
-    """Check that imports keep to the declared API, and that its page is of today."""
+    """Check that imports keep to the declared API, and that its pages are up to date."""
     with session.chdir(INTEGRATION):
         for command in API:
             session.run(*command)
 
 
 def try_example_plugin(session: nox.Session) -> None:
-    """Install the example plugin from its wheel beside our packages, and use it."""
+    """Install the example plugin from its wheel next to our packages, and use it."""
     wheel = build_wheel(session, EXAMPLE)
     pip_install(session, "--force-reinstall", "--no-deps", wheel)
     run_pytest(session, EXAMPLE)
@@ -168,7 +168,7 @@ def try_example_plugin(session: nox.Session) -> None:
 
 
 def run_integration(session: nox.Session, *arguments: str, may_be_empty: bool = False) -> None:
-    """Run the tests that know several packages."""
+    """Run the tests that involve several packages."""
     folder = INTEGRATION
     run_pytest(session, folder, "--ignore=example-plugin", *arguments, may_be_empty=may_be_empty)
 
@@ -182,14 +182,14 @@ def train(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def cold(session: nox.Session) -> None:
-    """The README's first command where there is nothing but a Python; `-- 3.13` for that one."""
+    """The README's first command on a machine with only Python; `-- 3.13` for one version."""
     with session.chdir(INTEGRATION):
         session.run(*COLD, *session.posargs)
 
 
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
-    """Everything that CI needs, in one environment, but for what is in the session `slow`."""
+    """Everything that CI needs, in one environment, except the tests of the session `slow`."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
     with beside(session, INTEGRATION, *COLD):
@@ -214,7 +214,7 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def changed(session: nox.Session) -> None:
-    """The tests of what differs from `-- BASE` (origin/main), of what builds on it; integration."""
+    """The tests of packages changed since `-- BASE` (origin/main), of dependents; integration."""
     (base,) = session.posargs or ["origin/main"]
     git: dict[str, Any] = {"external": True, "silent": True, "log": False}
     ancestor = str(session.run("git", "merge-base", base, "HEAD", **git)).strip()
@@ -253,7 +253,7 @@ for _package in PACKAGES:
 @EACH_PACKAGE
 def alone(session: nox.Session, package: Package) -> None:
     """A package with its declared dependencies only: imports, then its tests."""
-    # What it declares of ours is built here and named, lest pip look for it elsewhere.
+    # Our packages that it declares are built here and named, so that pip does not download them.
     declared = [build_wheel(session, other.folder) for other in needed_of(package)]
     own = build_wheel(session, package.folder)
 
@@ -270,7 +270,7 @@ def alone(session: nox.Session, package: Package) -> None:
 
 
 def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
-    """Run a package's quick tests with the lowest or newest versions that it declares of others."""
+    """Run a package's quick tests with the lowest or newest third-party versions it declares."""
     needed = needed_of(package, package.test_dependencies)
     wheels = [build_wheel(session, other.folder) for other in (package, *needed)]
     declared = [entry for one in (package, *needed) for entry in one.dependencies]
@@ -287,18 +287,18 @@ def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
 @nox.session(reuse_venv=False)
 @EACH_PACKAGE
 def lowest(session: nox.Session, package: Package) -> None:
-    """A package with the lowest versions that it declares, but of test tools; its quick tests."""
+    """A package's quick tests with the lowest versions that it declares, except of test tools."""
     try_end(session, package, lowest=True)
 
 
 @nox.session(reuse_venv=False)
 @EACH_PACKAGE
 def newest(session: nox.Session, package: Package) -> None:
-    """A package with the newest versions that it allows, of test tools too; its quick tests."""
+    """A package's quick tests with the newest versions that it allows, also of test tools."""
     try_end(session, package, lowest=False)
 
 
-@nox.session(python="3.11")  # the lowest that packages are for: others have what it has
+@nox.session(python="3.11")  # the lowest supported version: its resolution also works on later ones
 def constraints(session: nox.Session) -> None:
     """Resolve the newest versions that all packages and sessions allow into constraints.txt."""
     report = Path(session.create_tmp(), "report.json")
@@ -315,7 +315,7 @@ def constraints(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def api(session: nox.Session) -> None:
-    """What changed in the API since the last releases, and which versions that asks for."""
+    """The API changes since the last releases, and the versions that they require."""
     session.install(GRIFFE)
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "api", "compare", *session.posargs)
@@ -331,7 +331,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def size(session: nox.Session) -> None:
-    """Lines of source by package and room; `-- --against main` with the difference from that."""
+    """Lines of source by package and room; `-- --against main` shows differences from main."""
     session.run(sys.executable, str(INTEGRATION / "size.py"), *session.posargs)
 
 
@@ -359,7 +359,7 @@ def release(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def integration(session: nox.Session) -> None:
-    """The tests that know several packages."""
+    """The tests that involve several packages."""
     install_all(session, TRANSFORMERS, GRIFFE, "nox", with_tests=True)
     run_integration(session, *UNMARKED, *ON_ALL_CORES, *session.posargs)
 
@@ -378,7 +378,7 @@ def run_program(session: nox.Session, name: str, *arguments: str) -> None:
 
 
 def box_everything(session: nox.Session, *arguments: str) -> None:
-    """Run all there is of boxing: routes, and every case of the conformance suite on CPUs.
+    """Run all exhaustive tests of boxing: routes, and every case of the conformance suite on CPUs.
 
     Prints the number of cases and their time by backend and number of ranks.
     """
@@ -389,7 +389,7 @@ def box_everything(session: nox.Session, *arguments: str) -> None:
 
 
 def kill_ranks(session: nox.Session, *arguments: str) -> None:
-    """Kill ranks of every backend and launcher, those that train, and processes that save."""
+    """Kill ranks of every backend and launcher, ranks that train, and processes that save."""
     kinds = [("--training",), ("--saves", "--count", "100")]
     kinds = [()] if {"--training", "--saves"} & {*arguments} else [(), *kinds]
     for kind in kinds:
@@ -397,7 +397,7 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
 
 
 def run_all_of(name: str, *select: str) -> Callable[..., None]:
-    """Return what runs the exhaustive tests of a package, or those of them that are selected."""
+    """Return a function that runs the exhaustive tests of a package, or selected ones."""
 
     def run(session: nox.Session, *arguments: str) -> None:
         package = next(one for one in PACKAGES if one.name == name)
@@ -407,9 +407,9 @@ def run_all_of(name: str, *select: str) -> Callable[..., None]:
 
 
 #: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone: edits of files
-#: of every kind, real models under every layout, 10,000 random programs beside plain PyTorch, the
-#: algebra over PyTorch's operator samples, many steps in which nothing may grow, and plans of a
-#: matrix that were stored before a refactor (`-- replay compare FILE`).
+#: of every kind, real models under every layout, 10,000 random programs against plain PyTorch, the
+#: algebra over PyTorch's operator samples, a long run without growth of memory, and a comparison of
+#: plans with those stored before a refactor (`-- replay compare FILE`).
 PROGRAMS = {
     "fuzz": "fuzz",
     "models": "models",
@@ -421,18 +421,18 @@ PROGRAMS = {
 
 #: Further parts that run alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
-    # What is said of 10,000 random networks of actors, beside their execution:
+    # Static results for 10,000 random networks of actors, compared with their execution:
     "actors": run_all_of("sbp-core", "tests/test_dataflow_random.py", "--log-cli-level=INFO"),
     "boxing": box_everything,
     "kills": kill_ranks,
-    # Planners, stages and the choice solver, beside everything there is to choose:
+    # Planners, stages and the choice solver, compared with all possible choices:
     "planner": run_all_of("planner", *ON_ALL_CORES),
 }
 
 
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """All that takes long; or a part of it: `-- boxing`, `-- fuzz`, `-- kills`, `-- models`, ..."""
+    """All long tests; or a part of them: `-- boxing`, `-- fuzz`, `-- kills`, `-- models`, ..."""
     install_all(session, RICH, TRANSFORMERS, with_tests=True)
     part, *arguments = session.posargs or [""]
     if part in PROGRAMS:
@@ -455,7 +455,7 @@ def exhaustive(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def stories(session: nox.Session) -> None:
-    """What users expect: each criterion, its proof, and whether it holds; `-- NUMBER` for one."""
+    """The user stories: each criterion, its proof, and whether it holds; `-- NUMBER` for one."""
     install_all(session, RICH, "nox", with_tests=True)
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "stories", *session.posargs, env=TEST_ENVIRONMENT)
@@ -477,15 +477,15 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
-    """Links between the documents, and all commands and examples; `-- PAGE` for those of a page."""
-    install_all(session, with_tests=True)  # with what data sets of files need
+    """Check links between documents, and run commands and examples; `-- PAGE` for one page."""
+    install_all(session, with_tests=True)  # with the libraries for data sets in files
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "documents", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
 def site(session: nox.Session) -> None:
-    """The documents as pages for a browser, into build/site; a link that leads nowhere fails."""
+    """The documents as a web site, into build/site; a dead link is an error."""
     pip_install(session, *MKDOCS)
     with session.chdir(INTEGRATION):
         session.run("mkdocs", "build", "--strict", *session.posargs)

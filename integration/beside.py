@@ -1,4 +1,4 @@
-"""Commands that run while a session of nox runs others."""
+"""Commands that run in the background of a nox session."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
-    """Run a command of the environment while the block runs; the session fails if it does.
+    """Run a command of the environment while the block runs; the session fails if the command does.
 
-    It takes what is left of the cores, so that what the block runs is hardly slower: tests of
-    backends wait for each other and for deadlines much of the time.
+    The command has low priority, so it hardly slows down the block: tests of backends spend much of
+    their time waiting for each other and for deadlines.
     """
     found = shutil.which(command[0], path=os.pathsep.join(session.virtualenv.bin_paths or ()))
     if found is None:
@@ -39,7 +39,7 @@ def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # and what it started
+            os.killpg(process.pid, signal.SIGTERM)  # together with its children
             raise
         finally:
             code = process.wait()

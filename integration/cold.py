@@ -1,12 +1,12 @@
-"""Run a command of the README as on a machine with nothing but Python: no package, home or cache.
+"""Run a command of the README as on a machine with only Python: no package, home or cache.
 
 `python integration/cold.py train [--torch REQUIREMENT] [VERSION ...]` sets up and trains in a copy
-of the sources, with the Python that runs this and every other of `PYTHONS` that the machine has, or
-with those named. The others install PyTorch where pip finds a build for CPUs alone, or where they
-are named: the default build for Linux brings gigabytes of CUDA. Otherwise they install all but
-PyTorch, and print the settings of the training.
+of the sources, with the Python that runs this script and every other Python of `PYTHONS` on the
+machine, or with the named versions. Other versions install PyTorch if pip finds a build for CPUs
+only, or if they are named, because the default build for Linux needs gigabytes of CUDA. Otherwise
+they install everything except PyTorch, and print the settings of the training.
 
-`python integration/cold.py tests` runs the tests, in place, with the Python that runs this.
+`python integration/cold.py tests` runs the tests, in place, with the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OWN = ".".join(map(str, sys.version_info[:2]))
 PYTHONS = tuple(dict.fromkeys((OWN, "3.11", "3.12", "3.13")))
 
-#: Variables that a new machine does not have, by their beginnings. With XDG_CONFIG_HOME goes what
-#: lies below HOME, but not the system's own XDG_CONFIG_DIRS.
+#: Prefixes of variables that a new machine does not have. XDG_CONFIG_HOME replaces the files below
+#: HOME, but the system's own XDG_CONFIG_DIRS stay.
 DROPPED = ("HOME", "NOX", "PYTHON", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
 
 
 def command_of(readme: str, session: str) -> tuple[str, str]:
-    """Return the README's command for a session, and what makes a short run of it."""
+    """Return the README's command for a session, and the arguments for a short run."""
     pattern = rf"<!-- (?:run sbp-train with: (.*)|.*) -->\n```console\n\$ (.*nox -s {session})\n"
     found = re.search(pattern, readme)
     if found is None:
@@ -48,7 +48,7 @@ def find_python(version: str) -> str | None:
     command = shutil.which(f"python{version}")
     if command is None:
         return None
-    # Where pyenv lends this name to all of its Pythons, the variable says which is meant.
+    # If pyenv provides this name for all of its Pythons, this variable selects one.
     environment = {**os.environ, "PYENV_VERSION": version}
     script = "import ensurepip, sys; print(sys.executable)"
     done = subprocess.run([command, "-c", script], env=environment, capture_output=True, text=True)
@@ -56,10 +56,10 @@ def find_python(version: str) -> str | None:
 
 
 def variables(outer: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the variables of a new machine whose home and caches lie below a folder.
+    """Return the variables of a new machine whose home and caches are below a folder.
 
-    Where packages come from is pip's own affair: its variables and its files stay, even that of the
-    user, which would lie below the home.
+    The sources of packages are not changed: pip's variables and configuration files stay, even the
+    user's file, which would be below the home.
     """
     config = Path(outer.get("XDG_CONFIG_HOME") or Path(outer["HOME"], ".config"), "pip", "pip.conf")
     return {
@@ -90,7 +90,7 @@ def train(python: str, torch: str, *, in_any_build: bool) -> int:
     with new_machine(python) as (folder, environment):
         copy = folder / "sbp"
         shutil.copytree(ROOT / "packages", copy / "packages")
-        (copy / "integration").mkdir()  # of which the noxfile needs some modules
+        (copy / "integration").mkdir()  # the noxfile needs some of its modules
         for path in filter(Path.is_file, [*ROOT.iterdir(), *ROOT.glob("integration/*")]):
             shutil.copy(path, copy / path.relative_to(ROOT))
         probe = ["python3", "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]

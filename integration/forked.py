@@ -1,7 +1,7 @@
-"""Commands of ours in copies of this process: what one takes to import PyTorch is taken once.
+"""Run our commands in forks of this process, so that PyTorch is imported only once.
 
-For tests that run many commands. Only with one thread for each process (`OMP_NUM_THREADS=1`): pools
-of threads do not survive a fork.
+This is for tests that run many commands. It needs one thread per process (`OMP_NUM_THREADS=1`),
+because thread pools do not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from sbp_core.signatures import installed_rules
 
-#: Modules of the commands that take PyTorch.
+#: Modules of the commands that import PyTorch.
 COMMANDS = {
     "sbp-train": "sbp_launch.apps.train",
     "sbp-plan": "sbp_launch.apps.plan",
@@ -30,31 +30,31 @@ COMMANDS = {
 
 
 def can_fork() -> bool:
-    """Return whether commands may run so."""
+    """Return whether commands can run in forks."""
     return hasattr(os, "fork") and os.environ.get("OMP_NUM_THREADS") == "1"
 
 
 def run_forked(
     command: Sequence[str], folder: Path, plugins: str = "", timeout_s: int = 0
 ) -> tuple[int, str]:
-    """Run `python -m command` in a copy of this process.
+    """Run `python -m command` in a fork of this process.
 
     Args:
         command: Module and arguments.
-        folder: Where it runs.
-        plugins: A folder that it finds modules in, if any.
-        timeout_s: When it is ended; 0 for never.
+        folder: Its working directory.
+        plugins: A folder with further modules, if any.
+        timeout_s: Seconds after which it is ended; 0 for no limit.
 
     Returns:
-        Its exit code, that of `SIGALRM` if it took too long, and what it printed.
+        Its exit code, that of `SIGALRM` if it took too long, and its output.
     """
-    import torch._dynamo  # noqa: F401 # what capture imports, too
+    import torch._dynamo  # noqa: F401 # capture imports it, too
 
     import sbp_torch.graph_capture  # noqa: F401
 
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
         with warnings.catch_warnings():
-            # Threads of the test runner are not copied, nor needed.
+            # A fork does not copy the threads of the test runner, which are not needed.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -67,15 +67,15 @@ def run_forked(
 
 
 def run_command(command: Sequence[str], folder: Path, *, limit_s: int = 800) -> tuple[int, str]:
-    """Run `python -m command` in a copy of this process, or in one of its own if it has to be.
+    """Run `python -m command` in a fork of this process, or in a new process if necessary.
 
     Args:
         command: Module and arguments.
-        folder: Where it runs.
+        folder: Its working directory.
         limit_s: Seconds after which it is ended.
 
     Returns:
-        Its exit code, and what it printed.
+        Its exit code, and its output.
     """
     if can_fork():
         return run_forked(command, folder, timeout_s=limit_s)
@@ -93,7 +93,7 @@ def run_command(command: Sequence[str], folder: Path, *, limit_s: int = 800) -> 
 
 def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: int) -> NoReturn:
     """Run a command in this process, which then ends."""
-    code: object = 70  # of a fault in these very lines
+    code: object = 70  # the exit code for an error in this function itself
     try:
         os.chdir(folder)
         for number, stream in ((1, "stdout"), (2, "stderr")):
@@ -101,7 +101,7 @@ def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: in
             setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
         if plugins:
             sys.path.insert(0, plugins)
-            # The rules that this process may have gathered are those without these plugins.
+            # This process may have cached the rules without these plugins.
             installed_rules.cache_clear()
         sys.argv = list(command)
         warnings.resetwarnings()  # pytest's are errors

@@ -1,7 +1,7 @@
-"""Import every module of the package named first on the command line; the first failure is shown.
+"""Import every module of the package named first on the command line; show the first failure.
 
-Further arguments name what extras bring and what is not installed yet: a module that lacks one of
-those is counted as waiting for it, not as a failure.
+Further arguments name modules of extras that are not installed: a module that needs one of them
+counts as waiting for it, not as a failure.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def main() -> None:
 
 def _modules(path: object, name: str) -> list[str]:
     def waits(_: str) -> None:
-        """Go on after a package that needs an extra; it is reported when it is imported."""
+        """Continue after a package that needs an extra; it is reported when it is imported."""
 
     return [found.name for found in pkgutil.walk_packages(path, f"{name}.", onerror=waits)]
 

@@ -1,8 +1,8 @@
 """The documents of this repository as pages of a site: hooks of mkdocs, see `mkdocs.yml`.
 
-A page has the path that its document has here, so that links between documents stay what they are.
-Links to other files lead to the repository's address, if there is such a file; those that lead
-nowhere are left alone, and mkdocs refuses them.
+A page has the path of its document in the repository, so that links between documents do not
+change. Links to other existing files are redirected to the repository's address. Dead links are not
+changed, and mkdocs refuses them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 URLS = next(one for one in PACKAGES if one.name == "sbp-core").project["urls"]
 
-#: What is said to those who run the documents.
+#: Comments for the program that runs the documents.
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Say where the repository is, and in which order pages are listed."""
+    """Set the address of the repository, and the order of pages."""
     config.site_url, config.repo_url, config.repo_name = URLS["Homepage"], URLS["Source"], "Source"
     config.extra_css = ["wide.css"]
     plugins = [path for path in documents() if path.startswith("integration/")]
@@ -41,7 +41,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def _contents() -> list[str | dict[str, list[str]]]:
-    """Return the sections of docs/README.md, each with its pages in their order there."""
+    """Return the sections of docs/README.md, each with its pages in order."""
     text = (ROOT / "docs" / "README.md").read_text("utf-8")
     found: list[str | dict[str, list[str]]] = ["docs/README.md"]
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -70,23 +70,23 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links to other files lead to the repository."""
+    """Redirect links to other files to the repository."""
     return linked(_COMMENT.sub("", markdown), page.file.src_uri, documents())
 
 
 def linked(markdown: str, path: str, pages: Collection[str], root: Path = ROOT) -> str:
-    """Return the text of a document whose links lead to pages, or to files of the repository.
+    """Return the text of a document with links to pages, or to files of the repository.
 
     Args:
-        markdown: Of the document.
-        path: Of the document, from the root of the repository.
-        pages: Paths of all documents, likewise.
-        root: Of the repository.
+        markdown: Text of the document.
+        path: Path of the document, from the root of the repository.
+        pages: Paths of all documents, from the root of the repository.
+        root: Root of the repository.
     """
 
     def link(found: re.Match[str]) -> str:
         target = found["target"]
-        if target is None or "://" in target:  # code, or elsewhere
+        if target is None or "://" in target:  # code, or an external link
             return found[0]
         inside = os.path.normpath(Path(path).parent / target)
         if inside in pages or inside.startswith("..") or not (root / inside).exists():

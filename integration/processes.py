@@ -1,6 +1,6 @@
-"""The ranks of a run as processes of a test: forked, so that PyTorch is imported once.
+"""Run the ranks of a test as forked processes, so that PyTorch is imported once.
 
-Their boxing backend is `torch` over gloo; they meet in a file.
+Their boxing backend is `torch` over gloo, with a rendezvous in a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from forked import can_fork
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 
-#: (rank, backend that is not yet open) -> picklable result. Of a module, if it cannot be forked.
+#: (rank, backend that is not yet open) -> picklable result. If it cannot be forked, it must be a
+#: module-level function.
 Job = Callable[[int, BoxingBackend], Any]
 
 #: Seconds after which ranks that still run are ended.
@@ -33,7 +34,7 @@ def run_ranks(num_ranks: int, job: Job) -> list[Any]:
     """
     context = multiprocessing.get_context("fork" if can_fork() else "spawn")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Threads of the test runner are not copied, nor needed.
+        # A fork does not copy the threads of the test runner, which are not needed.
         warnings.simplefilter("ignore", DeprecationWarning)
         ranks = {}
         for rank in range(num_ranks):
@@ -73,7 +74,7 @@ def _work(rank: int, num_ranks: int, init_method: str, job: Job, pipe: Connectio
     settings = {"rank": rank, "world_size": num_ranks, "init_method": init_method}
     try:
         backend = discover(strict=True).make("boxing", "torch", settings)
-        # Bytes: tensors that are sent as such live in memory of this process, which ends.
+        # Send bytes: tensors themselves would be in memory of this process, which ends.
         pipe.send_bytes(pickle.dumps((job(rank, backend), None)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

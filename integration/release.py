@@ -1,12 +1,12 @@
 """Build, check and tag a release of one package; push and upload nothing.
 
-`python integration/release.py PACKAGE`, in an environment with build, twine and griffe, does all of
-this or leaves no tag:
+`python integration/release.py PACKAGE`, in an environment with build, twine and griffe, does all
+steps or leaves no tag:
 
-1. The working tree is clean, the version in `pyproject.toml` has no tag and is higher than those
-   that have, the changelog has a heading with it and its day, and the changes of the API ask for no
-   higher one.
-2. It builds the source distribution, and the wheel from that, into `dist/`, and twine checks them.
+1. It checks that the working tree is clean, that the version in `pyproject.toml` has no tag and is
+   higher than all tagged versions, that the changelog has a heading with version and date, and that
+   the changes of the API require no higher version.
+2. It builds the source distribution, and the wheel from it, into `dist/`, and twine checks them.
 3. It tags the commit: `sbp-core-v0.1.0`.
 """
 
@@ -23,19 +23,19 @@ from pathlib import Path
 from api.compare import compare
 from repository import ROOT, Package, packages_below
 
-#: Stands in for the address of the project, which has none yet.
+#: A placeholder for the address of the project, which has none yet.
 _NO_ADDRESS = "//example.org/"
 
 
 class ReleaseError(Exception):
-    """Why a package cannot be released, and what to do."""
+    """A package cannot be released; the message names the reason and the remedy."""
 
 
 def find(root: Path, name: str) -> Package:
     """Return a package by the name of its folder or of its distribution.
 
     Raises:
-        ReleaseError: there is none.
+        ReleaseError: there is no such package.
     """
     packages = packages_below(root)
     names = {one: package for package in packages for one in (package.name, _distribution(package))}
@@ -47,7 +47,7 @@ def find(root: Path, name: str) -> Package:
 
 
 def faults(root: Path, package: Package) -> Iterator[str]:
-    """Yield what keeps a package from being released as it is, with what to do."""
+    """Yield the obstacles to a release of a package, with remedies."""
     version, tag = str(package.project["version"]), tag_of(package)
     if changed := git(root, "status", "--porcelain").splitlines():
         yield f"{len(changed)} files are not committed, such as {changed[0][3:]}: commit them"
@@ -114,7 +114,7 @@ def _distribution(package: Package) -> str:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Return what git prints."""
+    """Return the output of git."""
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -123,7 +123,7 @@ def run(root: Path, *command: str) -> None:
     """Run a command.
 
     Raises:
-        ReleaseError: it fails.
+        ReleaseError: the command fails.
     """
     code = subprocess.run(command, cwd=root).returncode
     if code:

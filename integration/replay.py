@@ -1,13 +1,13 @@
-"""Plans of models, layouts and planners, stored and made again: a refactor changes none.
+"""Store plans of models, layouts and planners, and compare new ones: a refactor must change none.
 
-    python -m replay store FILE [TEXT]      plans every case and writes what came of it
+    python -m replay store FILE [TEXT]      plans every case and writes the results
     python -m replay compare FILE [TEXT]    plans again, prints differences, fails if there are any
 
-With a text, only the cases whose settings contain it are planned, such as `planner=osdp`.
+With a text, such as `planner=osdp`, only cases whose settings contain it are planned.
 
-Of each case it keeps the hashes of graph, strategy and plan, the predicted time, the bytes that are
-moved, and the memory of each rank; of a refusal, its error. A strategy is `worse` if it no longer
-fits, or takes more time, or as much time and more memory.
+The result of a case has the hashes of graph, strategy and plan, the predicted time, the bytes that
+are moved, and the memory of each rank; or the error of a refusal. A strategy is `worse` if it no
+longer fits, or takes more time, or takes equal time and more memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PLANNERS = {
 
 PIPELINES = ("gpipe", "pipedream", "alpa", "galvatron")
 
-#: How a step is compiled.
+#: Settings of compiling a step.
 COMPILED = (
     "compile.overlap=true",
     "compile.boxing_thread=true",
@@ -85,7 +85,7 @@ COMPILED = (
     "planner=osdp planner.offload=[optimizer_states] cluster=h100",
 )
 
-#: What keeps to a limit of memory, with limits from tight to loose.
+#: Planners that respect a limit of memory, and limits from tight to loose.
 LIMITED = ("osdp", "ilp", "alpa", "galvatron", "auto")
 LIMITS = {"gpt": (300e3, 500e3, 900e3), "resnet": (300e3, 600e3)}
 
@@ -117,7 +117,7 @@ def cases() -> Iterator[tuple[str, ...]]:
         for planner in LIMITED:
             for limit in limits:
                 limited = f"planner={planner}", f"cluster.memory_bytes={limit:.0f}"
-                # Batch normalisation has statistics of each micro-batch.
+                # Batch normalisation has statistics for each micro-batch.
                 chosen = "trainer.micro_batches=auto", "trainer.loss=mean_of_micro_batches"
                 yield (*of, *limited, *chosen)
 
@@ -129,7 +129,7 @@ def digest(value: Any) -> str:
 
 
 def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Plan one case with `sbp-plan`, in this process; return what came of it."""
+    """Plan one case with `sbp-plan`, in this process; return the result."""
     with TemporaryDirectory() as place:
         out, figures = Path(place, "strategy.json"), Path(place, "figures.json")
         sys.argv = ["sbp-plan", *overrides, f"out={out}", f"figures={figures}"]
@@ -140,7 +140,7 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
         if not figures.exists():
             return {"refused": told.getvalue().partition("sbp-plan: ")[2].splitlines()[:1]}
         found, decided = (json.loads(file.read_text("utf-8")) for file in (figures, out))
-    for name in ("report", "planner"):  # texts and a name, which do not change what is computed
+    for name in ("report", "planner"):  # texts and a name, which do not affect the computation
         decided.pop(name, None)
     ranks = found["memory"]["ranks"] or {}
     return {
@@ -154,7 +154,7 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return what differs between two results of a case, as one word, and ` worse` if it is."""
+    """Return the difference of two results of a case as one word, with ` worse` if it applies."""
     names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""The packages of this repository, what they declare of each other, and what of others.
+"""The packages of this repository, and their requirements: our own and third-party packages.
 
 Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here.
 """
@@ -16,15 +16,15 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 
-#: One exact version: pip then takes a CPU build where it is configured for one.
+#: One exact version: pip then takes a CPU build if it is configured for one.
 TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
 
-#: What depends on the build of PyTorch, and so has no place in constraints.txt.
+#: Packages that depend on the build of PyTorch, and so are not in constraints.txt.
 OF_TORCH = re.compile(r"(torch|triton|cupy.*|cuda-.*|nvidia-.*)$")
 
 
 def name_of(requirement: str) -> str:
-    """Return the name of the distribution that a requirement is about."""
+    """Return the name of the distribution in a requirement."""
     return re.split(r"[^\w-]", requirement)[0]
 
 
@@ -36,7 +36,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """The name of its folder, by which sessions call it."""
+        """The name of its folder, which sessions use."""
         return self.folder.name
 
     @property
@@ -60,14 +60,14 @@ class Package:
     def extras(self) -> dict[str, list[str]]:
         """The extras that it offers to users, with their requirements.
 
-        Without `all`, which brings packages of ours: with them, one would not be tested alone.
+        Without `all`, which installs our other packages: a package is tested alone.
         """
         found = self.project.get("optional-dependencies", {})
         return {name: entries for name, entries in found.items() if name not in ("all", "test")}
 
     @property
     def extra_modules(self) -> list[str]:
-        """What the extras bring, by the names under which it is imported."""
+        """The import names of the packages that the extras install."""
         entries = [entry for extra in self.extras.values() for entry in extra]
         return sorted({name_of(entry).replace("-", "_") for entry in entries})
 
@@ -78,16 +78,16 @@ class Package:
 
     @property
     def tests_at_once(self) -> bool:
-        """Whether its tests may run in several processes, for which it declares pytest-xdist."""
+        """Whether its tests may run in several processes: it declares pytest-xdist."""
         return any(entry.startswith("pytest-xdist") for entry in self.test_dependencies)
 
 
-#: What the tests of all packages depend on.
+#: The requirements of the tests of all packages.
 _SHARED = ("constraints.txt", "integration/repository.py", "noxfile.py", "pyproject.toml")
 
 
 def packages_below(root: Path) -> list[Package]:
-    """Return the packages of a copy of this repository."""
+    """Return the packages below the root of a copy of this repository."""
     return [Package(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
 
 
@@ -95,7 +95,7 @@ PACKAGES = packages_below(ROOT)
 
 
 def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
-    """Return the packages of ours that a package declares, and those that they declare in turn."""
+    """Return our packages that a package requires, directly or indirectly."""
     found: list[Package] = []
     todo = [*package.dependencies, *more]
     while todo:
@@ -108,12 +108,11 @@ def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
 
 
 def touched_packages(paths: Iterable[str]) -> list[Package]:
-    """Return the packages whose tests a change may break: its own, and all that declare these.
+    """Return the packages whose tests a change may break: changed packages and their dependents.
 
     Args:
-        paths: Of the files that it touches, from the root of the repository. What all packages
-            share, such as the noxfile, touches all of them; tests of integration and documents
-            touch none.
+        paths: Paths of the changed files, from the root of the repository. Shared files, such as
+            the noxfile, affect all packages; tests of integration and documents affect none.
     """
     touched: set[Package] = set()
     for path in paths:
@@ -130,7 +129,7 @@ def touched_packages(paths: Iterable[str]) -> list[Package]:
 
 
 def lowest_of(requirements: Iterable[str]) -> list[str]:
-    """Return requirements that hold other people's packages to the lowest declared versions."""
+    """Return requirements that pin third-party packages to the lowest declared versions."""
     found = {}
     for entry in requirements:
         match = re.match(r"([\w-]+)(?:>=([\d.]+))?", entry)
@@ -140,7 +139,7 @@ def lowest_of(requirements: Iterable[str]) -> list[str]:
 
 
 def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set[str]:
-    """Return the requirements of all packages that are not packages of ours."""
+    """Return the third-party requirements of all packages."""
     found = {entry for package in PACKAGES for entry in package.dependencies}
     if with_tests:
         found |= {entry for package in PACKAGES for entry in package.test_dependencies}
@@ -151,7 +150,7 @@ def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set
     return {entry for entry in found if name_of(entry) not in ours}
 
 
-#: Links of a document, and code, in which brackets are no links.
+#: Links of a document; and code, in which brackets are no links.
 LINK_OR_CODE = re.compile(
     r"^```.*?^```|`[^`\n]*`|\]\((?P<target>[^)#\s]+)[^)]*\)", re.MULTILINE | re.DOTALL
 )
@@ -167,7 +166,7 @@ def documents(root: Path = ROOT) -> list[str]:
 
 
 def dead_links(root: Path = ROOT) -> list[str]:
-    """Return links between the documents that lead nowhere, each after the document's path."""
+    """Return dead links between the documents, each after the document's path."""
     return [
         f"{path}: {link}"
         for path in documents(root)

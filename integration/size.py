@@ -1,11 +1,11 @@
-"""Lines of source by package and room, held against the budget in `budget.toml`.
+"""Count lines of source by package and room, and compare them with the budget in `budget.toml`.
 
     python integration/size.py                    the table
     python integration/size.py --against main     with the difference from a branch, tag or commit
     python integration/size.py --check            fails if a package has more lines than its budget
 
-A line of source is one of a Python file below `packages/*/src`, blank or not.
-The budget only falls; where it rises, a decision in `docs/decisions` says why.
+Every line of a Python file below `packages/*/src` counts, blank or not.
+The budget only decreases; if it increases, a decision in `docs/decisions` explains why.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ROOT / "budget.toml"
 
-#: A package and one of its rooms, `.` for files of none.
+#: A package and one of its rooms; `.` for files outside of rooms.
 Room = tuple[str, str]
 
 
 def room_of(path: str) -> Room | None:
-    """Return the room of a file, by its path from the root; None if it is no source."""
+    """Return the room of a file with a path from the root; None if it is no source."""
     parts = path.split("/")
     if not path.endswith(".py") or len(parts) < 5 or (parts[0], parts[2]) != ("packages", "src"):
         return None
@@ -34,7 +34,7 @@ def room_of(path: str) -> Room | None:
 
 
 def lines_here() -> Counter[Room]:
-    """Return the lines of every room, of the files as they are."""
+    """Return the lines of every room in the present files."""
     found: Counter[Room] = Counter()
     for file in ROOT.glob("packages/*/src/**/*.py"):
         room = room_of(file.relative_to(ROOT).as_posix())
@@ -49,7 +49,7 @@ def lines_at(revision: str) -> Counter[Room]:
     Raises:
         SystemExit: there is no such revision.
     """
-    # Compared with the empty tree, each line of a file is one that was added.
+    # Relative to the empty tree, each line of a file is an added line.
     empty = git("hash-object", "-t", "tree", "/dev/null").strip()
     found: Counter[Room] = Counter()
     for line in git("diff", "--numstat", "--no-renames", empty, revision, "--").splitlines():
@@ -61,10 +61,10 @@ def lines_at(revision: str) -> Counter[Room]:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints.
+    """Return the output of git.
 
     Raises:
-        SystemExit: it fails.
+        SystemExit: git fails.
     """
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -73,7 +73,7 @@ def git(*arguments: str) -> str:
 
 
 def table(now: Counter[Room], before: Counter[Room] | None) -> list[str]:
-    """Return a line for each package, its rooms below it, and one for all of them."""
+    """Return a line for each package, with its rooms below it, and one for the total."""
     rows = []
     for package in sorted({package for package, _ in (*now, *(before or ()))}):
         rooms = {room for room in (*now, *(before or ())) if room[0] == package}
@@ -91,7 +91,7 @@ def row(name: str, rooms: set[Room], now: Counter[Room], before: Counter[Room] |
 
 
 def problems(now: Counter[Room]) -> list[str]:
-    """Return what is above its budget, or has none."""
+    """Return the packages that are above their budget, or have none."""
     budget: dict[str, int] = tomllib.loads(BUDGET.read_text("utf-8"))["lines"]
     lines: Counter[str] = Counter()
     for (package, _), count in now.items():

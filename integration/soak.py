@@ -1,8 +1,8 @@
-"""The command: `python -m soak`, in the folder `integration`. A long run in which nothing may grow.
+"""The command: `python -m soak`, in the folder `integration`. A long run without growth.
 
 It trains a tiny model by `parallelize` in processes, and samples memory, threads and open files of
-each of them. What is no larger at the end than in the second quarter is flat: the first quarter is
-for caches and allocators.
+each of them. A figure is flat if it is no larger at the end than in the second quarter: caches and
+allocators may grow in the first quarter.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
 from sbp_launch.world import World
 
-#: Samples in a run; a quarter of them is the least to take a median of.
+#: Number of samples in a run; a quarter of them is the least number for a median.
 NUM_SAMPLES = 40
 
-#: Growth of a process' memory from the second to the last quarter that its allocator may show.
+#: Allowed growth of a process' memory from the second to the last quarter, by its allocator.
 TOLERATED_BYTES = 2 << 20
 
-#: Steps of a run, by which its time limit is set, that the slowest machine takes in a second.
+#: Steps per second on the slowest machine, for the time limit of a run.
 _STEPS_PER_S = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a process holds after some steps."""
+    """The resources of a process after some steps."""
 
     rank: int
     step: int
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """By how much a process holds more in the last quarter of a run than in the second one."""
+    """The growth of a process' resources from the second to the last quarter of a run."""
 
     rank: int
     memory_bytes: int
@@ -64,7 +64,7 @@ class Growth:
 
 
 def sampled(rank: int, step: int) -> Sample:
-    """Return what this process holds now (Linux)."""
+    """Return the present resources of this process (Linux)."""
     status = dict(
         line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if line
     )
@@ -100,7 +100,7 @@ def square(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(steps: int) -> None:
-    """Train as one rank of several, and print a sample as a line of JSON now and then."""
+    """Train as one rank of several, and regularly print a sample as a line of JSON."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -116,7 +116,7 @@ def train(steps: int) -> None:
 
 
 def run(boxing: str, ranks: int, steps: int) -> list[Sample]:
-    """Train in processes; return what they sampled.
+    """Train in processes; return their samples.
 
     Raises:
         AssertionError: a rank failed.
@@ -170,7 +170,7 @@ def table_of(boxing: str, samples: Sequence[Sample], steps: int) -> tuple[Table,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if everything is flat."""
+    """Run the command; return 0 if all figures are flat."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=20_000)

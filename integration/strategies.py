@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 strategies.py [SEED [COUNT]]       over gloo
     mpiexec -n 2 python strategies.py [SEED [COUNT]]               over MPI
 
-All processes draw the same graphs, strategies and options. Each runs its rank through the actor
-runtime, twice, which must be equal bit for bit, and all ranks through the reference runtime:
-losses, metrics and the shards of the rank must be equal bit for bit on two ranks. On more,
-libraries add in orders of their own, so that it is 1e-9 in float64, as from one device.
+All processes draw the same graphs, strategies and options. Each runs its rank with the actor
+runtime, twice, with equal results bit for bit, and all ranks with the reference runtime. Losses,
+metrics and the shards of the rank must agree bit for bit on two ranks. On more ranks, libraries add
+in other orders, so the tolerance is 1e-9 in float64, as for one device.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ BackendMaker = Callable[[], BoxingBackend]
 
 
 def compare(start: int, count: int, num_ranks: int, rank: int, make_backend: BackendMaker) -> int:
-    """Compare so many plans of a number of ranks; return how many have several updates a step.
+    """Compare `count` plans for a number of ranks; return how many have several updates per step.
 
     Raises:
-        AssertionError: something differs.
+        AssertionError: results differ.
     """
     asynchronous = 0
 
-    # All processes draw alike, so nothing is looked up, shrunk, or ended for taking long.
+    # All processes must draw the same, so there is no database, no shrinking and no deadline.
     @seed(start)
     @settings(
         max_examples=count, database=None, deadline=None, phases=[Phase.generate],

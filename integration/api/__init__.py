@@ -1,12 +1,12 @@
-"""The declared API of all packages: what it is, who keeps to it, its page, and what has changed.
+"""The declared API of all packages: checks of its use, its pages, and its changes.
 
-    python -m api check                      imports between packages lead to rooms only, and
-                                             public.toml holds
+    python -m api check                      check that imports between packages use rooms only, and
+                                             that public.toml is correct
     python -m api document [--check]         write docs/reference/api/, or check it
-    python -m api compare [--against REF]    what changed since the last release, and which version
-                                             that asks for (needs griffe)
+    python -m api compare [--against REF]    list the changes since the last release, and the least
+                                             version that they require (needs griffe)
 
 A *room* is a module or package that declares `__all__`; other modules are private to their package.
-Of the names of rooms, those in `public.toml` are public; all others are internal, for our packages.
-Everything here reads source text: no package is imported, so it runs before they are installed.
+Names of rooms that are in `public.toml` are public; all other names are internal, for our packages.
+This package reads source text and imports none of our packages, so they need not be installed.
 """

@@ -14,7 +14,7 @@ from api.users import copied_imports
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if something is not as it should be."""
+    """Run the command and return its exit code: 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="api", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="see that imports lead to rooms, and public names hold")
@@ -30,7 +30,7 @@ def main(words: list[str] | None = None) -> int:
     verdicts = list(compare(ROOT, options.against))
     print(*verdicts, sep="\n")
     if not any(verdict.release for verdict in verdicts):
-        # A copy without tags looks as if nothing had ever been released.
+        # In a clone without tags, no package seems to be released.
         print(
             "nothing was compared: there is no tag of a release, such as sbp-core-v0.1.0",
             "  to mend it: git fetch --tags, or name a revision: nox -s api -- --against main",

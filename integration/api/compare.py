@@ -1,15 +1,15 @@
-"""What changed in the API of each package since its last release, and which version that asks for.
+"""Find the API changes of each package since its last release, and the version that they require.
 
-A release of a package is a tag `NAME-vX.Y.Z`, such as `sbp-core-v0.1.0`. Changes are found by
-griffe, in the names that were public then (`public.toml`); internal ones count for nothing.
-Versions are asked for as https://semver.org says:
+A release of a package is a tag `NAME-vX.Y.Z`, such as `sbp-core-v0.1.0`. Griffe finds changes of
+the names that were public at the release (`public.toml`); internal names do not count. Versions
+follow https://semver.org:
 
 | change | 0.Y.Z becomes | X.Y.Z becomes |
 |---|---|---|
-| a stable name is gone, less than stable, or called otherwise | 0.(Y+1).0 | (X+1).0.0 |
-| a provisional name is gone, internal, or called otherwise | 0.(Y+1).0 | X.(Y+1).0 |
+| a stable name is removed, less stable, or has another signature | 0.(Y+1).0 | (X+1).0.0 |
+| a provisional name is removed, internal, or has another signature | 0.(Y+1).0 | X.(Y+1).0 |
 | a name becomes public | 0.Y.(Z+1) | X.(Y+1).0 |
-| nothing of that | as it was | as it was |
+| no such change | unchanged | unchanged |
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Version = tuple[int, int, int]
 
 
 class Level(IntEnum):
-    """How much a change asks of the version.
+    """The effect of a change on the version.
 
-    `MINOR` is something new, `BREAKS_PROVISIONAL` also a minor version, which before version 1
-    counts as much as `MAJOR`: ranges such as `>=0.1,<0.2` shall keep it out.
+    `MINOR` is an addition. `BREAKS_PROVISIONAL` is also a minor version, but before version 1 it
+    counts like `MAJOR`, so that ranges such as `>=0.1,<0.2` exclude it.
     """
 
     NOTHING = 0
@@ -46,7 +46,7 @@ class Level(IntEnum):
     MAJOR = 4
 
 
-#: How the level of a change is printed.
+#: The printed names of levels.
 _LABELS = {Level.MINOR: "new", Level.BREAKS_PROVISIONAL: "breaks", Level.MAJOR: "breaks"}
 
 
@@ -55,7 +55,7 @@ class Change:
     """One change of the API.
 
     Args:
-        level: What it asks for, from version 1 on.
+        level: Its effect on the version, from version 1 on.
         what: The change, in one line.
     """
 
@@ -65,14 +65,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the changes of one package ask for.
+    """The result of comparing one package.
 
     Args:
-        name: Of the distribution.
-        release: The git revision compared with; empty if nothing was released.
-        released, version: The version then, and the one that stands in `pyproject.toml` now.
-        wanted: The least version that will do.
-        changes: What changed.
+        name: Name of the distribution.
+        release: The git revision of the comparison; empty if nothing was released.
+        released, version: The released version, and the present one in `pyproject.toml`.
+        wanted: The least version that the changes allow.
+        changes: The changes.
         has_history: Whether the changelog has a heading for the version.
     """
 
@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the version does."""
+        """Whether the present version is high enough."""
         return not self.release or (self.version >= self.wanted and self.has_history)
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def compare(root: Path, against: str = "", folder: str = "*") -> Iterator[Verdic
     Args:
         root: The repository.
         against: A git revision to compare all packages with, instead of their tags.
-        folder: Of the only package to compare; `*` for all.
+        folder: Folder of the only package to compare; `*` for all.
     """
     for project in sorted(root.glob(f"packages/{folder}/pyproject.toml")):
         name, version = _name_and_version(project.read_text("utf-8"))
@@ -121,7 +121,7 @@ def compare(root: Path, against: str = "", folder: str = "*") -> Iterator[Verdic
             old_root = Path(temporary)
             _unpack(root, release, old_root)
             old_project = old_root / project.relative_to(root)
-            if not old_project.exists():  # a package that is new
+            if not old_project.exists():  # a new package
                 yield Verdict(
                     name=name, release="", released=version, version=version, wanted=version
                 )
@@ -146,7 +146,7 @@ def next_version(released: Version, level: Level) -> Version:
     if level is Level.NOTHING:
         return released
     if major == 0:
-        # Before version 1 everything counts one place further to the right.
+        # Before version 1, each change counts one place further to the right.
         breaks = level >= Level.BREAKS_PROVISIONAL
         return (0, minor + 1, 0) if breaks else (0, minor, patch + 1)
     if level is Level.MAJOR:
@@ -171,7 +171,7 @@ def _changes(old_root: Path, new_root: Path, package: str) -> Iterator[Change]:
                 yield Change(_breaking(word), f"{room} does not offer {name} any more")
             elif (now != word and word == "stable") or now == "internal":
                 yield Change(_breaking(word), f"{room}.{name} is {now} now")
-        # An object is called by where it is defined, and public by what offers it.
+        # Griffe names an object by its definition; public names are those of rooms.
         homes = {_home(old_tree, room, name): word for name, word in names.items()}
         for change in griffe.find_breaking_changes(_at(old_tree, room), _at(new_tree, room)):
             path = change.obj.canonical_path
@@ -185,7 +185,7 @@ def _changes(old_root: Path, new_root: Path, package: str) -> Iterator[Change]:
 
 
 def _breaking(word: str) -> Level:
-    """Return what a change asks for that breaks a name of a stability."""
+    """Return the level of a change that breaks a name of a stability."""
     return Level.MAJOR if word == "stable" else Level.BREAKS_PROVISIONAL
 
 
@@ -197,7 +197,7 @@ def _promises(root: Path, package: str) -> dict[str, Mapping[str, str]]:
         if room.partition(".")[0] != package:
             continue
         names = public.of_room(room)
-        if not (root / FILE).exists():  # until 0.1, the docstring of a room spoke for all its names
+        if not (root / FILE).exists():  # until 0.1, the docstring of a room covered all its names
             told = re.search(r"^Stability: (stable|provisional)\.$", module.docstring, re.MULTILINE)
             names = dict.fromkeys(module.offers or () if told else (), told[1] if told else "")
         if names:
@@ -206,15 +206,15 @@ def _promises(root: Path, package: str) -> dict[str, Mapping[str, str]]:
 
 
 def _home(tree: Any, room: str, name: str) -> str:
-    """Return where a name that a room offers is defined; what it is called there, if unknown."""
+    """Return the dotted name at which a room's name is defined; its name in the room if unknown."""
     try:
         return str(_at(tree, room)[name].canonical_path)
-    except Exception:  # of griffe: not there, or an alias that leads nowhere
+    except Exception:  # an error of griffe: a missing name, or a broken alias
         return f"{room}.{name}"
 
 
 def _griffe(griffe: Any, root: Path, package: str) -> Any:
-    """Return griffe's tree of a package, read as text, with the other packages beside it."""
+    """Return griffe's tree of a package, read as text, together with the other packages."""
     return griffe.load(
         package,
         search_paths=[str(path) for path in sorted(root.glob("packages/*/src"))],
@@ -231,7 +231,7 @@ def _at(tree: Any, name: str) -> Any:
 
 
 def _one_line(griffe: Any, change: Any) -> str:
-    """Return what griffe says of a change, without the place: that is in a temporary folder."""
+    """Return griffe's description of a change, without the place in a temporary folder."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", change.explain(griffe.ExplanationStyle.ONE_LINE))
     return str(text).partition(": ")[2] or str(text)
 
@@ -244,13 +244,13 @@ def _last_release(root: Path, name: str) -> str:
 
 
 def _unpack(root: Path, revision: str, folder: Path) -> None:
-    """Write the packages as they were at a revision, and what was public."""
+    """Write the packages of a revision, and their declaration of public names."""
     paths = _git(root, "ls-tree", "-r", "--name-only", revision, "packages", str(FILE)).split("\n")
     declared = [str(FILE)] if str(FILE) in paths else []
     command = ["git", "-C", str(root), "archive", revision, "packages", *declared]
     packed = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        # Filters came with Python 3.11.4; what Git packed of this repository is harmless.
+        # Filters need Python 3.11.4; an archive that Git made of this repository is harmless.
         if hasattr(tarfile, "data_filter"):
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(folder)

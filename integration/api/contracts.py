@@ -1,4 +1,4 @@
-"""What a plugin of each kind supplies: its hook, its classes, and the suite that tests it.
+"""The contract of plugins of each kind: the hook, the classes, and the conformance suite.
 
 The docstrings of the hooks (`sbp_core.plugins.hooks`) name the classes and the suites.
 """
@@ -47,7 +47,7 @@ def _row(packages: Packages, hook: str, text: str) -> str:
 
 
 def contracts(packages: Packages, kinds: Collection[str]) -> Iterator[str]:
-    """Yield what the author of plugins of some kinds writes: a table, and the classes."""
+    """Yield the contracts of some kinds of plugins: a table, and the classes to write."""
     texts, hooks = _hooks(packages)
     yield _HEAD
     yield "| kind | hook | `build(config)` returns | suite: to supply |"
@@ -88,12 +88,12 @@ def _hooks(packages: Packages) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _stubs(packages: Packages, text: str, seen: set[str]) -> Iterator[str]:
-    """Yield the classes that a text names, and those to be written that their methods return.
+    """Yield the classes that a text names, and the classes that their methods return.
 
     Args:
-        packages: Where they are defined.
-        text: Names them by their rooms.
-        seen: Those that have been yielded; grows.
+        packages: The packages that define them.
+        text: A text with dotted names of rooms.
+        seen: The classes that were yielded, to which new ones are added.
     """
     names = [name for name in _NAME.findall(text) if name.partition(".")[0] in packages.names]
     todo = [(_offered(packages, name), name.rpartition(".")) for name in names]
@@ -115,13 +115,13 @@ def _stubs(packages: Packages, text: str, seen: set[str]) -> Iterator[str]:
 
 
 def _is_written(owner: ast.ClassDef, method: ast.FunctionDef) -> bool:
-    """Whether plugin authors write a method; of values with fields they write none."""
+    """Whether plugin authors write a method; they write none of classes with fields."""
     has_fields = any(isinstance(one, ast.AnnAssign) for one in owner.body)
     return _is_method(method) and (_is_abstract(owner) or not has_fields)
 
 
 def _is_method(node: ast.FunctionDef) -> bool:
-    """Whether plugin authors know a method: a public one, or the call of the object."""
+    """Whether a method is part of the contract: it is public, or `__call__`."""
     return node.name == "__call__" or not node.name.startswith("_")
 
 
@@ -138,7 +138,7 @@ def _stub(method: ast.FunctionDef, *, is_default: bool) -> str:
 def _returned(
     packages: Packages, module: Module, method: ast.FunctionDef
 ) -> Iterator[tuple[ast.stmt, tuple[str, str, str]]]:
-    """Yield the classes that a plugin author has to write, too: those that a method returns."""
+    """Yield the classes that a method returns, which a plugin author also has to write."""
     for node in ast.walk(method.returns) if method.returns else ():
         found = packages.definition(module.name, node.id) if isinstance(node, ast.Name) else None
         if found is not None and isinstance(found[1], ast.ClassDef) and _is_abstract(found[1]):
@@ -148,7 +148,7 @@ def _returned(
 def _requests(
     packages: Packages, module: Module, method: ast.FunctionDef
 ) -> Iterator[tuple[ast.stmt, tuple[str, str, str]]]:
-    """Yield the values of fields that a method is given: `PlanRequest`, `TrainerState`."""
+    """Yield the dataclasses among the arguments of a method: `PlanRequest`, `TrainerState`."""
     for argument in method.args.args:
         name = argument.annotation.id if isinstance(argument.annotation, ast.Name) else ""
         if name.endswith(("Request", "State", "Context")):
@@ -158,7 +158,7 @@ def _requests(
 
 
 def _suite(packages: Packages, name: str) -> str:
-    """Return the name of a suite, and what its author supplies: its abstract methods."""
+    """Return the name of a suite, and its abstract methods, which the plugin author supplies."""
     node = _offered(packages, name)
     if isinstance(node, ast.FunctionDef):
         return f"`{name}({parameters(node)})`"
@@ -171,7 +171,7 @@ def _suite(packages: Packages, name: str) -> str:
 
 
 def _abstract_methods(packages: Packages, module: str, node: ast.ClassDef) -> list[str]:
-    """Return the names of the abstract methods of a class, or else of its bases."""
+    """Return the names of the abstract methods of a class; if it has none, of its bases."""
     own = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and _marked(one)]
     for base in () if own else node.bases:
         found = packages.definition(module, base.id) if isinstance(base, ast.Name) else None
@@ -184,7 +184,7 @@ def _offered(packages: Packages, name: str) -> ast.stmt:
     """Return the definition of a name that a room offers.
 
     Raises:
-        LookupError: the hooks name something that no room offers.
+        LookupError: the hooks use a name that no room offers.
     """
     where, _, what = name.rpartition(".")
     room = packages.rooms.get(where)
@@ -199,7 +199,7 @@ def _is_abstract(node: ast.ClassDef) -> bool:
 
 
 def _is_to_write(owner: ast.ClassDef, method: ast.FunctionDef) -> bool:
-    """Whether a subclass has to bring a method: of a protocol all, else those marked abstract."""
+    """Whether a subclass must define a method: any of a protocol, else an abstract one."""
     is_protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in owner.bases)
     return is_protocol or _marked(method)
 
@@ -216,7 +216,7 @@ def _value(node: ast.stmt) -> ast.expr:
 
 
 def parameters(node: ast.FunctionDef) -> str:
-    """Return the names of the parameters, `*` before those that are given by name only."""
+    """Return the names of the parameters, with `*` before keyword-only ones."""
     found = node.args
     names = [one.arg for one in (*found.posonlyargs, *found.args) if one.arg != "self"]
     if found.vararg:

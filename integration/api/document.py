@@ -10,7 +10,7 @@ from api.contracts import contracts, kinds_of_plugins, parameters
 from api.public import Public, Reader
 from api.rooms import Module, Packages, first_line
 
-#: Where the pages are.
+#: The folder of the pages.
 FOLDER = Path("docs", "reference", "api")
 
 _MADE = "Generated from the source by `python -m api document` (in `integration/`)."
@@ -170,19 +170,19 @@ def _internal(packages: Packages, public: Public) -> Iterator[str]:
         yield from contracts(packages, left_over)
 
 
-#: The order in which packages stand: each builds on those before it.
+#: The order of packages: each one builds on earlier ones.
 _ORDER = ("sbp_launch", "sbp_torch", "sbp_aten", "sbp_core")
 
 
 def _order(room: str) -> tuple[bool, int, str]:
-    """Return the place of a room: what users meet first, then what it builds on; suites last."""
+    """Return the sort key of a room: first the rooms for users, then deeper ones; suites last."""
     package = room.partition(".")[0]
     place = _ORDER.index(package) if package in _ORDER else len(_ORDER)
     return ".testing" in room, place, room
 
 
 def _line(packages: Packages, room: Module, name: str) -> str:
-    """Return the line of one name: how it is called, and what it is."""
+    """Return the line of one name: its signature and its description."""
     found = packages.definition(room.name, name)
     if found is None:
         module = packages.modules.get(f"{room.name}.{name}")
@@ -196,7 +196,7 @@ def _line(packages: Packages, room: Module, name: str) -> str:
 
 
 def _fields(node: ast.ClassDef) -> str:
-    """Return how a class is called: its own `__init__`, or the fields of a dataclass."""
+    """Return the parameters of a class: those of `__init__`, or the fields of a dataclass."""
     for one in node.body:
         if isinstance(one, ast.FunctionDef) and one.name == "__init__":
             return f"({parameters(one)})"

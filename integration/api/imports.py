@@ -1,7 +1,7 @@
-"""The check that code of one package reaches another one through its rooms only.
+"""The check that code of one package imports another package through its rooms only.
 
-Held to it are the sources of all packages, `integration/` and the example plugin. Tests of a
-package are not: sbp-torch's prove the core on real tensors, and look behind its rooms to do so.
+It applies to the sources of all packages, `integration/` and the example plugin, but not to tests
+of a package: tests of sbp-torch check the core on real tensors and use its private modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from api.rooms import Packages, python_files
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An import that leads behind a room, or a room that is not in order."""
+    """An import of a private module, or an error in a room."""
 
     path: Path
     line: int
@@ -27,7 +27,7 @@ class Fault:
 
 
 def faults(packages: Packages) -> Iterator[Fault]:
-    """Yield what is wrong: with the rooms first, then with the imports, file by file."""
+    """Yield all faults: first those of rooms, then those of imports, file by file."""
     for name, room in packages.rooms.items():
         path = room.path.relative_to(packages.root)
         for offered in room.offers or ():
@@ -40,7 +40,7 @@ def faults(packages: Packages) -> Iterator[Fault]:
 
 
 def _users(packages: Packages) -> Iterator[tuple[Path, str]]:
-    """Yield the files that are held to it, each with the package it belongs to, if to one."""
+    """Yield the files to check, each with its package, or an empty name."""
     for name, module in packages.modules.items():
         yield module.path, name.partition(".")[0]
     folder = packages.root / "integration"
@@ -50,7 +50,7 @@ def _users(packages: Packages) -> Iterator[tuple[Path, str]]:
 
 
 def _wrong(packages: Packages, package: str, node: ast.AST) -> Iterator[str]:
-    """Yield what is wrong with a statement in a file of a package."""
+    """Yield the faults of a statement in a file of a package."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if _is_foreign(packages, package, alias.name) and alias.name not in packages.rooms:
@@ -73,7 +73,7 @@ def _wrong(packages: Packages, package: str, node: ast.AST) -> Iterator[str]:
 
 
 def _is_foreign(packages: Packages, package: str, module: str) -> bool:
-    """Whether a module is of one of the packages, but not of this one."""
+    """Whether a module belongs to another one of our packages."""
     top = module.partition(".")[0]
     return top in packages.names and top != package
 

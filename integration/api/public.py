@@ -1,4 +1,4 @@
-"""What is public: the declaration `public.toml`, by reader, and whether it holds."""
+"""The public names: the declaration `public.toml`, by reader, and its check."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pathlib import Path
 from api.contracts import named_classes
 from api.rooms import Packages
 
-#: Where a repository declares it.
+#: The file of the declaration.
 FILE = Path("integration", "api", "public.toml")
 
-#: How far public names may be relied on.
+#: The stabilities of public names.
 STABILITIES = ("stable", "provisional")
 
-#: The most public names.
+#: The greatest number of public names.
 LIMIT = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Somebody who uses the packages, and what is public for them.
+    """A kind of user of the packages, and the public names for them.
 
     Args:
-        key: Names their page.
-        title: Of their page.
-        about: The first sentences of it.
-        kinds: Of plugins whose contracts they fulfil.
-        also: Names of other readers that they need, dotted.
+        key: Name of their page.
+        title: Title of their page.
+        about: First sentences of their page.
+        kinds: Kinds of plugins that they write.
+        also: Dotted names that they need and that are listed for other readers.
         names: Stability by dotted name.
     """
 
@@ -45,10 +45,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Public:
-    """All that is public.
+    """All public names.
 
     Args:
-        readers: In the order of their pages.
+        readers: The readers, in the order of their pages.
     """
 
     readers: tuple[Reader, ...] = field(default=())
@@ -62,7 +62,7 @@ class Public:
 
     @cached_property
     def stability(self) -> Mapping[str, str]:
-        """How far each public name may be relied on, by dotted name."""
+        """The stability of each public name, by dotted name."""
         return {name: word for reader in self.readers for name, word in reader.names}
 
     @cached_property
@@ -108,7 +108,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def broken_promises(packages: Packages, public: Public) -> Iterator[str]:
-    """Yield what is wrong with the declaration."""
+    """Yield the errors of the declaration."""
     if len(public.listed) > LIMIT:
         yield f"{len(public.listed)} names are public, and at most {LIMIT} may be"
     for name, count in Counter(public.listed).items():
@@ -134,7 +134,7 @@ def broken_promises(packages: Packages, public: Public) -> Iterator[str]:
 
 
 def functions_called_like_modules(packages: Packages) -> Iterator[str]:
-    """Yield names of rooms that are modules, too: importing the module hides the other one."""
+    """Yield names in rooms that are also modules: importing the module hides the function."""
     for room, module in packages.rooms.items():
         for name in module.offers or ():
             dotted = f"{room}.{name}"

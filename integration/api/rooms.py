@@ -64,7 +64,7 @@ class Module:
 
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, str]]:
-        """For each name that it imports, also for type checkers only: (module, name there)."""
+        """(module, name there) for each name that it imports, even only for type checkers."""
         return {
             alias.asname or alias.name: (node.module, alias.name)
             for node in ast.walk(self.tree)
@@ -79,7 +79,7 @@ class Packages:
 
     Args:
         root: The repository's root.
-        modules: By dotted name.
+        modules: All modules by dotted name.
     """
 
     root: Path
@@ -103,7 +103,7 @@ class Packages:
 
     @cached_property
     def rooms(self) -> Mapping[str, Module]:
-        """The rooms, by name: what declares its names, and is not private by its own."""
+        """The rooms by name: modules with `__all__` whose own name is not private."""
         return {
             name: one
             for name, one in self.modules.items()
@@ -111,13 +111,13 @@ class Packages:
         }
 
     def room_of(self, module: str) -> str:
-        """Return the room that a module is behind: the nearest one above it, or nothing."""
+        """Return the nearest room above a module, or ""."""
         while module and module not in self.rooms:
             module = module.rpartition(".")[0]
         return module
 
     def definition(self, module: str, name: str) -> tuple[Module, ast.stmt] | None:
-        """Return where a name that a module has is defined; None if it is a module, or not ours."""
+        """Return the definition of a module's name; None if it is a module, or not ours."""
         seen: set[tuple[str, str]] = set()
         while (module, name) not in seen and module in self.modules:
             seen.add((module, name))
@@ -131,7 +131,7 @@ class Packages:
 
 
 def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
-    """Whether a definition is one of the forms of a function, for type checkers."""
+    """Whether a definition is an overload of a function."""
     return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
@@ -141,7 +141,7 @@ def first_line(docstring: str) -> str:
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, without what tools leave behind there."""
+    """Yield the Python files below a folder, without files that tools generate."""
     for path in sorted(folder.rglob("*.py")):
         if not any(part.startswith(".") or part == "build" for part in path.parts):
             yield path

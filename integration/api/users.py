@@ -1,7 +1,7 @@
 """The check that code which readers copy imports public names only.
 
-Held to it are the Python examples of all documents but changelogs, the example plugin, and what
-`sbp-plugins new` writes. Of a module that is imported, the names that are taken from it count.
+It applies to the Python examples of all documents except changelogs, the example plugin, and the
+templates of `sbp-plugins new`. If a module is imported, the names that the code uses from it count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAGES = ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/example-plugin
 _EXAMPLE = Path("integration", "example-plugin")
 _TEMPLATES = "packages/*/src/*/plugins/templates/*.py.txt"
 
-#: A word of a template that is filled in.
+#: A placeholder of a template.
 _WORD = re.compile(r"\$(\w+)")
 
 #: Python that a command runs.
@@ -32,14 +32,14 @@ _COMMAND = re.compile(r"python3? -c ([\"'])(.*?)(?<!\\)\1", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Python code of a file, and the number of lines above it there."""
+    """A piece of Python code in a file, and the number of lines above it."""
 
     text: str
     above: int = 0
 
 
 def copied_imports(packages: Packages, public: Public) -> Iterator[Fault]:
-    """Yield the names of ours that readers are shown, and that are not public."""
+    """Yield our names in the shown code that are not public."""
     for path in _files(packages.root):
         names = _Names(packages, public, path.relative_to(packages.root))
         for code in _codes(path):
@@ -76,13 +76,13 @@ def _examples(block: Block) -> Iterator[Code]:
 
 @dataclass(slots=True)
 class _Names:
-    """What a file has imported of ours.
+    """The names that a file has imported from our packages.
 
     Args:
-        packages: Ours.
-        public: What is public of them.
-        path: Of the file, for faults.
-        modules: Modules of ours by the names that the file gives them.
+        packages: Our packages.
+        public: Their public names.
+        path: Path of the file, for faults.
+        modules: Our modules by their names in the file.
     """
 
     packages: Packages
@@ -91,7 +91,7 @@ class _Names:
     modules: dict[str, str] = field(default_factory=dict)
 
     def faults(self, code: Code) -> Iterator[Fault]:
-        """Yield what is wrong in a piece of the file; the pieces before it were asked for first."""
+        """Yield the faults of a piece of the file; call this for earlier pieces first."""
         try:
             nodes = list(ast.walk(ast.parse(code.text)))
         except SyntaxError as error:
@@ -113,7 +113,7 @@ class _Names:
                 yield Fault(self.path, code.above + line, f"{name} is not public")
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-        """Yield the names that a statement imports; note its modules."""
+        """Yield the names that a statement imports; record its modules."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 whole = alias.name
@@ -129,7 +129,7 @@ class _Names:
                 yield whole
 
     def _taken(self, node: ast.Attribute) -> str:
-        """Return the name that is taken from a module, dotted; nothing for other attributes."""
+        """Return the dotted name of an attribute of a module; "" for other attributes."""
         home = self._module(node.value)
         dotted = f"{home}.{node.attr}"
         is_module = dotted in self.packages.modules and not self.packages.definition(
@@ -138,7 +138,7 @@ class _Names:
         return "" if not home or is_module or node.attr.startswith("__") else dotted
 
     def _module(self, node: ast.expr) -> str:
-        """Return the module of ours that an expression stands for; nothing if it is none."""
+        """Return the module of ours that an expression names, or ""."""
         if isinstance(node, ast.Name):
             return self.modules.get(node.id, "")
         if isinstance(node, ast.Attribute) and (home := self._module(node.value)):

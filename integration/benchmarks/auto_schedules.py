@@ -1,10 +1,10 @@
-"""Compare the schedule that `auto` finds with every one that has a name, in simulated time.
+"""Compare the schedule that `auto` finds with every named schedule, in simulated time.
 
     python integration/benchmarks/auto_schedules.py
 
-prints the table of docs/reference/pipelines.md: for ranks p, micro-batches m, times and memory the
-best named schedule, of one and of two chunks a rank, and what `auto` finds, with the activations
-alive on the fullest rank. Nothing is measured but how long the search takes.
+prints the table of docs/reference/pipelines.md: for ranks p, micro-batches m, times and memory, the
+best named schedules with one and with two chunks per rank, and the schedule that `auto` finds, with
+the activations alive on the fullest rank. Only the duration of the search is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZES = [(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16)]
 
 
 def times_of(p: int) -> dict[str, Times]:
-    """Return the times of p ranks, by what the table calls them."""
+    """Return the times of p ranks, by their names in the table."""
     return {
         "1, 1, 1": [1, 1, 1],
         "1, 1.25, 0.75": [1, Fraction(5, 4), Fraction(3, 4)],
@@ -35,7 +35,7 @@ def times_of(p: int) -> dict[str, Times]:
 
 
 def named(p: int, m: int, times: Times, memory: int | None) -> Iterator[SimulatedSchedule]:
-    """Yield every named schedule that flushes, keeps to the memory, and is defined."""
+    """Yield every named schedule that flushes, fits into the memory, and is defined."""
     for name in SCHEDULES:
         for chunks in (1, 2):
             try:

@@ -1,23 +1,23 @@
-"""Measure the memory that saving and loading take beside the states: two processes, and one.
+"""Measure the memory of saving and loading in addition to the states: two processes, and one.
 
     python integration/benchmarks/checkpoint_memory.py [--mib 1024]
 
-Linear layers of 16 MiB with AdamW, data parallel over gloo, so that each process holds all states
-and owns half of them. Ways, in this order:
+Linear layers of 16 MiB with AdamW, data parallel over gloo, so each process holds all states and
+owns half of them. The ways, in this order:
 
-    step        steps as always
+    step        ordinary steps
     wait        every process writes its file of a checkpoint, then steps
-    limit       steps while a thread writes, from copies of 240 MiB at most, as in runs
-    all         steps while a thread writes, from copies of all that is overwritten
+    limit       steps while a thread writes, from copies of at most 240 MiB, as in runs
+    all         steps while a thread writes, from copies of all overwritten states
     load        a session of another plan, ZeRO-1, starts from that checkpoint
-    again       that session, behind a step, loads the checkpoint in place of its states
-    alone       one process with both ranks starts from the checkpoint, behind all that
-    again alone that session, behind a step, loads the checkpoint in place of its states
+    again       that session, after a step, loads the checkpoint in place of its states
+    alone       afterwards, one process with both ranks starts from the checkpoint
+    again alone that session, after a step, loads the checkpoint in place of its states
 
-Printed is the most resident memory of a process (Linux) while it is at it: beyond what a step takes
-for saving, beyond the shards of the new session for loading, and beyond what is there already for
-loading again; of the process that takes more. Also
-the steps that a save took, and how long its longest was. Nothing is asserted.
+The table shows the peak of resident memory (Linux) of the process that takes more: for saving,
+beyond a step; for loading, beyond the shards of the new session; for loading again, beyond the
+memory at its beginning. It also shows the number of steps during a save, and the longest of these.
+Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from sbp_ways import Setting, make_backend, start_session
 NUM_RANKS, WARM_UP, STEPS, WIDTH = 2, 2, 4, 2048
 LIMITS: Mapping[str, int | None] = {"limit": COPY_BYTES, "all": None}
 
-#: Bytes of memory, steps, and seconds of the longest.
+#: Bytes of memory, number of steps, and seconds of the longest step.
 Found = dict[str, tuple[int, int, float]]
 
 
 class Layers(nn.Module):
-    """Square layers, one behind the other."""
+    """A sequence of square layers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Layers(nn.Module):
 
 
 def memory(key: str) -> int:
-    """Return the bytes of resident memory of this process: now (VmRSS), or the most (VmHWM)."""
+    """Return the bytes of resident memory of this process: now (VmRSS), or the peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith(key))
     return 1024 * int(line.split()[1])
 
 
 def forget_most() -> None:
-    """Let go of what is free, and let the most resident memory be that of now."""
+    """Return free memory to the system, and reset the peak of resident memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -128,7 +128,7 @@ class Saves:
             self.step()
 
     def measured(self, way: str) -> tuple[int, int, float]:
-        """Return the most memory, and what the steps took."""
+        """Return the peak of memory, the number of steps, and the time of the longest step."""
         self.step_s.clear()
         dist.barrier()
         forget_most()

@@ -1,16 +1,16 @@
-"""Time what saving and loading takes: this, safetensors alone, torch.distributed.checkpoint.
+"""Time saving and loading by sbp, by safetensors alone, and by torch.distributed.checkpoint.
 
     python integration/benchmarks/checkpoint_time.py [--mib 512] [--rounds 7] [--folder /tmp]
 
-Two processes, each of which owns half of every tensor, in turns within each round:
+There are two processes, each of which owns half of every tensor. The ways take turns in each round:
 
     safetensors    each process writes its halves into a file, and syncs it; reads and copies them
     checkpoint     `save` and `Checkpoint` of `sbp_launch.checkpoint`: with checksums, and verified
     dcp            `torch.distributed.checkpoint` of DTensors: `save` and `load`
 
-What is loaded is in the memory of the system: it is read once before, which is not timed. A way
-takes as long as its slower process; printed are medians over rounds on the clock, the processor
-seconds of both processes, and the bytes on the disk. Nothing is asserted: machines differ.
+Files to load are in the page cache: they are read once before, without timing. The time of a way is
+that of its slower process. The table shows medians of wall time over rounds, the processor seconds
+of both processes, and the bytes on the disk. Nothing is asserted, because machines differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sbp_launch.checkpoint import (
 
 NUM_PROCESSES, ROWS, COLUMNS = 2, 1024, 2048
 
-#: Of each way and act: seconds on the clock and of the processor, of each round.
+#: For each way and action: wall seconds and processor seconds of each round.
 Times = dict[tuple[str, str], list[tuple[float, float]]]
 
 
@@ -77,7 +77,7 @@ class Ways:
         }
 
     def warm(self, way: str) -> None:
-        """Have the files of a way in the memory of the system, however they were written."""
+        """Read the files of a way into the page cache."""
         for path in sorted((self.folder / way).rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""Solve choice problems of many structures, beside HiGHS by itself with the same time.
+"""Solve choice problems of many structures, and compare with HiGHS alone in the same time.
 
 `python integration/benchmarks/choice_families.py [FAMILY[,KEY=VALUE ...] ...] [--time-limit S]`;
-`nox -s benchmarks -- choice_families`. A family is one of `sbp_planner.choice.FAMILIES`, or `B` and
-the like: a file of the contest, by its path; keys are those of `Shape`, and `seed`.
+`nox -s benchmarks -- choice_families`. A family is one of `sbp_planner.choice.FAMILIES`, or the
+path of a file of the contest; keys are those of `Shape`, and `seed`.
 
-Each has a planted assignment. The peer is `scipy.optimize.milp` on the whole problem in arc form,
-with all of its memory rows. It is an error, and the exit status 1, if no assignment is found or one
-that costs more than the peer's.
+Each problem has a planted assignment. The peer is `scipy.optimize.milp` on the whole problem in arc
+form, with all of its memory rows. The exit status is 1 if no assignment is found, or if it costs
+more than the peer's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from sbp_planner.choice import (
     solve,
 )
 
-#: Costs and bytes that HiGHS sees are at most so large.
+#: The largest cost or size in bytes in a problem for HiGHS; larger ones are scaled.
 LARGEST = 1e6
 
 
 @dataclass(slots=True)
 class Equations:
-    """Rows of a sparse matrix, with their sides."""
+    """Rows of a sparse matrix, with their bounds."""
 
     rows: list[np.ndarray]
     columns: list[np.ndarray]
@@ -56,7 +56,7 @@ class Equations:
         self.entries.append(entries)
 
     def close(self, count: int, low: float, high: float) -> None:
-        """End so many rows."""
+        """Complete a number of rows."""
         self.low += [low] * count
         self.high += [high] * count
 
@@ -121,7 +121,7 @@ def _add_memory(problem: ChoiceProblem, system: Equations, first: np.ndarray) ->
 
 
 def made(text: str) -> tuple[ChoiceProblem, float]:
-    """Return the problem of a word of the command line, and the cost that is known of it."""
+    """Return the problem of a word of the command line, and a known cost."""
     name, *settings = text.split(",")
     if name not in FAMILIES:
         return read_problem(Path(name)), inf
@@ -134,7 +134,7 @@ def made(text: str) -> tuple[ChoiceProblem, float]:
 
 
 def cpu_s() -> float:
-    """Return the seconds of CPU of this process and those that it has ended."""
+    """Return the CPU seconds of this process and of its ended children."""
     ours, theirs = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -151,7 +151,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.cpu:
-        # What a loaded machine takes away is not counted; the limits of HiGHS still are of time.
+        # CPU time excludes the load of the machine; the limits of HiGHS are still wall time.
         time.monotonic = time.process_time
     worse = 0
     for text in options.families:

@@ -4,18 +4,18 @@
 [--reference] [--write FILE]`; `nox -s benchmarks -- choice_scale` for the default, a generated
 transformer instead of an instance. A recipe is `key=value,...` of `Recipe`:
 
-    copies=35,layout=serial      one copy after the other in time; the limit is that of one copy
-    copies=35,layout=nested      copy i is born after i - 1 and dies before it; limits add up
-    noise=0.3                    each node's and each edge's costs by a factor, e^(noise * normal)
-    links=3                      edges between a copy and the next, of random costs >= 0
-    limit=0.5                    from 0, the least limit that one copy can do with, to 1, its own
-    forbid=0.1                   part of the pairs that is forbidden, the planted assignment apart
-    dense=0.1                    more edges at random, as a part of the nodes
+    copies=35,layout=serial      copies follow each other in time; the limit is that of one copy
+    copies=35,layout=nested      copy i begins after and ends before copy i - 1; limits add up
+    noise=0.3                    multiply costs of nodes and edges by a factor e^(noise * normal)
+    links=3                      edges between a copy and the next, with random costs >= 0
+    limit=0.5                    from 0, the least feasible limit of one copy, to 1, its own limit
+    forbid=0.1                   fraction of forbidden pairs, except in the planted assignment
+    dense=0.1                    number of additional random edges, as a fraction of the nodes
 
-The planted assignment is the best of each copy alone, so there always is one. Its cost is what the
-solver is held against; without links, in serial layout, no assignment costs less. `--reference`
-solves each copy alone under its own costs, as long as it takes: the sum of the bounds is a bound in
-serial layout, and the assignments together are one to reach.
+The planted assignment joins the best assignments of the copies, so one always exists. The solver is
+compared with its cost; without links, in serial layout, no assignment costs less. `--reference`
+solves each copy alone with its own costs and without a time limit: in serial layout, the sum of the
+bounds is a bound, and the joined assignments are a feasible one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DEFAULT = ("copies=4,noise=0.3,links=3", "copies=4,layout=nested,noise=0.3,links
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How an instance is made; see the module."""
+    """The parameters of an instance; see the module."""
 
     copies: int = 1
     layout: str = "serial"
@@ -69,7 +69,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A problem, an assignment that it allows, and the copies alone."""
+    """A problem, a feasible assignment, and the single copies."""
 
     problem: ChoiceProblem
     planted: list[int]
@@ -77,7 +77,7 @@ class Instance:
 
 
 def least_limit(problem: ChoiceProblem) -> tuple[int, list[int]]:
-    """The least limit for which an assignment is found, to a thousandth, and one that fits it."""
+    """Return the least feasible limit, to a thousandth, and an assignment within it."""
     free = replace(
         problem,
         costs=[np.where(cost < inf, 0.0, inf) for cost in problem.costs],
@@ -158,7 +158,7 @@ def _perturbed(
 def _link_table(
     problem: ChoiceProblem, random: np.random.Generator, u: int, v: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Costs of an edge in the scale of the edges of the problem, half of them 0."""
+    """Return costs of an edge in the scale of the problem's edges; half of them are 0."""
     known = problem.edge_costs[int(random.integers(len(problem.edge_costs)))]
     known = known[known < inf]
     shape = len(problem.costs[u]), len(problem.costs[v])
@@ -176,7 +176,7 @@ def _lifetime(
         return copy * span + start, copy * span + end
     if layout != "nested":
         raise ValueError(f"the layout is {layout!r}: serial or nested")
-    # What spans the middle of a copy lives from its forward to its backward pass.
+    # Intervals that span the middle of a copy reach from its forward to its backward pass.
     middle = span // 2
     begins = copy * middle if start < middle else (2 * copies - 2 - copy) * middle
     ends = copy * middle if end <= middle else (2 * copies - 2 - copy) * middle
@@ -184,14 +184,14 @@ def _lifetime(
 
 
 def joined_reference(instance: Instance) -> tuple[float, float]:
-    """The least cost known of a serial instance from its copies alone, and a bound."""
+    """Return a cost of a serial instance, and a lower bound, both from its single copies."""
     found = [solve(part, time_limit_s=COPY_S) for part in instance.alone]
     assignment = [s for part in found for s in part.assignment or ()]
     return evaluate(instance.problem, assignment).cost, sum(part.bound for part in found)
 
 
 def line(instance: Instance, solution: ChoiceSolution, cpu_s: float) -> str:
-    """What is printed of a run."""
+    """Return the printed line of a run."""
     planted = evaluate(instance.problem, instance.planted).cost
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (

@@ -1,17 +1,17 @@
-"""Time the collectives of the `torch` and `mpi` backends against the same library called by hand.
+"""Time the collectives of the `torch` and `mpi` backends against direct calls of the same library.
 
 `nox -s benchmarks`, or `python integration/benchmarks/collective_time.py [--backend torch|mpi]
 [--sizes 1M,16M] [--rounds 0.5] [--only all-gather]`. Two processes; sizes are bytes of one rank's
-shard before the step, float32. Like against like, each round both ways in alternating order:
+shard before the step, float32. Each round runs both sides in alternating order:
 
-- donated: the all-reduce of a tensor that may be overwritten, against the library's in place;
-- all others make a fresh result and leave the shard as it was, as the caller by hand does too;
+- donated: the all-reduce of a tensor that may be overwritten, against the library's in-place call;
+- all other cases make a new result and do not change the shard, on both sides;
 - rows of "columns" split the last dim, so that both sides pack or unpack.
 
-By hand means torch.distributed with gloo, or mpi4py's blocking calls on buffers. A round takes as
-long as its slower rank; printed are medians over rounds, and time by hand / time of sbp, of the
-medians and of the fastest rounds: the part of the library's speed that sbp reaches. Results are
-compared before they are timed; times are not asserted, as machines differ.
+Direct calls are torch.distributed with gloo, or mpi4py's blocking calls on buffers. The time of a
+round is that of the slower rank. The table shows medians over rounds, and the ratio of direct time
+to the time of sbp, for medians and for the fastest rounds. Results are compared before they are
+timed; times are not asserted, because machines differ.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS_BYTES = range(2**20, 2**25)
 
 
 class ByHand(ABC):
-    """A library as its user calls it; tensors are contiguous, results given."""
+    """Direct calls of a library; tensors are contiguous, and results are preallocated."""
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -67,7 +67,7 @@ class Gloo(ByHand):
     """torch.distributed, over its default group."""
 
     def __init__(self) -> None:
-        # Of its own: a barrier would warm up the threads and connections of the group it is in.
+        # A separate group, because a barrier warms up the threads and connections of its group.
         self._apart = dist.new_group()
         names = ("all_gather_single", "all_gather_into_tensor")
         self._all_gather = next(getattr(dist, name) for name in names if hasattr(dist, name))
@@ -127,7 +127,7 @@ class Mpi(ByHand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One collective: the step, and the same by hand."""
+    """One collective: the step, and the direct call."""
 
     name: str
     step: BoxingStep
@@ -184,7 +184,7 @@ def rows_to_columns(library: ByHand, shard: Tensor) -> Tensor:
 
 
 def cases(shard_bytes: int) -> list[Case]:
-    """Return what is timed for shards of a size."""
+    """Return the cases for shards of a size."""
     rows, columns, n = shard_bytes // ITEM_BYTES // 64, 64, NUM_RANKS
     whole, tall, wide = (rows, columns), (n * rows, columns), (rows, n * columns)
     cube = (1, n, rows * columns // n)
@@ -223,7 +223,7 @@ def only_step(shape: tuple[int, ...], source: str, target: str) -> BoxingStep:
 def measure(
     rank: int, backend: BoxingBackend, library: ByHand, settings: argparse.Namespace
 ) -> list[tuple[str, str, list[float], list[float]]]:
-    """Run the rounds as one rank; return (size, case, seconds by hand, seconds of sbp)."""
+    """Run the rounds as one rank; return (size, case, direct seconds, seconds of sbp)."""
     torch.set_num_threads(1)
     communicator = backend.communicator(rank)
     found = []
@@ -242,7 +242,7 @@ def measure(
 
         shard = torch.randint(-8, 9, case.shard_shape).float()
         assert torch.equal(sbp(shard.clone()), by_hand(shard.clone())), f"{case.name} differs"
-        shard.zero_()  # what is reduced in place must stay finite
+        shard.zero_()  # repeated in-place reductions must stay finite
         times: dict[Callable[[Tensor], Tensor], list[float]] = {by_hand: [], sbp: []}
         for index in range(1 + max(2, round(settings.rounds * ROUNDS[size]))):
             for way in (by_hand, sbp) if index % 2 else (sbp, by_hand):
@@ -271,7 +271,7 @@ def torch_rank(rank: int, port: int, settings: argparse.Namespace, pipe: Any) ->
 
 
 def run_torch(settings: argparse.Namespace) -> None:
-    """Start the ranks of the backend `torch`, and print what they measured."""
+    """Start the ranks of the backend `torch`, and print their results."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, ranks = [], []
@@ -317,7 +317,7 @@ def run_mpi() -> None:
 
 
 def show(backend: str, hand: str, found: Sequence[Any]) -> None:
-    """Print the table; `found` has what `measure` returned, by rank."""
+    """Print the table; `found` has the results of `measure` by rank."""
     title = f"backend {backend}, {NUM_RANKS} ranks"
     print(f"{title:34} {hand:>14} {'sbp':>9} {'ratio':>6} fastest")
     for rows in zip(*found, strict=True):

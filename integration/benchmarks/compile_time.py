@@ -2,9 +2,9 @@
 
     python integration/benchmarks/compile_time.py [--layers 32] [--mesh data|tensor] [--profile]
 
-A small width, since the time depends on the number of calls only; AdamW, four ranks. Its update is
-one call a parameter, as the trainer asks for, or with --no-fused all that the optimizer does. The
-strategy is inferred from a few pins, which is timed apart from what a given strategy costs.
+The width is small, because the time depends only on the number of calls; AdamW, four ranks. The
+update is one fused call per parameter, as in the trainer, or all operators of the optimizer with
+--no-fused. The strategy is inferred from a few pins; this inference is timed separately.
 
 Then the plan is started.
 """
@@ -82,7 +82,7 @@ def _capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_fused: bo
 
 
 class _Clock:
-    """Runs parts and notes what they took."""
+    """Runs parts and records their times."""
 
     def __init__(self, is_profiled: bool) -> None:
         self.is_profiled = is_profiled
@@ -100,7 +100,7 @@ class _Clock:
 
 
 def _print_start(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
-    """Start a plan; print what that took, and the first step."""
+    """Start a plan; print the time of the start, and of the first step."""
     registry = discover(strict=True)
     runtime: Any = registry.make("runtime", "actor", {})
     backend: Any = registry.make("boxing", "local", {})
@@ -118,7 +118,7 @@ def _print_start(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
 
 
 def main() -> None:
-    """Print the time of each part, of all that a given strategy needs, and of a start."""
+    """Print the times of each part, of all parts that a given strategy needs, and of a start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--mesh", choices=MESHES, default="tensor")

@@ -1,9 +1,9 @@
-"""Time a training step whose data are slow: loaded when the step needs them, and ahead of it.
+"""Time a training step with slow data: loaded when the step needs it, or ahead of time.
 
-`python integration/benchmarks/data_time.py [ROUNDS]`. The default GPT, smaller, on two ranks as
-threads. A sample takes some milliseconds, of waiting as for a disk or of a library that decodes it
-outside of the interpreter's lock. Prints the median wall time of a step, interleaved over the ways,
-and the processor time of a step of all threads. Nothing is asserted: machines differ.
+`python integration/benchmarks/data_time.py [ROUNDS]`. A smaller version of the default GPT, on two
+ranks as threads. A sample takes some milliseconds: of waiting, as for a disk, or of decoding in a
+library that releases the interpreter lock. Prints the median wall time of a step, with the ways
+interleaved, and the processor time of a step of all threads. Nothing is asserted: machines differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wait(seconds: float) -> None:
 
 
 def decode(seconds: float) -> None:
-    """Compute without the interpreter's lock, as a decoder of images does."""
+    """Compute without the interpreter lock, as a decoder of images does."""
     ended = time.perf_counter() + seconds
     block = bytes(1 << 18)
     while time.perf_counter() < ended:
@@ -99,7 +99,7 @@ def main() -> None:
         for _ in range(3):
             for way, loader in ways.items():
                 walls, works = timed(lambda: loader.next().values, step, rounds)  # noqa: B023
-                found[way][0].extend(walls[2:])  # those loaded meanwhile do not count
+                found[way][0].extend(walls[2:])  # the first batches were loaded before
                 found[way][1].extend(works[2:])
         for loader in ways.values():
             loader.close()
@@ -117,7 +117,7 @@ def main() -> None:
 def timed(
     load: Callable[[], Mapping[str, Tensor]], step: Callable[[Any], Any], count: int
 ) -> tuple[list[float], list[float]]:
-    """Return the wall and the processor seconds of some steps, with their data."""
+    """Return the wall seconds and the processor seconds of some steps with loading."""
     walls, works = [], []
     for _ in range(count):
         wall, work = time.perf_counter(), time.process_time()

@@ -1,12 +1,12 @@
-"""What a start holds and takes: a model built deferred, beside one built whole.
+"""Measure memory and time of a start, for a deferred model and for a model built as a whole.
 
     python integration/benchmarks/deferred_memory.py [--layers 8] [--ranks 4] [--local]
 
-A GPT of 12.6 million parameters a layer (float32, 50 MB) is built, captured with AdamW, planned
-with every state sharded over the ranks, and its states are made and cut: those of rank 0, as one
-process of several does it, or with `--local` those of all ranks, as one process of threads does it.
-Each way runs in a fresh process. Memory is the resident set beyond that of the imports, at its
-peak; time is that of the core.
+A GPT of 12.6 million parameters per layer (float32, 50 MB) is built, captured with AdamW, and
+planned with every state sharded over the ranks. Then its states are made and cut: for rank 0, as in
+one process of several, or with `--local` for all ranks, as in one process with threads. Each way
+runs in a new process. Memory is the peak of the resident set minus that of the imports; time is
+processor time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = ("deferred", "whole")
 
 
 def main() -> None:
-    """Print a line a way, or, told which, run it."""
+    """Print a line for each way, or run the way that is given."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=8, help="transformer blocks")
     parser.add_argument("--ranks", type=int, default=4, help="ranks that share the states")
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Start up to the point at which the first step could be taken, and print what it took."""
+    """Start until the first step could be taken, and print memory and time."""
     import torch
     from torch import Tensor, nn
 

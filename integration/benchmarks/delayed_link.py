@@ -1,8 +1,8 @@
-"""A link that is slower than it is: a backend that lets every collective take α + β·bytes longer.
+"""A backend that simulates a slower link: every collective takes α + β·bytes longer.
 
-A collective that has begun is over no earlier than that; meanwhile its rank computes. One link
-carries one collective after the other, so those that begin together queue, as they would. Transfers
-between stages are left as they are.
+A pending collective does not end earlier, while its rank may compute. A link carries one collective
+at a time, so collectives that begin together queue as on a real link. Transfers between stages are
+not delayed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class DelayedCommunicator(Communicator):
     """Delays the collectives of another communicator.
 
     Args:
-        inner: What moves the data.
-        latency_s, s_per_byte: α and β, each >= 0; may be set anew between steps.
+        inner: The communicator that moves the data.
+        latency_s, s_per_byte: α and β, each >= 0; may be changed between steps.
     """
 
     def __init__(self, inner: Communicator, latency_s: float, s_per_byte: float) -> None:
@@ -60,7 +60,7 @@ class DelayedCommunicator(Communicator):
         return self._inner.begin_receive(step, shard, **how)
 
     def _occupy(self, size_bytes: float) -> float:
-        """Take the link for a collective, when it is free; return when it is through."""
+        """Reserve the link for a collective when it is free; return the time of its end."""
         taken_s = self.latency_s + self.s_per_byte * size_bytes
         self._free_s = max(time.perf_counter(), self._free_s) + taken_s
         self.num_calls, self.moved_bytes = self.num_calls + 1, self.moved_bytes + size_bytes

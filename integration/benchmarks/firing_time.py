@@ -1,13 +1,13 @@
-"""Time what the actor runtime adds to the functions that it calls.
+"""Time the overhead of the actor runtime over direct calls of the same functions.
 
     python integration/benchmarks/firing_time.py [ROUNDS]
 
-First plans of actors that do next to nothing, as a chain and as diamonds, on one rank and on two
-that are threads of this process: the host time of a step, less that of calling the same functions
-directly in the same order, divided by the firings. On two ranks the direct calls hand nothing over,
-so that sends, receives and the waking of threads count as the runtime's. Then a GPT on one rank,
-whose step through the runtime is divided by that of direct calls. The ways take turns; medians.
-Nothing is asserted: machines differ.
+The first plans have actors that do almost nothing, as a chain and as diamonds, on one rank and on
+two ranks that are threads of this process. The overhead is the host time of a step minus that of
+direct calls in the same order, divided by the number of firings. On two ranks the direct calls pass
+no data, so sends, receives and the waking of threads count as overhead. Then follows a GPT on one
+rank, with the ratio of its step to direct calls. The ways take turns; times are medians. Nothing is
+asserted, because machines differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime import Accumulation, overwrite
 from sbp_torch.segments import segment_function
 
-#: Micro-batches of a step of the small plans, actors of one rank, and fillings that may be alive.
+#: For small plans: micro-batches of a step, actors of one rank, and the quota of registers.
 MICRO_BATCHES, ACTORS, QUOTA = 16, 12, 2
 
 BATCH_SIZE, LEARNING_RATE = 8, 3e-4
@@ -61,10 +61,10 @@ WHOLE = NdSbp(B)
 
 
 class PlanMaker:
-    """A plan of small actors, as it grows.
+    """A builder of plans of small actors.
 
     Args:
-        num_ranks: Ranks, each a stage of its own; the last value of each goes to the next.
+        num_ranks: Number of ranks. Each is one stage, and sends its last value to the next.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -153,7 +153,7 @@ class PlanMaker:
 
 
 def _registers(actors: Sequence[Any]) -> list[Register]:
-    """Return a register for each value that somebody takes."""
+    """Return a register for each value that an actor reads."""
     readers = {
         key: tuple(other.name for other in actors if key in other.inputs)
         for actor in actors
@@ -203,7 +203,7 @@ def diamonds(num_ranks: int) -> PhysicalPlan:
 
 
 class Direct:
-    """The functions of a plan's actors, called in its order with what they take; no boxing."""
+    """Direct calls of the functions of a plan's actors, in its order and without boxing."""
 
     def __init__(self, plan: PhysicalPlan, states: Mapping[str, Any]) -> None:
         self.plan, self.states = plan, dict(states)
@@ -218,7 +218,7 @@ class Direct:
         self._let_die()
 
     def _let_die(self) -> None:
-        """Work out which values each call is the last to take."""
+        """Find the values that are used last by each call."""
         seen: set[tuple[str, int]] = set()
         for actor, index, _, dying in reversed(self.calls):
             for key in actor.inputs:

@@ -1,8 +1,8 @@
-"""What guards cost: `[torchrun --nproc-per-node=2] python benchmarks/guard_time.py [LAYERS]`.
+"""Time guards: `[torchrun --nproc-per-node=2] python benchmarks/guard_time.py [LAYERS]`.
 
-An encoder trains with `parallelize`. The time is that of all that comes before a step: the guard
-compares what the program reads, what the loop wrote is taken over, and processes vote. Beside
-it stands the time of the whole step.
+An encoder trains with `parallelize`. The measured time is that of everything before a step: the
+guard compares the values that the program reads, values that the loop wrote are copied to states,
+and processes vote. The time of the whole step is printed, too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Time the collectives of the `local` backend that must copy, against memcpy, interleaved.
 
-`nox -s benchmarks` or `python integration/benchmarks/local_time.py [ROUNDS]`: as many for the
-smallest, fewer for larger ones. Ranks are threads.
-Memcpy is `torch.Tensor.copy_` of as many bytes into memory that is there already, as that of the
-backend's results is: by one thread, or by as many as there are ranks, each a part of its own, which
-is all that the memory can do. A collective takes the time from when the last rank calls it until
-all are out. It counts the bytes that it cannot but read and write: each shard is read once, each
-result is written once, one that all ranks share once for all. The ratio is the rate of the
-collective to that of memcpy, each at its best over the rounds: whatever else the machine does only
-adds. Nothing is asserted: machines differ.
+`nox -s benchmarks` or `python integration/benchmarks/local_time.py [ROUNDS]`, with ROUNDS for the
+smallest size, and fewer for larger ones. Ranks are threads.
+Memcpy is `torch.Tensor.copy_` of as many bytes into allocated memory, like the backend's results:
+by one thread, or by one thread per rank on separate parts, which is the limit of the memory. The
+time of a collective is from the call of the last rank until all ranks have returned. Its bytes are
+those that it has to read and write: each shard is read once, and each result is written once, even
+if all ranks share it. The ratio is the rate of the collective to that of memcpy, each for its best
+round, because other load of the machine only adds time. Nothing is asserted: machines differ.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from sbp_torch.boxing import LocalBackend, shard
 MEBIBYTE = 2**20
 ROWS = 1024
 
-#: Rounds that are not counted.
+#: Number of rounds that do not count.
 WARM_UP = 3
 CHANGES: tuple[tuple[str, Sbp, Sbp], ...] = (
     ("all-reduce", P, B),
@@ -42,19 +41,19 @@ CHANGES: tuple[tuple[str, Sbp, Sbp], ...] = (
     ("all-to-all", S(0), S(1)),
 )
 
-#: One rank's part of what is timed; the barrier is passed right before.
+#: The timed work of one rank, which begins after a barrier.
 Work = Callable[[int], object]
 
 
 def make_step(size_bytes: int, num_ranks: int, before: Sbp, after: Sbp) -> BoxingStep:
-    """The collective on a float32 tensor of a size, in bytes."""
+    """Return the collective on a float32 tensor of a size in bytes."""
     mesh, shape = Placement.grid((num_ranks,), ("x",)), (ROWS, size_bytes // 4 // ROWS)
     (step,) = route(shape, "float32", (mesh, NdSbp(before)), (mesh, NdSbp(after))).steps
     return step
 
 
 def touched_bytes(step: BoxingStep) -> int:
-    """Bytes that a collective among threads must read and write."""
+    """Return the bytes that a collective among threads must read and write."""
     read = sum(map(volume, bounds_of(step.shape, *step.source).values()))
     shared = step.kind in (StepKind.ALL_REDUCE, StepKind.ALL_GATHER)
     written = prod(step.shape) * (1 if shared else step.source[0].size)
@@ -64,7 +63,7 @@ def touched_bytes(step: BoxingStep) -> int:
 
 
 def collective(step: BoxingStep, donate: bool, ends: list[LocalBackend], number: list[int]) -> Work:
-    """One call of a collective on each rank; results are dropped at once."""
+    """Return the work of one call of a collective on each rank; results are dropped at once."""
     parts = {
         rank: part.clone()
         for rank, part in shard(torch.randn(step.shape), step.source[0], step.source[1]).items()
@@ -79,7 +78,7 @@ def collective(step: BoxingStep, donate: bool, ends: list[LocalBackend], number:
 
 
 def memcpy(size_bytes: int, num_threads: int) -> Work:
-    """Read and write `size_bytes` in all, a part on each of the first ranks."""
+    """Return the work of reading and writing `size_bytes` in total, on the first ranks."""
     given = [torch.randn(size_bytes // 8 // num_threads) for _ in range(num_threads)]
     taken = [torch.randn(size_bytes // 8 // num_threads) for _ in range(num_threads)]
 
@@ -90,7 +89,7 @@ def memcpy(size_bytes: int, num_threads: int) -> Work:
 
 
 def timed(threads: ThreadPoolExecutor, num_ranks: int, work: Work, *, meets: bool) -> float:
-    """Seconds until the last rank is done: since the last has come if they meet, else the first."""
+    """Return seconds until the last rank ends, since the last start if `meets`, else the first."""
     barrier = Barrier(num_ranks)
 
     def run(rank: int) -> tuple[float, float]:

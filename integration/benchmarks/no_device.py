@@ -4,13 +4,13 @@
         [--layers N] [--mesh 8 8] [--batch 64] [--context 4096] [--micro-batches 1]
         [--profile capture|passes|plan|compile|check|simulate|bound|memory]
 
-`llama-8b` is Llama 3's 8 billion parameters with 64 x 4,096 tokens on 64 devices, `gpt3-175b` GPT-3
-with sequences of 2,048 tokens on 1,024 devices, in stages of tensor groups that are replicated.
-Plans are by pins, so that what is timed is what every planner needs.
+`llama-8b` is Llama 3's 8 billion parameters with 64 x 4,096 tokens on 64 devices. `gpt3-175b` is
+GPT-3 with sequences of 2,048 tokens on 1,024 devices, in stages of replicated tensor groups. Plans
+follow from pins, so the times are those of phases that every planner needs.
 
-Every model has a process of its own. Seconds are of the processor, user and system (on an idle
-machine those of the clock, as planning has one thread); the peak of a phase is the most memory that
-the process had in it, with all that it had before; imports are the first line.
+Every model has its own process. Seconds are processor time, user and system (on an idle machine,
+wall time, because planning has one thread). The peak of a phase is the peak of the process' whole
+memory during the phase. The first line is the imports.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Pins = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and where it is planned for.
+    """A model, and its mesh and batch.
 
     Args:
-        model: Which of our models.
-        settings: Of the model.
-        mesh: Ranks along the axes `pipe`, `data` and `tensor`, the last of them if there are fewer.
+        model: Name of one of our models.
+        settings: Settings of the model.
+        mesh: Ranks along the axes `pipe`, `data` and `tensor`; fewer numbers are the last axes.
         batch: Samples of a micro-batch.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         columns, rows: Ends of the names of layers whose weights are split by output, and by input.
     """
 
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def pins(self) -> _Pins:
-        """Those of the preset `manual/data_tensor`: Megatron's tensor parallelism, replicated."""
+        """The pins of the preset `manual/data_tensor`: tensor parallelism as Megatron's."""
         whole = {"data": "B", "tensor": "B"}
         columns, rows = {"tensor": "S(0)"}, {"tensor": "S(1)"}
         return {
@@ -122,7 +122,7 @@ CASES: Mapping[str, Case] = {
 
 
 class _Phases:
-    """Runs phases, and prints what each took."""
+    """Runs phases, and prints time and memory of each."""
 
     def __init__(self, profiled: str) -> None:
         self.profiled = profiled
@@ -130,7 +130,7 @@ class _Phases:
         self.cpu_s = 0.0
 
     def run(self, phase: str, call: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-        Path("/proc/self/clear_refs").write_text("5", "ascii")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets the peak
         profile = cProfile.Profile() if self.profiled == phase else None
         start = time.process_time()
         made = profile.runcall(call, *args, **kwargs) if profile else call(*args, **kwargs)

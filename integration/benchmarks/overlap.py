@@ -1,13 +1,13 @@
-"""How far a data-parallel step hides its communication: two processes over a slowed link.
+"""Measure how well a data-parallel step hides its communication: two processes over a slowed link.
 
     python integration/benchmarks/overlap.py [ROUNDS] [--model gpt|dlrm|...]
 
-The link is gloo's, and takes α + β·bytes longer (`delayed_link`); β is chosen so that computing
+The link is gloo's, and takes α + β·bytes longer (`delayed_link`). β is chosen such that computing
 takes about 4, 2 and 1 times as long as all delays of a step. `compute` is the step on one device
-with a rank's part of the batch, in both processes at once; `no delay` is the data-parallel step
-over gloo as it is, so it has what gloo itself takes of the two cores. All take turns, so that what
-else runs slows all of them. Prints the median step, its ratio to max(compute, communication), which
-is to be at most 1.10, and to max(no delay, communication). Nothing is asserted.
+with a rank's part of the batch, in both processes at once. `no delay` is the data-parallel step
+over gloo without delays, so it includes gloo's own use of the two cores. The ways take turns, so
+other load slows all of them. Prints the median step, its ratio to max(compute, communication),
+whose target is at most 1.10, and its ratio to max(no delay, communication). Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# What makes models and processes is of `integration`, and of the comparison with peers.
+# Models and processes are made by modules of `integration` and of the comparison with peers.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
@@ -72,10 +72,10 @@ def work(
     """Time the steps of one process in turns: alone, without delay, and at each ratio.
 
     Args:
-        compute_s: What delays are chosen by, the same in all processes.
+        compute_s: The computing time from which delays are chosen; equal in all processes.
 
     Returns:
-        For each of these, the median seconds of a step, and those of all delays in it.
+        For each of these, the median seconds of a step, and the seconds of all delays in it.
     """
     torch.set_num_threads(1)
     delayed, scalars = DelayedBackend(backend), {"lr": LEARNING_RATE}

@@ -1,14 +1,13 @@
-"""Calibrate this machine, then compare predicted and measured steps of processes: all in one go.
+"""Calibrate this machine, then compare predicted and measured steps of processes.
 
     python integration/benchmarks/prediction_all.py [FOLDER] [--ranks 2 4] [--quick]
 
-Runs, one after the other, what may also be run by itself: `sbp-calibrate` over gloo and over MPI;
-with what it found on two ranks, and with the calls of each step measured, `peers --only ", auto"`
-twice, with all ways in turns and `--apart`; and `prediction_error.py` over both, with operators
-measured in other layouts. FOLDER, by default a new one, gets the cluster files and the results.
-With two ranks it takes about twenty minutes on two cores that do nothing else, with four, too,
-about twenty-five; with `--quick`, for a look at whether it works, five. `prediction_error.py` needs
-`transformers`.
+It runs these commands in turn: `sbp-calibrate` over gloo and over MPI; `peers --only ", auto"` with
+the calibration for two ranks and with measured calls of each step, twice: with all ways in turns,
+and with `--apart`; and `prediction_error.py` over both, with operators measured in other layouts.
+FOLDER, by default a new one, gets the cluster files and the results. On two idle cores this takes
+about twenty minutes with two ranks, and twenty-five with two and four ranks; `--quick`, to check
+that it works, takes five. `prediction_error.py` needs `transformers`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BACKENDS = ("torch", "mpi")
 
 
 def commands(folder: Path, ranks: Sequence[int], *, quick: bool) -> Iterator[Sequence[str]]:
-    """Yield what is run."""
+    """Yield the commands to run."""
     clusters = [folder / f"cluster{number}.json" for number in ranks]
     seconds, rounds = ("20", "3") if quick else ("40", "11")
     for boxing in BACKENDS:

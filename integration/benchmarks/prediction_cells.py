@@ -1,4 +1,4 @@
-"""Cells of the matrix of models and layouts: compiled, stepped in turns, and what was predicted."""
+"""Cells of the matrix of models and layouts: compiled, run in turns, with predicted times."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TRACED_STEPS = 10
 
 
 class Ranks(Protocol):
-    """The ranks of which this process has some, or all as threads."""
+    """All ranks, of which this process has one, or all as threads."""
 
-    #: Of this process's; the first one says what was found.
+    #: The ranks of this process; the first of all ranks reports.
     rank: int
 
     def backend(self, name: str) -> BoxingBackend:
@@ -50,7 +50,7 @@ class Ranks(Protocol):
         """Wait for all."""
 
     def gathered(self, value: Any) -> Sequence[Any]:
-        """Return what each process has, in rank order."""
+        """Return the value of each process, in rank order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Threads:
         return made
 
     def barrier(self) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is no other process."""
 
     def gathered(self, value: Any) -> Sequence[Any]:
         return [value]
@@ -73,16 +73,16 @@ class Threads:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is asked of a program's cells.
+    """The settings of a program's cells.
 
     Args:
         rounds: Steps of each cell, at least 2.
-        dtype: Of the matrix.
-        clusters: Files of sbp-calibrate; without any, the rates are declared.
-        operators: Whose times of operators are known when a plan is predicted: its `own`, those of
+        dtype: A dtype of the matrix.
+        clusters: Files of sbp-calibrate; without any, rates are declared.
+        operators: The measured operators that a prediction uses: `own` of the plan, those of
             `others`, or none.
-        num_ranks: Of the layouts; None takes all.
-        boxing: Over which the ranks talk; a file of sbp-calibrate has to know it.
+        num_ranks: Only layouts with this number of ranks; None for all.
+        boxing: The boxing backend, which a file of sbp-calibrate has to contain.
     """
 
     rounds: int
@@ -130,8 +130,8 @@ class Cell:
 
     Args:
         layout: Its name.
-        predicted_s: Of a step.
-        step_s: Measured, of each step after the warm-up.
+        predicted_s: Predicted time of a step.
+        step_s: Measured time of each step after the warm-up.
     """
 
     layout: str
@@ -154,19 +154,19 @@ class Cell:
 
 
 def machine(registry: PluginRegistry, layout: Layout, trial: Trial) -> Cluster:
-    """Return what a layout is planned for.
+    """Return the cluster for which a layout is planned.
 
     Args:
-        registry: Knows the cluster profiles.
+        registry: Has the cluster profiles.
         layout: Has the mesh.
-        trial: Has the cluster files; without any, the rates are declared.
+        trial: Has the cluster files; without any, rates are declared.
     """
     files = trial.clusters
     settings: dict[str, Any] = {"mesh": layout.mesh, "axes": layout.axes}
     ranks = prod(layout.mesh)
     if files:
         sizes = {file: Cluster.load(Path(file)).num_devices for file in files}
-        # If none suffices, the profile itself says what to do.
+        # If no file has enough ranks, the error of the profile names the remedy.
         settings["file"] = min(files, key=lambda file: (sizes[file] < ranks, sizes[file]))
         settings["backend"] = trial.boxing
     profile = "measured" if files else "local"
@@ -200,9 +200,9 @@ def cells_of(registry: Any, ranks: Ranks, name: str, trial: Trial) -> list[Cell]
 def measure(
     registry: Any, ranks: Ranks, name: str, plans: Mapping[str, PhysicalPlan], trial: Trial
 ) -> Mapping[str, Sequence[float]]:
-    """Return the times of the steps of each layout of a program, stepped in turns.
+    """Return the times of the steps of each layout of a program, run in turns.
 
-    Of processes, that of the slowest, all having begun together.
+    The time of a step on processes is that of the slowest one; all begin together.
     """
     program, dtype = PROGRAMS[name], storage_dtype(trial.dtype)
     step_s: dict[str, list[float]] = {layout: [] for layout in plans}
@@ -243,7 +243,7 @@ def started(
 def operators_of(
     registry: Any, ranks: Ranks, name: str, layout: str, prepared: Prepared, dtype_name: str
 ) -> tuple[MeasuredOperator, ...]:
-    """Return what the operators take in traced steps of a layout of a program."""
+    """Return the times of operators in traced steps of a layout of a program."""
     program, dtype = PROGRAMS[name], storage_dtype(dtype_name)
     trace = Trace(operators=True)
     backend = ranks.backend(f"{layout} traced")
@@ -258,7 +258,7 @@ def operators_of(
 def known_operators(
     which: str, layout: str, found: Mapping[str, Sequence[MeasuredOperator]]
 ) -> Sequence[MeasuredOperator]:
-    """Return the operators that are known when a layout is predicted: its own, or of others."""
+    """Return the measured operators for the prediction of a layout: its own, or of others."""
     if which == "own":
         return found[layout]
     ranks = prod(LAYOUTS[layout].mesh)

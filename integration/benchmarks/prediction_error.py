@@ -4,21 +4,20 @@
         [--operators own | others] [--boxing local | torch | mpi] [--ranks N] [--json FILE]
 
 All layouts of a model are compiled for one machine, started on the actor runtime with ranks as
-threads, and stepped in turns, so that what else runs on the machine slows all of them. Measured is
-the median of ROUNDS steps after a warm-up; predicted is what `simulate` says of the plan, as the
-trainer prints it. The machine is the cluster profile `local`, with declared rates, or what
-`sbp-calibrate` has measured over the same boxing: of several files, the one with the fewest ranks
-that suffice. With
-`--operators` the times of operators are added to it that were measured before, in traced steps of
-the same plan, or of the other layouts with as many ranks, which leave a rank some of the same
-calls. With `--boxing torch` (gloo) or `mpi` ranks are processes, those of one thread, that
-`mpiexec` starts: of the layouts of a model those with as many ranks take turns.
+threads, and run in turns, so that other load of the machine slows all of them. The measured time is
+the median of ROUNDS steps after a warm-up. The predicted time is that of `simulate` for the plan,
+as in the output of the trainer. The machine is the cluster profile `local`, with declared rates, or
+the calibration by `sbp-calibrate` for the same boxing: of several files, the one with the fewest
+ranks that suffice. `--operators` adds times of operators, which were measured in traced steps of
+the same plan, or of other layouts with as many ranks, which have some calls in common. With
+`--boxing torch` (gloo) or `mpi`, ranks are processes with one thread, started by `mpiexec`; layouts
+of a model with the same number of ranks take turns.
 
-Prints for each cell both times and the error, predicted / measured - 1, so that -50 % is half of
-what was measured; then the median of the errors' absolute values; and for each model how far the
-order of its layouts by prediction is that by measurement, as Kendall's rank correlation: of all
-pairs of layouts the part in the right order less the part in the wrong one, ties counting as
-neither. 1 is the same order, 0 says nothing, -1 is the reverse. Nothing is asserted.
+The output shows, for each cell, both times and the error, predicted / measured - 1 (-50 % is half
+of the measured time); then the median of absolute errors; and for each model Kendall's rank
+correlation of the predicted and the measured order of its layouts: the fraction of pairs in the
+right order minus the fraction in the wrong order, where ties count as neither. 1 is the same order,
+0 is no correlation, -1 is the reverse. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from sbp_core.plugins import discover
 from sbp_core.processes import mpiexec_specs
 from sbp_core.units import format_seconds
 
-#: The models that run unless all are asked for: of each kind one.
+#: The models that run without `--all`: one of each kind.
 FEW_PROGRAMS = ("gpt2", "vit", "resnet18", "dlrm", "moe")
 
-#: Seconds that the processes of one model and number of ranks may take to start, and a step.
+#: Seconds that the processes of one model and number of ranks may take to start, and for a step.
 MOST_S = 300.0, 20.0
 
 RANK = Path(__file__).with_name("prediction_rank.py")
@@ -82,7 +81,7 @@ def kendall(cells: Sequence[Cell]) -> float:
 
 
 def order_line(name: str, cells: Sequence[Cell]) -> str:
-    """Return what came of the order of a model's layouts."""
+    """Return the line about the order of a model's layouts."""
     tau = kendall(cells)
     chosen = min(cells, key=lambda cell: cell.predicted_s)
     fastest = min(cells, key=lambda cell: cell.measured_s)

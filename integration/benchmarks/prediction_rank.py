@@ -1,4 +1,4 @@
-"""What one process does for a cell of `prediction_error.py`: step plans beside the other ranks.
+"""One process of a cell of `prediction_error.py`: it runs plans together with other ranks.
 
     mpiexec -n RANKS python prediction_rank.py MODEL BOXING TRIAL OUT
 
@@ -26,10 +26,10 @@ from sbp_core.plugins import discover
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process has one rank; MPI tells all what each has found.
+    """Ranks in processes: this process has one rank, and MPI gathers results.
 
     Args:
-        store: Where ranks meet that talk over gloo; None over MPI.
+        store: The rendezvous store of ranks over gloo; None over MPI.
     """
 
     registry: Any
@@ -53,7 +53,7 @@ class Processes:
         MPI.COMM_WORLD.Barrier()
 
     def gathered(self, value: Any) -> Sequence[Any]:
-        """Return what each process has, in rank order."""
+        """Return the value of each process, in rank order."""
         return list(MPI.COMM_WORLD.allgather(value))
 
 

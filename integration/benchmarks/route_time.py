@@ -1,20 +1,20 @@
-"""Time the router: how long it takes to find a route, and how often a greedy one would cost more.
+"""Time the router: the time to find a route, and how often a greedy route would cost more.
 
 `nox -s benchmarks`, or `python integration/benchmarks/route_time.py [PAIRS]`. For each mesh and
-tensor, over all pairs of nd-SBPs (or that many of them, drawn by chance; 4000 if not said; 0 for
-all): S(0), S(1), S(2), B, P, P(max), P(min) on each axis.
+tensor, over PAIRS random pairs of nd-SBPs (4000 by default; 0 for all pairs): S(0), S(1), S(2), B,
+P, P(max), P(min) on each axis.
 
-    first    nothing is known: the first route in a process for this mesh and these reductions, the
-             making of its tables counted; over some of the pairs
-    cold     the tables of the mesh are there, nothing is known of the pair
-    cached   the same route asked for again
+    first    without any cache: the first route in a process for this mesh and these reductions,
+             including the time to make tables; over some of the pairs
+    cold     with the tables of the mesh, without a cached pair
+    cached   the same route again
 
-Below, the first routes on a mesh of 1024 ranks, and the time of a transfer between 256 and 256
-ranks, that is how long it takes to price it.
+The lines below the table show first routes on a mesh of 1024 ranks, and the time to price a
+transfer between 256 and 256 ranks.
 
-Times in milliseconds, of this thread on the CPU. `greedy` is the share of pairs for which changing
-one mesh axis after the other (from the last to the first; by way of `B` where there is no direct
-step) moves more bytes, or does not get there at all. Nothing is asserted: machines differ.
+Times are in milliseconds of CPU time of this thread. `greedy` is the fraction of pairs for which
+changing one mesh axis after the other (from the last to the first; through `B` if there is no
+direct step) moves more bytes, or does not reach the target. Nothing is asserted: machines differ.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES: list[tuple[str, Placement, Placement | None, tuple[int, ...]]] = [
     ("2x2 to others", Placement.grid((2, 2)), Placement([[4, 5], [6, 7]]), EVEN),
 ]
 
-#: First routes are looked for with so many pairs, and with so many on the large mesh.
+#: Number of pairs for first routes, and number of pairs on the large mesh.
 NUM_FIRST, NUM_LARGE = 100, 20
 
 LARGE = Placement.grid((8, 8, 16))
@@ -89,7 +89,7 @@ def find_ms(shape: tuple[int, ...], source: State, target: State) -> float:
 
 
 def first_ms(shape: tuple[int, ...], pairs: list[tuple[State, State]]) -> list[float]:
-    """Return the times of routes of which nothing is known, nor of their meshes."""
+    """Return the times of routes with empty caches of pairs and meshes."""
     times: list[float] = []
     for source, target in pairs:
         clear_routes(meshes=True)
@@ -128,7 +128,7 @@ def single_step(
 def greedy_bytes(
     shape: tuple[int, ...], placement: Placement, source: NdSbp, target: NdSbp
 ) -> int | None:
-    """Return the bytes of changing axis after axis, or None if that does not get there."""
+    """Return the bytes of changing axis after axis, or None if the target is not reached."""
     total, sbp = 0, source
     for direct in (True, False):
         axes = range(placement.num_axes)
@@ -183,7 +183,7 @@ def measure(
 
 
 def measure_large() -> None:
-    """Print the first routes on a large mesh, and how long it takes to price large transfers."""
+    """Print times of first routes on a large mesh, and of pricing large transfers."""
     draw = random.Random(0)
     for name, shape in (("even", (4096, 4096)), ("uneven", UNEVEN), ("short", SHORT)):
         states = [(LARGE, sbp) for sbp in all_nd_sbps(len(shape), LARGE.num_axes, REDUCTIONS)]

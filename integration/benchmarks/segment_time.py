@@ -1,11 +1,11 @@
-"""What segments cost when they are run operator by operator, and when Inductor has compiled them.
+"""Time segments that run operator by operator, and segments that Inductor has compiled.
 
     python integration/benchmarks/segment_time.py [layers] [width] [steps]
 
-Trains a GPT of the zoo's shape on one rank by the actor runtime, by turns with `compile=eager` and
-`compile=inductor`, and prints the median time of a step of each, their ratio, and how long the
-first step took, in which everything is compiled. Inductor keeps what it has compiled in its own
-cache: set TORCHINDUCTOR_CACHE_DIR to an empty folder to measure compilation itself.
+Trains a GPT of the zoo's shape on one rank with the actor runtime, alternating `compile=eager` and
+`compile=inductor`. Prints the median time of a step of each, their ratio, and the time of the first
+step, in which everything is compiled. Inductor has its own cache of compiled code: set
+TORCHINDUCTOR_CACHE_DIR to an empty folder to measure compilation itself.
 """
 
 from __future__ import annotations

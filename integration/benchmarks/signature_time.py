@@ -1,9 +1,9 @@
 """Time deriving the signatures of a whole training step: a GPT of 32 layers, some 5,000 nodes.
 
-`nox -s benchmarks`, or this script with the number of layers behind it. Prints seconds with
-empty caches (calls that mean the same are derived once) and again with full ones, for mesh axes of
-2 and 4 ranks, and for a third pass that enumerates the n-D signatures of every distinct call on a
-2x4 mesh. Nothing is asserted: machines differ.
+`nox -s benchmarks`, or this script with the number of layers as argument. Prints seconds with empty
+caches (equal calls are derived once) and again with full ones, for mesh axes of 2 and 4 ranks, and
+for a third pass that enumerates the n-D signatures of every distinct call on a 2x4 mesh. Nothing is
+asserted, because machines differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sbp_torch.graph_capture import capture
 BATCH_SIZE, CONTEXT = 4, 32
 AXIS_SIZES, MESH_SHAPE = (2, 4), (2, 4)
 
-#: Of each distinct call; there may be thousands.
+#: The greatest number of signatures per distinct call; there may be thousands.
 MOST_ND = 1000
 
 

@@ -1,20 +1,20 @@
-"""Time what a snapshot adds to a step, and a checkpoint that is written from it: two processes.
+"""Time the overhead of a snapshot, and of a checkpoint that is written from it: two processes.
 
     python integration/benchmarks/snapshot_time.py [--only dlrm] [--rounds 15]
 
-Over gloo. Ways, in turns within each round, in another order each time; all begin together:
+Over gloo. The ways take turns in each round, each time in another order; ranks begin together:
 
-    step        as always
-    snapshot    `session.snapshot()`, then the step; what is copied is in memory that is used again
-    copy        every piece of `session.pieces()` copied into such memory, then the step
+    step        an ordinary step
+    snapshot    `session.snapshot()`, then the step; copies are in reused memory
+    copy        every piece of `session.pieces()` copied into reused memory, then the step
     save        every process writes its file of a checkpoint, then the step
-    beside      `session.snapshot()`, then steps while a thread writes it; what all of them take
-                beyond as many times the median step
+    beside      `session.snapshot()`, then steps while a thread writes it; the time of all these
+                steps minus as many times the median step
 
-The files go to a temporary folder, synced. A way takes as long as its slower process; printed are
-medians over rounds, and what a way adds to its steps in parts of a step: in seconds on the clock
-and in processor seconds of both processes. On a machine that does other things the latter say
-more. The call of `snapshot` alone is a part of the former. Nothing is asserted: machines differ.
+The files go to a temporary folder, and are synced. The time of a way is that of its slower process.
+The table shows medians over rounds, and the overhead of a way as a fraction of a step: in wall
+seconds and in processor seconds of both processes, which are more reliable on a loaded machine. The
+call of `snapshot` alone is a part of the wall time. Nothing is asserted, because machines differ.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CASES: Mapping[str, tuple[str, Ours]] = {
     ),
 }
 
-#: Of a way in a round: seconds on the clock, of the processor, of the call of `snapshot`; steps.
+#: For a way in a round: wall seconds, processor seconds, seconds of the call of `snapshot`; steps.
 Times = tuple[float, float, float, int]
 
 
@@ -153,7 +153,7 @@ def work(rank: int, case: str, rounds: int, folder: str, found: Any) -> None:
 
 
 def measure(case: str, rounds: int) -> tuple[int, dict[str, list[Times]]]:
-    """Return the most bytes that a process owns, and the times of each way in each round."""
+    """Return the largest bytes that a process owns, and the times of each way in each round."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         found = context.SimpleQueue()

@@ -1,11 +1,11 @@
-"""Time the start of a small GPT on two processes over gloo, up to its first step, beside DDP's.
+"""Time the start of a small GPT on two processes over gloo, up to its first step, against DDP.
 
     python integration/benchmarks/start_time.py [--rounds 5] [--ways WAY ...] [--profile FILE]
 
-In each round, every way starts two processes with one thread each. Printed are the processor
-seconds of rank 0 by part, of the round with the least sum: unlike seconds on the clock they say
-the same while the machine does other things. With --profile, rank 0 of the one way given writes
-what cProfile saw from the first call into sbp on.
+In each round, every way starts two processes with one thread each. The output shows the processor
+seconds of rank 0 by part, for the round with the least sum: unlike wall time, they do not depend on
+other load of the machine. With --profile, rank 0 of the single given way writes a cProfile that
+begins with the first call into sbp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCABULARY, CONTEXT, NUM_LAYERS, NUM_HEADS, HIDDEN = 8192, 128, 4, 4, 256
 
 
 class _Marks:
-    """Processor seconds of this process, by the part that ended there."""
+    """The processor seconds of this process, by the part that ended."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -214,7 +214,7 @@ def main() -> None:
         print(json.dumps(_run_rank(chosen.rank, profile)), flush=True)
         if profile:
             profile.dump_stats(chosen.profile)
-        os._exit(0)  # the ranks end without words to each other
+        os._exit(0)  # the ranks exit without a shutdown of their process group
     rounds: dict[str, list[dict[str, float]]] = {way: [] for way in chosen.ways}
     for _ in range(chosen.rounds):
         for way, found in rounds.items():

@@ -1,9 +1,9 @@
-"""How long a run takes to say what it is at: `python benchmarks/status_time.py [RANKS]`.
+"""Time how fast a run reports its status: `python benchmarks/status_time.py [RANKS]`.
 
-A GPT trains in a pipeline, as threads, over gloo and over MPI. Each process is sent SIGUSR1, and
-the time is that until each has written the whole of its file; then `sbp-watch RUN --once` asks by
-sockets, its own start included. Once more while the last process is stopped, as one that hangs is:
-then the others write, and `sbp-watch` waits 2 s for it.
+A GPT trains in a pipeline, as threads, over gloo and over MPI. Each process gets SIGUSR1; the
+time is until all have completely written their files. Then `sbp-watch RUN --once` asks by sockets;
+its time includes its own start. This is repeated while the last process is stopped, like a hanging
+one: then the other processes write, and `sbp-watch` waits 2 s for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _measure(folder: Path, boxing: str, launcher: str, num_ranks: int) -> None:
 
 
 def _pids(logs: Path, count: int) -> list[int]:
-    """Return the processes of a run by their ranks, once all are past their first steps."""
+    """Return the process ids of a run in rank order, after all have done their first steps."""
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
         told = _watched(logs)[0]
@@ -78,7 +78,7 @@ def _asked(logs: Path, pids: Sequence[int]) -> float:
 
 
 def _watched(logs: Path) -> tuple[str, float]:
-    """Return what `sbp-watch` prints, and the seconds that it takes."""
+    """Return the output of `sbp-watch`, and the seconds that it takes."""
     begun_s = time.monotonic()
     command = [sys.executable, "-m", "sbp_launch.apps.watch", str(logs.parent), "--once"]
     environment = {**os.environ, "COLUMNS": "200"}

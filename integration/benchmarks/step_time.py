@@ -1,8 +1,8 @@
 """Time a training step of the default GPT: plain eager PyTorch against sbp, in one interleaved run.
 
 `nox -s benchmarks` or `python integration/benchmarks/step_time.py [ROUNDS]`. Prints the median of
-each way and its ratio to eager PyTorch with as many threads as there are cores. Nothing is
-asserted: machines differ.
+each way and its ratio to eager PyTorch with one thread per core. Nothing is asserted, because
+machines differ.
 """
 
 from __future__ import annotations

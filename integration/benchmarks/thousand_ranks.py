@@ -3,11 +3,11 @@
     python integration/benchmarks/thousand_ranks.py [--ranks 4 16 64 256 1024] [--layers 24]
         [--kind 3d|data|tensor|zero] [--types] [--overlap] [--profile compile|check|...]
 
-`3d` is GPT-3's way: pipeline stages of tensor groups, replicated over `data`; the others lay all
-ranks along one mesh axis. Layers are repeated and their width is small, as the time depends on the
-number of calls. Every size runs in a process of its own, so that the peak of memory is its own;
-what libraries and the captured graph take is in it. Times are of this process on the CPU. Under the
-table are the exponents of growth from the size before: 1 is work for each rank.
+`3d` is GPT-3's layout: pipeline stages of tensor groups, replicated over `data`; the other kinds
+put all ranks on one mesh axis. Layers are repeated and their width is small, because the time
+depends on the number of calls. Every size runs in its own process, so the peak of memory is its
+own, including libraries and the captured graph. Times are CPU time of this process. Below the table
+are the exponents of growth from the previous size: 1 is constant work for each rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PINS: Mapping[str, Mapping[str, PinValue]] = {
 
 
 def mesh_of(kind: str, num_ranks: int) -> Placement:
-    """Return the mesh of a kind: for 3d 8 stages, groups of 8 for tensors, the rest for data."""
+    """Return the mesh of a kind: for 3d, 8 stages, tensor groups of 8, and the rest for data."""
     if kind != "3d":
         return Placement.grid((num_ranks,), ("tensor" if kind == "tensor" else "data",))
     tensor = min(8, num_ranks // 2)
@@ -73,7 +73,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def captured(num_layers: int, mesh: Placement) -> LogicalGraph:
-    """Return the step of a model that divides over the mesh."""
+    """Return the step of a model whose dims the mesh divides."""
     sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
     # A head, and a slice of each matrix, for every rank of a tensor group.
     parts = max(8, sizes.get("tensor", 1))
@@ -96,7 +96,7 @@ def captured(num_layers: int, mesh: Placement) -> LogicalGraph:
 
 
 class _Clock:
-    """Runs parts, and notes what they took in seconds of this process on the CPU."""
+    """Runs parts, and records their CPU seconds in this process."""
 
     def __init__(self, profiled: str) -> None:
         self.profiled = profiled
@@ -113,7 +113,7 @@ class _Clock:
 
 
 def measured(num_ranks: int, chosen: argparse.Namespace) -> Mapping[str, float]:
-    """Return what each part took for a number of ranks, and how large things were."""
+    """Return the times of each part for a number of ranks, and sizes of results."""
     mesh, clock = mesh_of(chosen.kind, num_ranks), _Clock(chosen.profile)
     graph = clock.run("capture", lambda: prepare_step(captured(chosen.layers, mesh), 8))
     cluster = small_cluster(mesh.size)

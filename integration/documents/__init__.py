@@ -1,6 +1,6 @@
-"""The documents are run: every command, every example, every file that they show.
+"""Run the documents: every command, every example, every file that they show.
 
-A page is run from top to bottom in one empty folder, so that a block may use what an earlier block
-of the page has made. `blocks` reads a page, `page` runs it, `compare` says what is missing from an
-output. `python -m documents [PAGE ...]` does all of it.
+A page is run from top to bottom in one empty folder, so a block may use results of earlier blocks
+of the page. `blocks` reads a page, `page` runs it, `compare` finds lines that an output lacks.
+`python -m documents [PAGE ...]` runs pages.
 """

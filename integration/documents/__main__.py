@@ -1,8 +1,8 @@
 """The command: `python -m documents [PAGE ...]`, run in the folder `integration`.
 
-Runs pages, all by default, each in a process and an empty folder of its own. Prints what was run,
-what was not and why, and what is wrong; exit code 1 if anything is. `--times` prints how long each
-command took.
+Runs pages, all by default, each in its own process and empty folder. Prints the number of blocks
+that were run, skipped blocks with reasons, and faults; the exit code is 1 if there are faults.
+`--times` prints the duration of each command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# `python integration/documents` is to find the package too.
+# This lets `python integration/documents` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from documents.page import run_page
@@ -24,7 +24,7 @@ from documents.pages import ROOT, pages
 def run_here(name: str, *, with_times: bool) -> int:
     """Run a page in a new empty folder, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache  # as of a user who has run nothing yet
+        os.environ["XDG_CACHE_HOME"] = cache  # empty, as for a new user
         os.chdir(folder)
         began = time.perf_counter()
         report = run_page(ROOT / name, name)

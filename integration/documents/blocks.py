@@ -1,13 +1,13 @@
-"""Read a Markdown page: its fenced blocks, and what the comments above them say of running them.
+"""Read a Markdown page: its fenced blocks, and the comments above them that control running them.
 
-| comment above a block | what it does |
+| comment above a block | effect |
 |---|---|
 | `<!-- not run: REASON -->` | the block is only read; the reason is listed |
-| `<!-- not run COMMAND: REASON -->` | the same of lines that begin with COMMAND |
-| `<!-- run COMMAND with: ARGUMENTS -->` | what begins with COMMAND (the longest one) gets more |
+| `<!-- not run COMMAND: REASON -->` | the same for lines that begin with COMMAND |
+| `<!-- run COMMAND with: ARGUMENTS -->` | lines with the longest such COMMAND get more arguments |
 | `<!-- first: COMMAND -->` | runs a command that the reader does not see, before the block |
-| `<!-- saved as: FILE -->` | the block is a file, which is there from the beginning |
-| `<!-- output -->` | the block is what the last command above it prints |
+| `<!-- saved as: FILE -->` | the block is a file, which exists from the beginning |
+| `<!-- output -->` | the block is the output of the last command above it |
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Block:
     """A fenced block.
 
     Args:
-        line: Of its first line inside the fence, from 1.
-        language: What follows the fence; may be empty.
-        text: What is inside, without the indentation of the fence.
-        not_run: Why it is not run; empty if it is.
+        line: Number of its first line inside the fence, from 1.
+        language: The word after the fence; may be empty.
+        text: The text inside, without the indentation of the fence.
+        not_run: Why it is not run; empty if it is run.
         without: Why some commands are not run, by their beginning.
-        more: Arguments by the beginning of the command that gets them.
+        more: Additional arguments by the beginning of the command.
         first: Commands that are run before it.
-        saved_as: Name of the file that it is; empty if it is none.
-        is_output: Whether the last command above prints it.
+        saved_as: Name of the file; empty if the block is no file.
+        is_output: Whether it is the output of the last command above.
     """
 
     line: int
@@ -67,7 +67,7 @@ def read(path: Path) -> list[Block]:
     """Return the fenced blocks of a page.
 
     Raises:
-        ValueError: a comment above a block is none of those that are known here.
+        ValueError: a comment above a block is unknown.
     """
     text = path.read_text("utf-8")
     return [_block(path, text, found) for found in _FENCE.finditer(text)]

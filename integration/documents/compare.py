@@ -1,9 +1,9 @@
-"""Whether an output has the lines that a page shows of it, figures aside.
+"""Compare an output with the lines that a page shows, ignoring figures.
 
-A page may leave lines out, anywhere; a line `...` says so. What it shows must be there, in that
-order. A figure is a number with its unit; the dims of `S(0)` and the digits of a name such as
-`float32` are none. Spaces count as one, and rules are of one length, since columns are as wide as
-their figures.
+A page may leave out lines anywhere; a line `...` marks this. The output must contain the shown
+lines in this order. A figure is a number with its unit; the dims of `S(0)` and the digits of a name
+such as `float32` are no figures. Several spaces count as one, and rules may have any length,
+because figures determine the widths of columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def masked(line: str) -> str:
 
 
 def missing(shown: Sequence[str], output: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first shown line that the output lacks, by its index, and what is nearest to it.
+    """Return the index of the first shown line that the output lacks, and the most similar line.
 
     Lines are searched in the order in which they are shown; None if all are there.
     """

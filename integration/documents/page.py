@@ -26,17 +26,17 @@ from documents.compare import missing
 from documents.pages import ROOT
 from forked import COMMANDS, can_fork, run_forked
 
-#: No command of a document takes longer, in seconds.
+#: The longest time of a command of a document, in seconds.
 DEADLINE_S = 240
 
-#: What readers type for an installation of their own; here all is installed.
+#: Commands with which readers install the packages, which are already installed here.
 _NOX = re.compile(
     r"^python3 -m nox -s train(?: --)?|^(?:python3 -m pip install nox && )?python3 -m nox -s train"
 )
 
 
 def _ours(text: str) -> list[str] | None:
-    """Return a command of ours as module and arguments; None if it takes a shell, or is another."""
+    """Return a command of ours as module and arguments; None if unknown, or if it needs a shell."""
     try:
         name, *arguments = shlex.split(text, comments=True)
     except ValueError:
@@ -48,7 +48,7 @@ def _ours(text: str) -> list[str] | None:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What came of a page: how much was run, what was not and why, and what is wrong."""
+    """The result of a page: number of runs, skipped blocks with reasons, faults, and times."""
 
     num_run: int = 0
     not_run: list[str] = field(default_factory=list)
@@ -61,10 +61,10 @@ class _Page:
     """A page while it is run.
 
     Args:
-        name: How messages call it.
-        names: What its Python blocks have defined.
-        printed: What the last command printed.
-        last: That command.
+        name: Its name in messages.
+        names: The globals of its Python blocks.
+        printed: The output of the last command.
+        last: The last command.
     """
 
     name: str
@@ -74,7 +74,7 @@ class _Page:
     last: str = ""
 
     def run(self, block: Block) -> None:
-        """Run, parse or compare a block, as its language and the comments above it say."""
+        """Run, parse or compare a block, according to its language and the comments above it."""
         if block.not_run:
             self.report.not_run.append(f"{self.name}:{block.line}: {block.not_run}")
             return
@@ -115,7 +115,7 @@ class _Page:
     def _shell(self, text: str, line: int) -> bool:
         began = time.perf_counter()
         if (command := _ours(text)) is not None and can_fork():
-            # As from a shell, it finds modules and plugins that lie in this folder.
+            # As in a shell, it finds modules and plugins in this folder.
             code, printed = run_forked(command, Path.cwd(), str(Path.cwd()), DEADLINE_S)
             if code == -signal.SIGALRM:
                 return self._too_long(text, line)
@@ -142,7 +142,7 @@ class _Page:
     def _ran(
         self, text: str, line: int, done: subprocess.CompletedProcess[str], seconds: float
     ) -> bool:
-        """Note what a command printed; return whether it went well."""
+        """Record the output of a command; return whether it succeeded."""
         self.report.seconds[f"{line}: {text}"] = seconds
         self.report.num_run += 1
         self.printed, self.last = done.stdout.splitlines(), text
@@ -177,7 +177,7 @@ class _Page:
     def _program(self, block: Block) -> None:
         said = io.StringIO()
         self.report.num_run += 1
-        # Lines of tracebacks are those of the page.
+        # Lines in tracebacks are lines of the page.
         source = "\n" * (block.line - 1) + block.text
         try:
             with contextlib.redirect_stdout(said):
@@ -198,7 +198,7 @@ class _Page:
 
 
 def _with(command: str, more: str) -> str:
-    """Return a command with more settings, in place of those of the same keys.
+    """Return a command with more settings, which replace settings of the same keys.
 
     >>> _with('sbp-train "cluster.mesh=[2]" trainer.steps=50', "trainer.steps=2 data=text")
     'sbp-train "cluster.mesh=[2]" trainer.steps=2 data=text'
@@ -209,7 +209,7 @@ def _with(command: str, more: str) -> str:
 
 
 def _save(block: Block) -> None:
-    """Write a block that is a file; of examples, what follows their prompts."""
+    """Write a block that is a file; of examples, write the code after the prompts."""
     examples = doctest.DocTestParser().get_examples(block.text)
     path = Path(block.saved_as)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def _save(block: Block) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return that of commands, which can import what lies in the folder of the page."""
+    """Return the environment of commands, which can import modules in the folder of the page."""
     paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
     return {

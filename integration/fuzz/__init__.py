@@ -1,6 +1,6 @@
-"""Files with random edits: what any of our parsers makes of them, in processes that are watched.
+"""Fuzz our parsers with randomly edited files, in processes with limits.
 
-`python -m fuzz --help`, run in the folder `integration`. `kinds` are the kinds of files, those of
-the core (`sbp_core.testing.files`) among them; `running` runs plans that the checker accepts;
-`watch` tries edits in processes that may take so much memory and so long.
+`python -m fuzz --help`, run in the folder `integration`. `kinds` has the kinds of files, including
+those of the core (`sbp_core.testing.files`); `running` runs plans that the checker accepts; `watch`
+tries edits in processes with limits of memory and time.
 """

@@ -1,7 +1,7 @@
 """The command: `python -m fuzz [KIND ...]`, run in the folder `integration`; exit code 1 on faults.
 
-Edits files of every kind at random, gives them to what reads them, and tells what came of it. An
-edit is found again by its seed: `python -m fuzz plan --first 4711 --count 1 --show`.
+It edits files of every kind at random, passes them to their parsers, and reports the results. A
+seed repeats an edit: `python -m fuzz plan --first 4711 --count 1 --show`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# `python integration/fuzz` is to find the package too.
+# This lets `python integration/fuzz` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fuzz.kinds import KINDS
 from fuzz.watch import outcomes, work
 from sbp_core.testing.fuzz import EditOutcome, edited_file
 
-#: Faults of a kind that are shown.
+#: The greatest number of faults of a kind that are shown.
 _SHOWN = 5
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tally(console: Console, name: str, *, first: int, last: int) -> tuple[Counter[str], float]:
-    """Try the edits of a kind; return how many were used, refused or faults, and the slowest."""
+    """Try the edits of a kind; return the number of each outcome, and the longest time."""
     found, slowest_s = Counter[str](), 0.0
     for outcome in outcomes(name, first, last):
         what = "faults" if outcome.fault else "refused" if outcome.error else "used"

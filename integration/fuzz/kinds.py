@@ -1,4 +1,4 @@
-"""All kinds of files that come from elsewhere: of the core, of the apps, and plans in a run."""
+"""All kinds of files that users may get from others: of the core, of the apps, and plans to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNING_PLAN = FileKind(
 
 
 def _of_launch() -> Mapping[str, FileKind]:
-    """Return the kinds that sbp-launch reads, as its tests have them."""
+    """Return the kinds of files that sbp-launch reads, from its tests."""
     folder = Path(__file__).parents[2] / "packages" / "launch" / "tests"
     sys.path.append(str(folder))
     try:

@@ -1,6 +1,6 @@
-"""Edits of a plan that know what one is made of, so that some of what they make is accepted.
+"""Structured edits of a plan, some of which the checker accepts.
 
-What a planner, a compiler or a person might have written otherwise: another operator or argument,
+They make changes that a planner, a compiler or a person might make: another operator or argument,
 another step between the ranks, another order, another quota, another part of a state.
 """
 
@@ -24,7 +24,7 @@ from sbp_core.testing.edits import edited
 
 Json = dict[str, Any]
 
-#: What an operator might be made to reach.
+#: Operators that an edit may insert.
 _REACHING = (
     "aten.save.default", "aten.from_file.default", "aten.copy_.default",
     "aten.resize_.default", "aten.set_.source_Tensor", "aten._foobar.default",
@@ -48,7 +48,7 @@ _PARTS_OF_ACTORS = (
     "begin_s", "thread", "accumulates", "name",
 )  # fmt: skip
 
-#: What an edit of a plan that another edit has broken may meet.
+#: Errors of an edit on a plan that an earlier edit has broken.
 _BROKEN = (LookupError, TypeError, ValueError, AttributeError, SbpError)
 
 
@@ -61,7 +61,7 @@ def _operators() -> tuple[str, ...]:
 
 
 def edited_plan(value: Any, random: Random) -> Any:
-    """Return a plan with one edit of a part that plans have, or of anything."""
+    """Return a plan with one structured edit, or an edit of any JSON value."""
     if random.random() < 0.25:
         return edited(value, random)
     copy = deepcopy(value)
@@ -101,7 +101,7 @@ def _edit_argument(plan: Json, random: Random) -> None:
 
 
 def _edit_reference(plan: Json, random: Random) -> None:
-    """Let a call take another value of its actor, or two calls exchange their places."""
+    """Let a call take another value of its actor, or swap two calls."""
     actor = random.choice([actor for actor in _actors(plan) if actor.get("instructions")])
     calls = actor["instructions"]
     places = list(_references([call.get("args", []) for call in calls]))
@@ -124,7 +124,7 @@ def _references(value: Any) -> Iterator[Json]:
 
 
 def _edit_step(plan: Json, random: Random) -> None:
-    """Let a step do something else, and mostly say truly how many bytes that moves."""
+    """Let a step do something else, mostly with the right number of bytes."""
     step = random.choice(plan["steps"])
     kind = random.randrange(6)
     if kind == 0:
@@ -150,7 +150,7 @@ def _edit_step(plan: Json, random: Random) -> None:
 
 
 def _edit_use_of_step(plan: Json, random: Random) -> None:
-    """Let an actor, on one rank or on all, or an instruction do another step."""
+    """Let an actor, on one rank or on all, or an instruction use another step."""
     number = random.randrange(len(plan["steps"]))
     boxes = [call for call in _calls(plan) if call["op"] == "sbp.local_box"]
     if boxes and random.random() < 0.5:
@@ -222,7 +222,7 @@ def _edit_order(plan: Json, random: Random) -> None:
     if random.random() < 0.7:
         order.insert(other, order.pop(one))
     else:
-        # An actor goes to a thread of its own.
+        # Move an actor to its own thread.
         moved = order[one][0]
         part["orders"][name] = [firing for firing in order if firing[0] != moved]
         part["orders"].setdefault("another", []).extend(f for f in order if f[0] == moved)
@@ -230,7 +230,7 @@ def _edit_order(plan: Json, random: Random) -> None:
 
 
 def _edit_overwriting(plan: Json, random: Random) -> None:
-    """Let states be overwritten that were not, or somebody look at one without being waited for."""
+    """Let more states be overwritten, or let an actor read one without synchronisation."""
     kinds = [_overwrite, _look, _wait_less]
     for edit in random.sample(kinds, random.randint(1, len(kinds))):
         edit(plan, random)
@@ -251,7 +251,7 @@ def _overwrite(plan: Json, random: Random) -> None:
 
 
 def _look(plan: Json, random: Random) -> None:
-    """Let an actor more look at a state: anywhere in the order of a thread, or on its own."""
+    """Let a new actor read a state: anywhere in the order of a thread, or on its own thread."""
     part = random.choice(plan["ranks"])
     state = random.choice([s for s in part["slots"] if s["kind"] == "parameter"])
     thread = random.choice([*part["orders"], "another"])
@@ -266,7 +266,7 @@ def _look(plan: Json, random: Random) -> None:
 
 
 def _wait_less(plan: Json, random: Random) -> None:
-    """Remove what only says that an actor has fired: one such register of a rank, or all."""
+    """Remove registers that only signal that an actor has fired: one of a rank, or all."""
     part = random.choice(plan["ranks"])
     tokens = [register for register in part["registers"] if not register.get("keys")]
     gone = tokens if random.random() < 0.5 else [random.choice(tokens)]
@@ -287,7 +287,7 @@ def _edit_link(plan: Json, random: Random) -> None:
 
 
 def _edit_slot(plan: Json, random: Random) -> None:
-    """Let all ranks hold another part of a state or batch, or one of them something else."""
+    """Let all ranks hold another part of a state or batch tensor, or change it on one rank."""
     slots = [slot for part in plan["ranks"] for slot in part["slots"]]
     slot = random.choice(slots)
     if random.random() < 0.3:

@@ -1,8 +1,8 @@
-"""Plans that somebody edited, run on both runtimes if the checker accepts them.
+"""Run edited plans on both runtimes if the checker accepts them.
 
 A plan may name other operators, in any place, with any arguments, and other steps between ranks in
-another order: what is accepted gives the same result on both runtimes, or an error of ours, and
-what it may call makes tensors and nothing else.
+another order. An accepted plan must give the same results on both runtimes, or an error of ours,
+and the operators that it calls may only make tensors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from sbp_core.testing import files
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.graph_capture import capture
 
-#: Elements of a state or batch tensor, at most: larger ones are right, and not run here.
+#: Most elements of a state or batch tensor: plans with larger ones may be correct, but are not run.
 MOST_ELEMENTS = 1 << 20
 
-#: What runs may refuse for the values that they meet, which no type says; and what kernels do not
-#: take although PyTorch calls them without data.
+#: Messages of errors that depend on values, not on types; and of kernels that refuse calls which
+#: their fake implementations accept.
 _OF_VALUES = (
     "out of range",
     "out of bounds",
@@ -60,15 +60,15 @@ _OF_VALUES = (
     "Result too large",
 )
 
-#: Operators of what stands in memory by chance, or is drawn anew by each call.
+#: Operators with uninitialized or random results.
 _UNDEFINED = ("empty", "rand", "normal", "bernoulli", "multinomial", "resize", "as_strided", "new_")
 
-#: Seconds that an actor may wait for others.
+#: Seconds that an actor may wait for other actors.
 _DEADLINE_S = 20.0
 
 
 class _Block(nn.Module):
-    """Of all that transformers have, a little: tables, norms, softmax, dropout, views."""
+    """A small block with the parts of a transformer: tables, norms, softmax, dropout, views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def plans() -> Sequence[bytes]:
-    """Return files of plans: of the core, and of a captured step, split in several ways."""
+    """Return files of plans: those of the core, and of a captured step, sharded in several ways."""
     model = _Block()
     batch = {"tokens": torch.arange(12).reshape(4, 3) % 8}
     graph = prepare_step(capture(model, _loss, batch, torch.optim.AdamW(model.parameters())), 2)
@@ -116,15 +116,15 @@ def plans() -> Sequence[bytes]:
 
 
 class NotRunError(Exception):
-    """A plan that the checker accepts, and that does not run."""
+    """A plan that the checker accepts does not run."""
 
 
 def run_plan(path: Path) -> None:
     """Read a plan, check it, and run two steps on each runtime.
 
     Raises:
-        SbpError: it is refused.
-        NotRunError: it is accepted, and does not run, or the runtimes come to different values.
+        SbpError: the plan is refused.
+        NotRunError: it is accepted, but does not run, or the runtimes give different values.
     """
     plan = PLAN.read(path)
     check(plan)
@@ -132,7 +132,7 @@ def run_plan(path: Path) -> None:
         return
     found = [_ran(plan, name) for name in ("reference", "actor")]
     if any(isinstance(one, SbpError) for one in found) or not _is_defined(plan):
-        # What one of them refuses for its values, the other might not come to.
+        # If one runtime refuses a value, the other may not have reached it.
         return
     if not _are_equal(*found):
         raise NotRunError("the runtimes come to different values")
@@ -141,7 +141,7 @@ def run_plan(path: Path) -> None:
 
 
 def _beside(plan: PhysicalPlan) -> PhysicalPlan:
-    """Return the plan with new states beside the old ones: nothing that it does may depend on that.
+    """Return the plan with new states in new memory, which must not change its results.
 
     before: w <- mul_(w, 2)       after: c = clone(w); w <- mul_(c, 2)
     """
@@ -150,7 +150,7 @@ def _beside(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def _on_copies(actor: Actor) -> Actor:
-    """Return an actor that writes over copies of states."""
+    """Return an actor that overwrites copies of states."""
     if not isinstance(actor, Compute):
         return replace(actor, in_place=()) if actor.in_place else actor
     copies = {state: f"copy of {state}" for state in actor.in_place if state in actor.reads}
@@ -169,7 +169,7 @@ def _on_copies(actor: Actor) -> Actor:
 
 
 def _ran(plan: PhysicalPlan, name: str) -> Mapping[str, torch.Tensor] | SbpError:
-    """Return the states behind two steps and their results, or why values were refused."""
+    """Return the states after two steps and their results, or the error for refused values."""
     made: dict[str, torch.Tensor] = {}
     try:
         with _runtime(name).start(plan, _states(plan), LocalBackend()) as session:
@@ -236,7 +236,7 @@ def _scalars(plan: PhysicalPlan) -> dict[str, Number]:
 
 
 def _ramp(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Return numbers of which neighbours differ: 0 and 1, or small ones that divide well."""
+    """Return numbers whose neighbours differ: 0 and 1, or small ones that divide exactly."""
     places = torch.arange(prod(shape)).reshape(shape)
     is_whole = dtype.startswith(("int", "uint", "bool"))
     return (places % 2 if is_whole else (places % 7 + 1) / 8).to(getattr(torch, dtype))

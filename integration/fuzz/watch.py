@@ -1,10 +1,10 @@
-"""Edits tried in processes that may take so much memory and so long; a killed one is a fault, too.
+"""Try edits in processes with limits of memory and time; a killed process is a fault, too.
 
     parent  --kind, first, last-->  worker: limits itself, tries the edits one by one
-    parent  <--"seed 17"-- --{...}-- a line before each edit, and one with what came of it
+    parent  <--"seed 17"-- --{...}-- a line before each edit, and one with its outcome
 
-A worker that ends or says nothing for too long has met a fault in the edit that it named last; the
-next one goes on behind it.
+If a worker ends or prints nothing for too long, the edit that it named last has a fault; the next
+worker continues after this edit.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import IO
 from fuzz.kinds import KINDS
 from sbp_core.testing.fuzz import EditOutcome, try_edit
 
-#: Memory that a worker may take beside what it has when it begins.
+#: Bytes that a worker may allocate in addition to its memory at the beginning.
 MOST_BYTES = 4 << 30
 
-#: Seconds without a word from a worker: a reader that does not come back.
+#: Seconds without output of a worker after which its parser counts as hanging.
 MOST_SILENCE_S = 120.0
 
-#: Edits of a worker: what leaks does so from one to the next.
+#: Number of edits of a worker, which are enough to detect leaks.
 _EDITS_OF_WORKER = 20_000
 
 _FOLDER = Path(__file__).parent.parent
 
 
 def work(name: str, first: int, last: int) -> None:
-    """Try the edits of some seeds, and print what came of each, as a line of JSON."""
+    """Try the edits of some seeds, and print the outcome of each as a line of JSON."""
     kind, out = KINDS[name], sys.stdout
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, taken + MOST_BYTES))
-    # A crash should leave no file of all memory.
+    # A crash should write no core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first, last):
@@ -63,13 +63,13 @@ def outcomes(
     command_of: Callable[[str, int, int], list[str]] = worker,
     most_silence_s: float = MOST_SILENCE_S,
 ) -> Iterator[EditOutcome]:
-    """Try edits in processes that are watched; yield what came of each.
+    """Try edits in watched processes; yield the outcome of each.
 
     Args:
-        name: Of a kind.
-        first, last: Seeds; `last` is the one behind them.
+        name: Name of a kind.
+        first, last: Seeds from `first` to `last`, exclusive.
         command_of: Returns the command of a worker.
-        most_silence_s: Seconds without a word after which a worker is killed.
+        most_silence_s: Seconds without output after which a worker is killed.
     """
     at = first
     while at < last:
@@ -100,7 +100,7 @@ def outcomes(
 
 
 def _told(pipe: IO[bytes], most_silence_s: float) -> Iterator[EditOutcome]:
-    """Yield what a worker says, until it ends or says nothing for too long."""
+    """Yield the outcomes of a worker, until it ends or prints nothing for too long."""
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)

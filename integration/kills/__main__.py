@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-# `python integration/kills` is to find the package too.
+# This lets `python integration/kills` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kills.saves import SavingOutcome, Trials
@@ -32,7 +32,7 @@ from kills.training import (
 )
 from kills.trial import WAYS, How, Outcome, run_trial
 
-#: Lines of a faulty trial that are shown.
+#: Number of lines of a faulty trial that are shown.
 _SHOWN = 40
 
 
@@ -108,7 +108,7 @@ def _figures(rows: Sequence[Outcome]) -> list[str]:
 
 
 def line_of(outcome: Outcome) -> str:
-    """Return what is shown of a trial at once."""
+    """Return the line of a trial, which is shown at once."""
     down = outcome.others_down_s
     others = "never down" if down is None else f"down after {down:5.2f} s"
     named = f"named by {', '.join(outcome.named_by)}" if outcome.named_by else "named by nobody"
@@ -117,7 +117,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def show(console: Console, line: str, outcome: Outcome | TrainingOutcome) -> None:
-    """Show what came of a trial: its line, and if it is faulty, its faults and what was written."""
+    """Show the outcome of a trial: its line, and if it is faulty, its faults and its output."""
     written = outcome.lines[-_SHOWN:] if outcome.faults else ()
     style = "red" if outcome.faults else None
     told = [line, *(f"  {fault}" for fault in outcome.faults)]
@@ -128,7 +128,7 @@ def show(console: Console, line: str, outcome: Outcome | TrainingOutcome) -> Non
 
 
 def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcome]:
-    """Run what was asked for, and show how far it is."""
+    """Run the requested trials, and show the progress."""
     draw, hows = random.Random(options.seed), [How(name) for name in options.how]
     ways = [way for name, way in WAYS.items() if name in options.ways]
     plan = [
@@ -170,7 +170,7 @@ def training_table(outcomes: Sequence[TrainingOutcome]) -> Table:
 
 
 def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[TrainingOutcome]:
-    """Kill training in every way, at every moment, in turns; show what is wrong."""
+    """Kill training in every way, at every moment, in turns; show faults."""
     draw = random.Random(options.seed)
     hows = [how for how in TRAINING_HOWS if how in options.how]
     cases = [(how, moment) for how in hows for moment in Moment if moment in options.moments]
@@ -181,7 +181,7 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Tr
                 how,
                 moment,
                 num_ranks=options.ranks,
-                # The first one commits.
+                # The first rank commits.
                 failing_rank=draw.randrange(1 if moment is Moment.COMMIT else options.ranks),
             )
             down = "never" if outcome.down_s is None else f"{outcome.down_s:.2f} s"
@@ -191,7 +191,7 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Tr
 
 
 def save_and_kill(options: argparse.Namespace, console: Console) -> Iterator[SavingOutcome]:
-    """Kill processes that save, in every way of saving; show what is wrong."""
+    """Kill processes that save, in every way of saving; show faults."""
     with tempfile.TemporaryDirectory() as folder:
         for outcome in Trials(Path(folder), random.Random(options.seed)).run(options.count):
             for fault in outcome.faults:
@@ -201,7 +201,7 @@ def save_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Sav
 
 
 def saving_table(outcomes: Sequence[SavingOutcome]) -> Table:
-    """Return the figures of kills by way of saving: what they fell into, and what was wrong."""
+    """Return the figures of kills by way of saving: what they interrupted, and faults."""
     table = Table(title="Kills of a process that saves", box=SIMPLE_HEAD)
     columns = ("", "kills", "between saves", "while one is written", "while one is replaced")
     for name in (*columns, "newest step", "faults"):
@@ -217,7 +217,7 @@ def saving_table(outcomes: Sequence[SavingOutcome]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trials; return 1 if anything that must hold did not, 130 after Ctrl-C."""
+    """Run the trials; return 1 if there was a fault, 130 after Ctrl-C."""
     options, console, outcomes = _arguments(argv), Console(), list[Any]()
     trials = save_and_kill if options.saves else train_and_kill if options.training else run_trials
     status = 0

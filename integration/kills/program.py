@@ -1,9 +1,9 @@
-"""What the ranks of a trial run: boxing steps and pauses without end, until somebody kills one.
+"""The program of the ranks in a trial: endless boxing steps and pauses, until one rank is killed.
 
 Started by `trial` with `python PROGRAM SETTINGS`, where SETTINGS is JSON. Each rank writes its
 process id to `rank-K.pid`, and the first error that boxing raises to `rank-K.error`, both in the
-folder of the trial. A rank that gets SIGUSR1 raises an exception, one that gets SIGUSR2 calls
-`sys.exit(4)`, SIGHUP `sys.exit(0)`, and SIGQUIT `os._exit(0)`: wherever it is at that moment.
+folder of the trial. On SIGUSR1 a rank raises an exception, on SIGUSR2 it calls `sys.exit(4)`, on
+SIGHUP `sys.exit(0)`, and on SIGQUIT `os._exit(0)`, at any point of its program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sbp_core.plugins import discover
 from sbp_torch.boxing import shard as shards_of
 from sbp_torch.testing.boxing import run_route
 
-#: Where the stand-in for GPUs and their NCCL is.
+#: The folder of the stand-in for GPUs and NCCL.
 _FAKE_GPUS = Path(__file__).parents[2] / "packages" / "boxing-nccl" / "tests"
 
 #: Rows of the tensors that are moved: some bytes, and about a MiB.
@@ -36,12 +36,12 @@ _ROWS = (7, 1000, 4096)
 
 _COLUMNS = 64
 
-#: Longest pause that stands for computing, in seconds.
+#: Longest pause in place of computing, in seconds.
 _COMPUTE_S = 0.03
 
 
 class ToldToFailError(Exception):
-    """What a rank raises that is told to raise."""
+    """The error of a rank that fails by raising."""
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
@@ -61,14 +61,14 @@ def _os_exit_0(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _write(path: Path, value: object) -> None:
-    """Write a file that is either whole or not there."""
+    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.part")
     unfinished.write_text(json.dumps(value), "utf-8")
     unfinished.rename(path)
 
 
 def build(settings: dict[str, Any]) -> BoxingBackend:
-    """Return the backend, not yet open; `nccl` over fake GPUs, whose data moves by MPI."""
+    """Return the backend, not yet open; `nccl` runs over fake GPUs, whose data moves by MPI."""
     if settings["backend"] == "nccl":
         sys.path.append(str(_FAKE_GPUS))
         from fake_device import FakeDevice
@@ -85,13 +85,13 @@ def build(settings: dict[str, Any]) -> BoxingBackend:
 
 
 def loop(rank: int, backend: BoxingBackend, settings: dict[str, Any], told: dict[int, str]) -> None:
-    """Run random steps, the same on every rank, until boxing raises or this rank is told to fail.
+    """Run random steps, the same on every rank, until boxing raises or this rank has to fail.
 
     Args:
         rank: This rank.
-        backend: Open.
+        backend: The open backend.
         settings: See `main`.
-        told: By rank, how one that is a thread is to fail.
+        told: By rank, how a rank that is a thread has to fail.
     """
     mesh = Placement.grid((settings["ranks"],), ("all",))
     kinds = [NdSbp(entry) for entry in (S(0), S(1), B, P)]
@@ -148,12 +148,12 @@ def run_process(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGHUP, _exit_0)
     signal.signal(signal.SIGQUIT, _os_exit_0)
     _write(Path(settings["folder"]) / f"rank-{rank}.pid", os.getpid())
-    # No try: what happens to a program that does not close its backend is part of the trial.
+    # No try: the trial includes programs that do not close their backend.
     _run(rank, backend, settings, {})
 
 
 def run_threads(settings: dict[str, Any]) -> None:
-    """Be all ranks, as threads; files `rank-K.told` say how a rank is to fail."""
+    """Be all ranks, as threads; a file `rank-K.told` contains how its rank has to fail."""
     backend = build(settings)
     ranks, folder = range(settings["ranks"]), Path(settings["folder"])
     backend.open(ranks)
@@ -163,7 +163,7 @@ def run_threads(settings: dict[str, Any]) -> None:
         try:
             _run(rank, backend, settings, told)
         except BaseException as error:
-            # As runtimes do: the backend does not know whose failure it is told of.
+            # As in runtimes: the backend does not know which rank failed.
             failure = RunError(f"rank {rank} failed: {error!r}")
             failure.__cause__ = error
             backend.fail(failure)
@@ -187,7 +187,7 @@ def _num_alive(threads: dict[int, threading.Thread]) -> int:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run as the settings say: backend, config, ranks, seed, deadline_s, folder, threads."""
+    """Run with these settings: backend, config, ranks, seed, deadline_s, folder, threads."""
     torch.set_num_threads(1)
     if settings["threads"]:
         run_threads(settings)

@@ -1,10 +1,10 @@
-"""Kills of a process that saves checkpoint after checkpoint: the newest one has to be whole.
+"""Kill a process that saves checkpoint after checkpoint: the newest checkpoint has to be whole.
 
-The process is a copy of this one, so that hundreds of kills take a minute. It trains a small model
-on two threads, saves behind every step, keeps two checkpoints and reports each that is there. It is
-killed at a random moment, and another one goes on in the same folder, from what is there: first it
-saves that step again, so that kills also come while a checkpoint is replaced. The states of every
-step are known: those of the same steps in a session of this process, which nobody kills.
+The process is a fork of this one, so that hundreds of kills take a minute. It trains a small model
+on two threads, saves after every step, keeps two checkpoints, and reports each finished one. It is
+killed at a random moment, and another process continues from the checkpoints in the same folder.
+First it saves the same step again, so that some kills come while a checkpoint is replaced. The
+right states of every step are known from the same steps in a session of this process.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from sbp_launch.checkpoint import (
     step_of,
 )
 
-#: Checkpoints that are kept.
+#: Number of checkpoints that are kept.
 KEEP = 2
 
-#: Seconds from the first report of a process to its kill, at most; and for that report.
+#: Most seconds from the first report of a process to its kill; and most seconds until that report.
 _LONGEST_S, _LIMIT_S = 0.2, 60.0
 
 _REPORT = struct.Struct("<q")
@@ -60,15 +60,15 @@ class SavingWay(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SavingOutcome:
-    """What came of one kill.
+    """The outcome of one kill.
 
     Args:
-        way: How it saved.
+        way: How the process saved.
         kill_s: Seconds from its first report to the kill.
-        reported_step: The newest checkpoint that it said is there.
-        found_step: The newest that was found.
-        left: What the kill has left beside whole checkpoints, such as `.step-00000007.part`.
-        faults: What did not hold.
+        reported_step: The newest checkpoint that it reported.
+        found_step: The newest checkpoint that was found.
+        left: Files that the kill left next to whole checkpoints, such as `.step-00000007.part`.
+        faults: The faults.
     """
 
     way: str
@@ -83,19 +83,19 @@ class Trials:
     """Kills processes that save in one folder, one after the other.
 
     Args:
-        folder: Empty.
-        draw: Of the moments.
+        folder: An empty folder.
+        draw: The generator of the moments.
     """
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self._storage, self._draw = LocalStorage(folder), draw
-        # Not started: the threads of a session would not be in the copies.
+        # Not started, because a fork does not copy the threads of a session.
         self._saver = _planned("actor")
         self._known = _planned("reference")
         self._known_step = 0
 
     def run(self, count: int) -> Iterator[SavingOutcome]:
-        """Kill so many processes that save in each way, in turns."""
+        """Kill `count` processes that save in each way, in turns."""
         with self._known:
             for way in islice(cycle(SavingWay), count * len(SavingWay)):
                 yield self._kill(way)
@@ -103,7 +103,7 @@ class Trials:
     def _kill(self, way: SavingWay) -> SavingOutcome:
         reads, writes = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are not needed
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, not needed here
             child = os.fork()
         if child == 0:
             os.close(reads)
@@ -137,7 +137,7 @@ class Trials:
         )
 
     def _look(self, reported: int) -> tuple[int, list[str]]:
-        """Return the newest step that is there, and what is wrong with the checkpoints."""
+        """Return the step of the newest checkpoint, and the faults of the checkpoints."""
         names, faults = newest_first(self._storage), []
         steps = [step_of(name) or 0 for name in names]
         newest = max(steps, default=-1)
@@ -155,7 +155,7 @@ class Trials:
         return newest, faults
 
     def _compare(self, checkpoint: Checkpoint, step: int) -> list[str]:
-        """Return which states of a checkpoint are not those of its step, bit for bit."""
+        """Return the states of a checkpoint that differ in any bit from those of its step."""
         for index in range(self._known_step, step):
             self._known(_batch(index))
         self._known_step = step
@@ -189,7 +189,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 def _save_for_ever(
     step: parallelize.ParallelStep, storage: LocalStorage, way: SavingWay, reports: int
 ) -> NoReturn:
-    """Go on from what is there, and save behind every step, until somebody kills this process."""
+    """Continue from the newest checkpoint, and save after every step, until killed."""
     try:
         with storage.claim(), step:
             done = 0
@@ -208,13 +208,13 @@ def _save_for_ever(
                 prune(storage, KEEP)
                 os.write(reports, _REPORT.pack(saved))
     finally:
-        os._exit(1)  # past the handlers of the process that this is a copy of
+        os._exit(1)  # without the exit handlers of the parent process
 
 
 def _step_beside(
     storage: LocalStorage, metadata: Metadata, step: parallelize.ParallelStep, done: int
 ) -> int:
-    """Take steps until a checkpoint of the first of them is there; return how many are done."""
+    """Take steps until a checkpoint of the first one exists; return how many steps are done."""
     session: Session = step.session
     under_way = BackgroundSave(storage, step_name(done), metadata, session.snapshot(), Processes())
     while not under_way.is_done:

@@ -1,7 +1,7 @@
-"""One trial of training: let a rank of `sbp-train` fail at a moment, and see what becomes of it.
+"""One trial of training: let a rank of `sbp-train` fail at a moment, and check the consequences.
 
-What is started is the command as users type it. `hook/sitecustomize.py` lets the rank fail. Times
-are seconds after that.
+The trial starts the command that users type. `hook/sitecustomize.py` lets the rank fail. Times are
+seconds after the failure.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from sbp_launch.checkpoint import Checkpoint, LocalStorage, newest_first
 
 HOOK = Path(__file__).with_name("hook")
 
-#: Seconds that a run gets to come to the moment, and then to end, before the trial gives up.
+#: Seconds that a run may take to reach the moment, and then to end, before the trial gives up.
 _START_S, _END_S = 120.0, 90.0
 
 #: Seconds that ranks wait: for each other at the start, in the first step, in a later one.
 _CONNECT_S, _FIRST_S, _DEADLINE_S = 20.0, 8.0, 4.0
 
-#: Seconds that ranks may need from one of the first moments until they wait for each other.
+#: Seconds that ranks may take from one of the first moments until they wait for each other.
 _WORK_S = 45.0
 
-#: Seconds that a rank may be stopped while others wait for it outside of a step.
+#: Seconds that a rank may be stopped while other ranks wait for it outside of a step.
 _STOPPED_S = 10.0
 
-#: Seconds that torchrun gives a rank that it ends, before it kills it.
+#: Seconds between torchrun's request to a rank to end and its kill.
 _TORCHRUN_S = 30.0
 
-#: Small enough to train in no time; the messages do not depend on it.
+#: Settings of a tiny model, on which the messages do not depend.
 _SMALL = (
     "model.num_layers=1",
     "model.hidden=16",
@@ -58,7 +58,7 @@ _SMALL = (
     f"boxing.connect_timeout_s={_CONNECT_S}",
 )
 
-#: What users type, by launcher.
+#: The commands that users type, by launcher.
 TRAINING_WAYS = {
     "spawn": ("launcher=spawn", "boxing=torch"),
     "torchrun": ("launcher=torchrun", "boxing=torch"),
@@ -83,21 +83,21 @@ class Moment(StrEnum):
 
     @property
     def saves(self) -> bool:
-        """Whether it is one of a save while steps run."""
+        """Whether it is during a save while steps run."""
         return self in (Moment.WRITING, Moment.COMMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """What became of one trial.
+    """The outcome of one trial.
 
     Args:
-        way, how, moment, failing_rank: What was done, and to which rank.
-        down_s: When the command had ended; None if it had to be ended.
-        left: Processes that were left behind.
-        exit_status: Of the command.
-        checkpoints: The steps of those that are there, or what is wrong with one.
-        lines: All that it wrote.
+        way, how, moment, failing_rank: The failure, and the rank that failed.
+        down_s: When the command had ended; None if it had to be killed.
+        left: Processes that remained.
+        exit_status: Exit status of the command.
+        checkpoints: The steps of the checkpoints, or the fault of one.
+        lines: All lines that it wrote.
     """
 
     way: str
@@ -112,15 +112,14 @@ class TrainingOutcome:
 
     @property
     def saved_step(self) -> int | None:
-        """The step that the ranks that are left have to save; None if they may not be able to.
+        """The step that the surviving ranks have to save; None if they may be unable to save.
 
-        Each rank has all states. They need the control store, which rank 0 hosts, unless torchrun
-        does; a rank 0 that is stopped still has the lock of the folder; mpiexec ends all ranks with
-        the one that is killed.
+        Each rank has all states. Survivors need the control store, which rank 0 or torchrun hosts;
+        a stopped rank 0 still has the lock of the folder; mpiexec ends all ranks if one is killed.
         """
         if self.moment in (Moment.IMPORT, Moment.CAPTURE, Moment.FIRST_STEP):
             return None
-        # At the end a rank raises where it does not save any more; elsewhere in a step.
+        # At the end, a rank raises after its last save; at other moments, in a step.
         is_gone = self.how in (How.SIGSTOP, How.SIGKILL, How.OS_EXIT_0) or self.moment is Moment.END
         if is_gone and self.way == "mpiexec":
             return None
@@ -130,7 +129,7 @@ class TrainingOutcome:
 
     @property
     def limit_s(self) -> float:
-        """The seconds in which all has to be over."""
+        """The seconds within which everything must have ended."""
         if not self.how.is_stall:
             return 5.0
         if self.is_unknown:
@@ -141,7 +140,7 @@ class TrainingOutcome:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the rank stands still before the others have met it, so that none can name it."""
+        """Whether the rank stops before other ranks are connected to it, so none can name it."""
         return self.how.is_stall and self.moment in (Moment.IMPORT, Moment.CAPTURE)
 
     @property
@@ -152,13 +151,13 @@ class TrainingOutcome:
 
     @property
     def message(self) -> str:
-        """The last message of the command; those that it quotes are indented."""
+        """The last message of the command; messages that it quotes are indented."""
         parts = "\n".join(("", *self.lines)).split("\nsbp-train: ")
         return parts[-1] if len(parts) > 1 else ""
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What does not hold that must."""
+        """The violated requirements."""
         found: list[str] = []
         if self.down_s is None or self.down_s > self.limit_s:
             down = "never" if self.down_s is None else f"after {self.down_s:.1f} s"
@@ -170,7 +169,7 @@ class TrainingOutcome:
         if not self.exit_status:
             found.append(f"the command ended with exit status {self.exit_status}")
         first, name = self.message.partition("\n")[0], rf"\brank {self.failing_rank}\b"
-        # Our own supervisor sees that its process is stopped; another launcher is not asked.
+        # Our own supervisor notices that its process is stopped; other launchers need not.
         if not (self.is_unknown and self.way != "spawn") and not re.search(name, first):
             found.append("the first line of the message does not name the rank")
         if "to mend it:" not in self.message:
@@ -190,10 +189,10 @@ class TrainingOutcome:
 def run_training_trial(
     way: str, how: How, moment: Moment, *, num_ranks: int = 2, failing_rank: int = 1
 ) -> TrainingOutcome:
-    """Train, let a rank fail, and wait until all is over.
+    """Train, let a rank fail, and wait until everything has ended.
 
     Raises:
-        AssertionError: the ranks did not come to the moment.
+        AssertionError: the ranks did not reach the moment.
     """
     with tempfile.TemporaryDirectory(prefix="sbp-kill-") as name:
         folder, mark = Path(name), f"sbp-trial-{uuid4().hex}"
@@ -244,7 +243,7 @@ def run_training_trial(
 
 
 def _checkpoints(folder: Path) -> Iterator[int | str]:
-    """Yield the steps of the checkpoints of a run that are whole, and what is wrong with others."""
+    """Yield the steps of the whole checkpoints of a run, and the faults of other checkpoints."""
     for place in folder.glob("runs/*/checkpoints"):
         storage = LocalStorage(place)
         for name in newest_first(storage):
@@ -257,7 +256,7 @@ def _checkpoints(folder: Path) -> Iterator[int | str]:
 
 
 def _fired_at(folder: Path, command: subprocess.Popen[bytes]) -> float | None:
-    """Wait until the rank has failed, and return when that was; None if it did not."""
+    """Wait until the rank has failed, and return the time; None if it did not fail."""
     end = time.monotonic() + _START_S
     while not (folder / "fired").exists():
         if time.monotonic() > end or command.poll() is not None:
@@ -270,7 +269,7 @@ def _fired_at(folder: Path, command: subprocess.Popen[bytes]) -> float | None:
 
 
 def _end(command: subprocess.Popen[bytes], mark: str) -> None:
-    """End what is still there."""
+    """Kill the remaining processes."""
     if command.poll() is None:
         command.kill()
         command.wait()

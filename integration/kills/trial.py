@@ -1,4 +1,4 @@
-"""One trial: start the ranks, kill one at a random moment, and see what becomes of the rest.
+"""One trial: start the ranks, kill one at a random moment, and check the other processes.
 
 Times are seconds after the kill.
 """
@@ -27,10 +27,10 @@ from sbp_core.processes import Line, supervise
 
 PROGRAM = Path(__file__).with_name("program.py")
 
-#: Seconds that the ranks get to start, and that they get to end before the trial gives up.
+#: Seconds that the ranks may take to start, and to end, before the trial gives up.
 _START_S, _END_S = 60.0, 60.0
 
-#: Seconds between two looks at the processes.
+#: Seconds between two checks of the processes.
 _LOOK_S = 0.01
 
 
@@ -41,19 +41,19 @@ class How(StrEnum):
     SIGSTOP = "SIGSTOP"
     EXCEPTION = "exception"
     EXIT = "sys.exit"
-    #: With status 0, which no launcher takes for a failure: with Python's last steps, and without.
+    #: With status 0, which is no failure for launchers: with Python's exit handlers, and without.
     EXIT_0 = "sys.exit(0)"
     OS_EXIT_0 = "os._exit(0)"
 
     @property
     def is_stall(self) -> bool:
-        """Whether the rank only stops, so that others notice at their deadline."""
+        """Whether the rank only stops, so that other ranks notice at their deadline."""
         return self is How.SIGSTOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A backend, and what starts its processes.
+    """A backend, and the launcher of its processes.
 
     Args:
         backend: Name of the plugin; `nccl` runs over fake GPUs.
@@ -69,16 +69,16 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """Its name in tables."""
         return f"{self.backend} ({self.launcher})"
 
     @property
     def hows(self) -> tuple[How, ...]:
-        """How a rank can be killed; the only process there is has not failed with status 0."""
+        """How a rank can be killed; status 0 of the only process is no failure."""
         return tuple(how for how in How if not (self.threads and how is How.OS_EXIT_0))
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-        """Return what to start."""
+        """Return the commands to start."""
         if self.launcher == "torchrun":
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
             shown = (f"--nproc-per-node={num_ranks}", *command[1:])
@@ -88,7 +88,7 @@ class Way:
                     command=(*torchrun, *shown), ranks=every, defaults=thread_share(num_ranks)
                 ),
             )
-        # On fake GPUs, ranks of `nccl` are started as those of `mpi`; real ones would be missed.
+        # On fake GPUs, ranks of `nccl` start like ranks of `mpi`: their own way needs real GPUs.
         launched_as = "mpi" if self.backend == "nccl" else self.backend
         backend = discover().make("boxing", launched_as, self.config)
         assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
@@ -117,19 +117,19 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one trial.
+    """The outcome of one trial.
 
     Args:
-        way, how, failing_rank: What was done, and to which rank.
+        way, how, failing_rank: The kill, and the rank that was killed.
         deadline_s: The deadline of the steps.
-        others_down_s: When the last of the other ranks had ended, or None if one never did.
-        named_s: When a rank was first told by boxing that it was the failing one; None if none was.
-        all_down_s: When the launcher and all that it started had ended.
-        named_by: Who named the failing rank: ranks, the `launcher`, or the message of the `run`.
-        told: What each other rank was told by boxing.
-        left: Processes that were left behind.
-        exit_status: Of the run.
-        lines: All that was written.
+        others_down_s: When the last of the other ranks had ended; None if one never did.
+        named_s: When an error of boxing first named the failing rank on another one; None if never.
+        all_down_s: When the launcher and all its processes had ended.
+        named_by: What named the failing rank: ranks, the `launcher`, or the message of the `run`.
+        told: The error of boxing on each other rank.
+        left: Processes that remained.
+        exit_status: Exit status of the run.
+        lines: All lines that were written.
     """
 
     way: str
@@ -147,7 +147,7 @@ class Outcome:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What does not hold that must."""
+        """The violated requirements."""
         limit_s = self.deadline_s + 10.0 if self.how.is_stall else 5.0
         found: list[str] = []
         if self.others_down_s is None or self.others_down_s > limit_s:
@@ -167,10 +167,10 @@ class Outcome:
 def run_trial(
     way: Way, how: How, *, num_ranks: int, deadline_s: float, draw: random.Random
 ) -> Outcome:
-    """Start ranks, kill one, and wait until all is over.
+    """Start ranks, kill one, and wait until everything has ended.
 
     Raises:
-        AssertionError: the ranks did not come to run.
+        AssertionError: the ranks did not start.
     """
     with tempfile.TemporaryDirectory(prefix="sbp-kill-") as folder:
         settings = {
@@ -217,7 +217,7 @@ def run_trial(
 
 
 class _Kill(threading.Thread):
-    """Waits for the ranks, kills one, and notes when the others have ended."""
+    """Waits for the ranks, kills one, and records when the other ranks have ended."""
 
     def __init__(
         self, way: Way, how: How, folder: Path, num_ranks: int, failing_rank: int, after_s: float
@@ -277,7 +277,7 @@ class _Kill(threading.Thread):
 
 
 def _runs(pid: int) -> bool:
-    """Say whether a process has not ended."""
+    """Whether a process is still running."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:
@@ -286,7 +286,7 @@ def _runs(pid: int) -> bool:
 
 
 def marked_processes(mark: str) -> tuple[int, ...]:
-    """Return the processes of this machine whose environment holds a mark, but for this one."""
+    """Return the processes of this machine whose environment has a mark, except this one."""
     found: list[int] = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
@@ -303,7 +303,7 @@ def marked_processes(mark: str) -> tuple[int, ...]:
 def _told(
     folder: Path, num_ranks: int, failing_rank: int
 ) -> tuple[dict[int, str], dict[int, float]]:
-    """Return what boxing told the ranks other than the failing rank, and when."""
+    """Return the errors of boxing on ranks other than the failing rank, and their times."""
     told: dict[int, str] = {}
     told_at: dict[int, float] = {}
     for rank in range(num_ranks):
@@ -314,8 +314,8 @@ def _told(
 
 
 def _naming(failing_rank: int) -> re.Pattern[str]:
-    """Return what matches a text that accuses the failing rank."""
-    # That it is said to run, as is said of all who are late, accuses nobody.
+    """Return a pattern of texts that name the failing rank as the cause."""
+    # A text that it is running, as for all late ranks, does not count.
     return re.compile(
         rf"\brank:? {failing_rank}\b(?! \([^()]*\): is running)"
         rf"|did not arrive: (\d+, )*{failing_rank}\b"
@@ -325,16 +325,16 @@ def _naming(failing_rank: int) -> re.Pattern[str]:
 def _named_by(
     failing_rank: int, told: dict[int, str], lines: Sequence[str], message: str, way: Way, how: How
 ) -> tuple[str, ...]:
-    """Return who named the failing rank.
+    """Return what named the failing rank.
 
-    Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
-    message.
+    These are ranks in their errors of boxing, the launcher in its lines, and the run in the first
+    line of its message.
     """
     name = _naming(failing_rank)
     named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
     if any(name.search(line) for line in lines if "boxing step" not in line):
         named.append("launcher")
-    # The only process there is was killed, and that is what is said.
+    # The only process was killed, and the launcher reports this.
     alone = way.threads and how is How.SIGKILL
     if alone or name.search(message.partition("\n")[0]):
         named.append("run")

@@ -1,4 +1,4 @@
-"""Mistakes that people make: what each is answered with, how fast, and whether it helps them.
+"""Mistakes that users make: the error message for each, its time, and whether it is helpful.
 
-`python -m mistakes` types all of them and prints every answer; the tests do the same and judge it.
+`python -m mistakes` makes all of them and prints every answer; the tests also judge the answers.
 """

@@ -1,8 +1,8 @@
 """The command: `python -m mistakes [WORD ...]`, run in the folder `integration`.
 
-Makes every mistake whose name holds one of the words, prints its answer and the seconds it took,
-and what is wrong with the answer; exit code 1 if anything is. With `--within SECONDS`, so is an
-answer that took longer on one core, where it does not take PyTorch.
+It makes every mistake whose name contains one of the words, prints its answer, the seconds it took,
+and the faults of the answer; the exit code is 1 if there are faults. With `--within SECONDS`, an
+answer that took longer on one core is a fault, too, unless it needs PyTorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# `python integration/mistakes` is to find the package too.
+# This lets `python integration/mistakes` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from mistakes.files import prepare
@@ -22,7 +22,7 @@ from mistakes.trial import make
 
 
 def cpu_s() -> float:
-    """Return how long the programs that this process has run took of a core, in seconds."""
+    """Return the CPU seconds of the ended child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

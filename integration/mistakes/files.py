@@ -1,4 +1,4 @@
-"""The folder in which mistakes are made: files that are broken in one place each."""
+"""The folder in which mistakes are made: files with one error each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-#: A model that is captured and planned in no time.
+#: Settings of a model that is captured and planned quickly.
 SMALL = (
     "model.num_layers=1",
     "model.hidden=32",
@@ -17,10 +17,10 @@ SMALL = (
     "trainer.batch_size=4",
 )
 
-#: Mesh and planner of the strategy that is edited.
+#: Planner and mesh of the strategy that is edited.
 PLANNED = ("planner=manual/data_tensor", "cluster.mesh=[2,2]")
 
-#: A run of no length, whose folder is used again.
+#: Settings of a run of one step, whose folder is reused.
 _ONE_STEP = (
     "trainer.steps=1",
     "trainer.evaluate.batches=0",
@@ -28,7 +28,7 @@ _ONE_STEP = (
     "hydra.run.dir=used",
 )
 
-#: What somebody's editor made of a good strategy, by the name of the file.
+#: Edits that break a good strategy, by the name of the file.
 EDITS: dict[str, Callable[[str], str]] = {
     "extra_input.yaml": lambda text: re.sub(
         r"    gelu: .*", "    gelu: (B, S(2)) (B, B) -> (B, S(2))", text, count=1
@@ -123,7 +123,7 @@ def sbp_config_folders():
 
 
 def prepare(folder: Path) -> None:
-    """Fill an empty folder with what the mistakes are made of."""
+    """Fill an empty folder with the files of the mistakes."""
     (folder / "text.txt").write_text("def answer():\n    return 42\n" * 500, "utf-8")
     (folder / "empty.txt").write_text("", "utf-8")
     (folder / "short.txt").write_text("short", "utf-8")
@@ -155,7 +155,7 @@ def _options(folder: Path, **texts: str) -> None:
 
 
 def _plugin(folder: Path, module: str, text: str) -> None:
-    """Write a module, and what pip would leave beside it, so that it is found as a plugin."""
+    """Write a module and its package metadata, so that it is found as a plugin."""
     name = module.replace("_", "-")
     info = folder / f"{module}-0.1.dist-info"
     info.mkdir(parents=True)
@@ -165,7 +165,7 @@ def _plugin(folder: Path, module: str, text: str) -> None:
 
 
 def _strategies(folder: Path) -> None:
-    """Take a step of a small model, and write what editors have made of its strategy."""
+    """Run one step of a small model, and write the edits of its strategy."""
     command = [sys.executable, "-m", "sbp_launch.apps.train", *SMALL, *PLANNED, *_ONE_STEP]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
     good = (folder / "used" / "strategy.yaml").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The table: what is typed, and what its answer must say."""
+"""The table of mistakes: the commands, and the texts that their answers must contain."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Mistake:
     """One mistake.
 
     Args:
-        command: Module and arguments behind `python -m`.
-        says: Texts that its answer must hold: the key or the file, and how to mend it.
-        plugins: Folder whose plugins are installed beside ours, or "".
-        code: Exit code; 1 is for what only a plugin's author can mend.
-        imports_torch: Whether it may take PyTorch to see it.
+        command: Module and arguments after `python -m`.
+        says: Texts that the answer must contain: the key or the file, and the remedy.
+        plugins: Folder with additional plugins, or "".
+        code: Exit code; 1 is for errors that only the author of a plugin can fix.
+        imports_torch: Whether detecting the mistake may need PyTorch.
     """
 
     command: tuple[str, ...]
@@ -27,24 +27,24 @@ class Mistake:
 
 
 def _train(text: str, *says: str, plugins: str = "") -> Mistake:
-    """Return a mistake in a setting of `sbp-train`, which is seen before PyTorch is imported."""
+    """Return a mistake in a setting of `sbp-train`, detected before PyTorch is imported."""
     return Mistake(command=("sbp_launch.apps.train", *text.split(" ")), says=says, plugins=plugins)
 
 
 def _model(text: str, *says: str, plugins: str = "", code: int = 2) -> Mistake:
-    """Return a mistake that `sbp-train` can only see with a small model at hand."""
+    """Return a mistake that `sbp-train` can only detect with a small model."""
     command = ("sbp_launch.apps.train", *SMALL, "trainer.steps=1", *text.split(" "))
     return Mistake(command=command, says=says, plugins=plugins, code=code, imports_torch=True)
 
 
 def _data(path: str, *says: str) -> Mistake:
-    """Return a mistake in what a data set is to read."""
+    """Return a mistake in the files of a data set."""
     command = ("sbp_launch.apps.plan", "data=text", f"data.path={path}")
     return Mistake(command=command, says=(f"data.path={path}", *says), imports_torch=True)
 
 
 def _strategy(name: str, *says: str, imports_torch: bool = False) -> Mistake:
-    """Return a mistake in a strategy that was edited by hand; some take the graph to see them."""
+    """Return a mistake in a strategy that was edited by hand; detecting it may need the graph."""
     return Mistake(
         command=(
             "sbp_launch.apps.plan",
@@ -63,7 +63,7 @@ MISTAKES: dict[str, Mistake] = {
     "weights that are not there": _train(
         "trainer.init_from=nowhere", "trainer.init_from=nowhere: there is no nowhere", "safetensors"
     ),
-    # Checkpoints to go on from, and how often they are saved.
+    # Checkpoints to resume from, and how often they are saved.
     "a checkpoint that is not there": _train(
         "trainer.resume=nowhere",
         "trainer.resume=nowhere: there is no folder",

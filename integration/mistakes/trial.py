@@ -13,12 +13,12 @@ from forked import run_forked
 from mistakes.table import Mistake
 from sbp_core.testing.forked_programs import ForkedPrograms
 
-#: What commands import before they look at their settings.
+#: The modules that commands import before they check their settings.
 APP = ("sbp_launch.apps.hydra_app", "sbp_launch.settings.check", "sbp_launch.apps.plan")
 
 _IMPORTED = "torch imported\n"
 
-#: Says at exit whether PyTorch was imported: what can be seen without it is to be seen at once.
+#: Prints at exit whether PyTorch was imported: mistakes should be detected without it if possible.
 _PROGRAM = """\
 import atexit, runpy, sys
 atexit.register(lambda: sys.stderr.write("torch imported\\n" * ("torch" in sys.modules)))
@@ -29,13 +29,13 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a mistake was answered with.
+    """The answer to a mistake.
 
     Args:
-        text: What was printed, standard output before standard error.
+        text: The printed text, standard output before standard error.
         code: Exit code.
-        seconds: How long it took.
-        faults: What is wrong with it; empty if nothing is.
+        seconds: Duration.
+        faults: The faults of the answer.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Answer:
 
 
 def make_without_torch(mistake: Mistake, folder: Path, programs: ForkedPrograms) -> Answer:
-    """Type a mistake in a copy of a process that has imported the app alone; see `APP`."""
+    """Make a mistake in a fork of a process that has imported only the app; see `APP`."""
     environment = _environment(mistake, folder)
     began = time.perf_counter()
     done = programs.run(_PROGRAM, mistake.command, folder, environment)
@@ -53,7 +53,7 @@ def make_without_torch(mistake: Mistake, folder: Path, programs: ForkedPrograms)
 
 
 def make(mistake: Mistake, folder: Path) -> Answer:
-    """Type a mistake in a prepared folder, in a process of its own."""
+    """Make a mistake in a prepared folder, in a new process."""
     environment = _environment(mistake, folder)
     began = time.perf_counter()
     done = subprocess.run(
@@ -69,7 +69,7 @@ def make(mistake: Mistake, folder: Path) -> Answer:
 
 
 def make_in_fork(mistake: Mistake, folder: Path) -> Answer:
-    """Type a mistake that takes PyTorch, in a copy of this process; see `forked`."""
+    """Make a mistake that needs PyTorch, in a fork of this process; see `forked`."""
     began = time.perf_counter()
     plugins = str(folder / mistake.plugins) if mistake.plugins else ""
     code, text = run_forked(mistake.command, folder, plugins)

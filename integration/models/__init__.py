@@ -1,5 +1,5 @@
 """Real models on real meshes, each compared with plain PyTorch: `python -m models`.
 
-`programs` (what is trained), `layouts` (on which mesh, how), `trial` (one run, compared), `ranks`
-(the same over processes), `table` (what came of all), `__main__` (the command).
+`programs` has the models, `layouts` the meshes and shardings. `trial` runs and compares one cell,
+`ranks` does the same with processes, `table` shows the results, `__main__` is the command.
 """

@@ -1,8 +1,8 @@
 """Run the matrix of real models and print it.
 
-python -m models                                   all of it
+python -m models                                   the whole matrix
 python -m models --models gpt2,llama --layouts zero3,2-D --dtypes float64 --steps 10
-python -m models --boxing torch                    the same over processes, a rank each
+python -m models --boxing torch                    the whole matrix with a process for each rank
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.trial import TOLERANCES, Outcome, attempt
 
 
 def main() -> int:
-    """Run what is asked for; return 1 if a cell failed."""
+    """Run the requested cells; return 1 if a cell failed."""
     options = _options()
     console = Console(width=None if sys.stdout.isatty() else 200)
     logging.basicConfig(level=logging.WARNING)

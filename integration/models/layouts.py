@@ -19,9 +19,9 @@ class Layout:
 
     Args:
         mesh, axes: The mesh.
-        preset: Of the planner `manual`, whose pins it takes.
-        micro_batches: Of a step.
-        tensor: Whether the program's tensor pattern is pinned, too.
+        preset: A preset of the planner `manual`, for its pins.
+        micro_batches: Micro-batches of a step.
+        tensor: Whether to also pin the program's pattern of tensor parallelism.
         recompute: Whether the program's blocks are recomputed in the backward phase.
     """
 
@@ -33,13 +33,13 @@ class Layout:
     recompute: bool = False
 
     def fits(self, program: Program) -> str:
-        """Return why a program cannot run so; empty if it can."""
+        """Return why a program cannot run in this layout; empty if it can."""
         if self.tensor and not program.has_tensor_pattern:
             return "no tensor-parallel pattern"
         return ""
 
     def pins(self, program: Program) -> dict[str, PinValue]:
-        """Return what is decided of the program's tensors."""
+        """Return the pins of the program's tensors."""
         found = dict(preset_pins(self.preset))
         if self.tensor:
             found |= tensor_pins(program, others=[axis for axis in self.axes if axis != "tensor"])
@@ -59,7 +59,7 @@ LAYOUTS = {
 
 
 def preset_pins(name: str) -> Mapping[str, PinValue]:
-    """Return the pins of a preset of the planner `manual`, as its own file gives them."""
+    """Return the pins of a preset of the planner `manual`, from its file."""
     text = files("sbp_planner").joinpath(f"conf/planner/manual/{name}.yaml").read_text("utf-8")
     settings: dict[str, Any] = yaml.safe_load(text)
     pins: Mapping[str, PinValue] = settings["pins"]
@@ -67,7 +67,7 @@ def preset_pins(name: str) -> Mapping[str, PinValue]:
 
 
 def tensor_pins(program: Program, others: list[str]) -> dict[str, PinValue]:
-    """Return the pins of tensor parallelism, over those of data parallelism on the other axes."""
+    """Return the pins of tensor parallelism, with the pins `others` on the other axes."""
     made, taken = ("S(1)", "S(0)") if program.transposed else ("S(0)", "S(1)")
     data = dict.fromkeys(others, "S(0)")
     whole = dict.fromkeys(others, "B")

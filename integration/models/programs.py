@@ -1,8 +1,8 @@
-"""The models of the matrix: other people's from transformers, in small random sizes, and our zoo's.
+"""The models of the matrix: models of transformers, in small random sizes, and those of our zoo.
 
-Losses are taken of logits here, and casts to float32 inside a model give way when it runs in
-float64, so that float64 runs are float64 all through. Transformers is imported when a model of it
-is built.
+Losses are computed from logits in this module. Casts to float32 inside a model are skipped when it
+runs in float64, so that float64 runs use float64 throughout. Transformers is imported when one of
+its models is built.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Program:
     """A one-device program of the matrix.
 
     Args:
-        build: Makes the model; torch is seeded before.
+        build: Makes the model, after torch was seeded.
         batch: Makes a batch from a generator.
-        loss: Of the model and a batch.
-        columns: Patterns of weights (and biases) that tensor parallelism splits along what they
-            make: dim 0 of a Linear.
-        rows: Patterns of weights that it splits along what they take.
-        transposed: Whether weights lie as (in, out), as in GPT-2's Conv1D.
+        loss: Returns the loss of the model and a batch.
+        columns: Patterns of weights (and biases) that tensor parallelism splits along the output:
+            dim 0 of a Linear.
+        rows: Patterns of weights that it splits along the input.
+        transposed: Whether weights have the shape (in, out), as in GPT-2's Conv1D.
         others: Further pins of tensor parallelism, pattern -> SBP on the axis `tensor`.
         blocks: Patterns of the modules that are recomputed.
         stages: Patterns of the modules of two stages; empty: split evenly.
@@ -55,12 +55,12 @@ class Program:
 
     @property
     def has_tensor_pattern(self) -> bool:
-        """Whether there is a way to split it by tensor parallelism."""
+        """Whether it has a pattern of tensor parallelism."""
         return bool(self.columns or self.rows or self.others)
 
 
 class Widened(TorchFunctionMode):
-    """Casts of float64 to float32 are left out, as libraries write them into their models."""
+    """A mode that skips the casts from float64 to float32 in models of libraries."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -203,8 +203,8 @@ PROGRAMS = {
         rows=("*.attention.output.dense.weight", "bert.encoder.layer.*[0-9].output.dense.weight"),
         blocks=("bert.encoder.layer.*",),
     ),
-    # Of version 1.1, with GELU. With ReLU, one input of it lies within float32's rounding of 0 at
-    # step 5 of these batches: on in one order of sums, off in another, and losses differ by 2e-5.
+    # Version 1.1, with GELU. With ReLU, one input of it is within float32's rounding of 0 at step 5
+    # of these batches: it is on or off depending on the order of sums, and losses differ by 2e-5.
     "t5": Program(
         build=partial(
             _transformer,

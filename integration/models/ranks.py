@@ -1,8 +1,8 @@
-"""The matrix over real processes, a rank each: every cell through `parallelize`.
+"""The matrix on real processes, one for each rank: every cell uses `parallelize`.
 
 The command calls `attempt_on_ranks`, which starts this module as each rank of a world. A world runs
-all cells of its size, one after the other, and each of its ranks compares the losses and its own
-shards with plain PyTorch, which it runs as well.
+all cells of its size, one after the other. Each rank also runs plain PyTorch, and compares the
+losses and its own shards with it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Cell = tuple[str, str, str]
 
 
 def attempt_on_ranks(cells: Sequence[Cell], boxing: str, num_steps: int) -> Iterator[Outcome]:
-    """Run cells over processes and compare them; whatever goes wrong is an outcome, too.
+    """Run cells on processes and compare them; errors become outcomes, too.
 
     Args:
-        cells: In any order.
-        boxing: Of several processes: `torch`, `mpi`.
-        num_steps: Of each cell, >= 2: the bytes of the first are not counted, as the ranks also
-            compare what they are about to do.
+        cells: The cells, in any order.
+        boxing: A boxing backend for several processes: `torch`, `mpi`.
+        num_steps: Steps of each cell, >= 2: bytes of the first step are not counted, because the
+            ranks also compare their plans then.
     """
     worlds: dict[int, list[Cell]] = {}
     for cell in cells:
@@ -60,7 +60,7 @@ def attempt_on_ranks(cells: Sequence[Cell], boxing: str, num_steps: int) -> Iter
 
 
 def _joined(cell: Cell, ranks: list[dict[str, Any]], size: int, error: str) -> Outcome:
-    """Return the outcome of a cell from those of its ranks."""
+    """Return the outcome of a cell from the results of its ranks."""
     names = dict(zip(("program", "layout", "dtype"), cell, strict=True))
     errors = [one["error"] for one in ranks if one["error"]]
     if errors or len(ranks) < size:
@@ -78,7 +78,7 @@ def _joined(cell: Cell, ranks: list[dict[str, Any]], size: int, error: str) -> O
 
 
 def run_cell(cell: Cell, num_steps: int) -> Outcome:
-    """Run a cell as one rank of a world, and compare what this rank has."""
+    """Run a cell as one rank of a world, and compare the losses and shards of this rank."""
     name, layout_name, dtype_name = cell
     program, layout, dtype = PROGRAMS[name], LAYOUTS[layout_name], storage_dtype(dtype_name)
     model, optimizer = make(program, dtype)

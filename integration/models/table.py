@@ -10,7 +10,7 @@ from models.trial import Outcome
 
 
 def matrix(outcomes: Sequence[Outcome], dtype: str) -> Table:
-    """Return the table of one dtype: in each cell what deviated most, or why it did not run."""
+    """Return the table of one dtype: the largest deviation of each cell, or why it did not run."""
     layouts = list(dict.fromkeys(o.layout for o in outcomes))
     table = Table(title=f"{dtype}: deviation of loss (relative) / of any shard / of peak memory")
     table.add_column("model")
@@ -24,7 +24,7 @@ def matrix(outcomes: Sequence[Outcome], dtype: str) -> Table:
 
 
 def cell_text(outcome: Outcome | None) -> str:
-    """Return what one cell shows."""
+    """Return the text of one cell."""
     if outcome is None:
         return ""
     if outcome.error.startswith("no "):

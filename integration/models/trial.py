@@ -33,7 +33,7 @@ from sbp_torch.memory import MemoryMeter
 LEARNING_RATE = 1e-3
 
 #: dtype name -> (largest deviation of a loss, relative; largest deviation of a state, absolute).
-#: Casting to bfloat16 has a precision of 2^-8; states are not compared where the loss is rounded.
+#: Casting to bfloat16 has a precision of 2^-8; states are not compared if the loss is rounded.
 TOLERANCES: Mapping[str, tuple[float, float | None]] = {
     "float64": (1e-9, 1e-9),
     "float32": (1e-5, None),
@@ -43,16 +43,16 @@ TOLERANCES: Mapping[str, tuple[float, float | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one cell gave.
+    """The outcome of one cell.
 
     Args:
         loss_error: Largest relative deviation of a loss.
         state_error: Largest deviation of an element of any rank's shard of any state.
-        predicted_bytes, counted_bytes: That ranks hand to each other in all steps, as the plan says
-            and as the backend counted.
-        peaks: Of each rank, the predicted peak of its memory and the measured one, in bytes.
+        predicted_bytes, counted_bytes: Bytes that ranks send to each other in all steps, predicted
+            by the plan and counted by the backend.
+        peaks: The predicted and the measured peak of memory of each rank, in bytes.
         compile_s, run_s: Time of planning and compiling, and of the steps.
-        error: What went wrong, if it did not run; or why it does not apply.
+        error: The error, if the cell did not run; or why it does not apply.
     """
 
     program: str
@@ -69,12 +69,12 @@ class Outcome:
 
     @property
     def memory_error(self) -> float:
-        """The largest deviation of the predicted peak from the measured one, relative."""
+        """The largest relative deviation of the predicted from the measured peak."""
         return max((abs(p - m) / m for p, m in self.peaks.values()), default=float("nan"))
 
     @property
     def passed(self) -> bool:
-        """Whether everything holds that must hold."""
+        """Whether all requirements are met."""
         loss, state = TOLERANCES[self.dtype]
         return (
             not self.error
@@ -87,7 +87,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What plain PyTorch gives: losses, and every state at the end."""
+    """The results of plain PyTorch: losses, and every state at the end."""
 
     losses: tuple[float, ...]
     states: Mapping[str, Tensor]
@@ -114,7 +114,7 @@ def make(program: Program, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.O
 
 @cache
 def truth(name: str, dtype_name: str, micro_batches: int, num_steps: int) -> Truth:
-    """Train the plain program, a micro-batch at a time."""
+    """Train the plain program, one micro-batch after the other."""
     program, dtype = PROGRAMS[name], storage_dtype(dtype_name)
     model, optimizer = make(program, dtype)
     losses = []
@@ -136,7 +136,7 @@ def truth(name: str, dtype_name: str, micro_batches: int, num_steps: int) -> Tru
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """Return the dtype that states are kept in: bfloat16 is for compute only (autocast)."""
+    """Return the dtype of stored states: bfloat16 is for compute only (autocast)."""
     return torch.float64 if name == "float64" else torch.float32
 
 
@@ -197,11 +197,11 @@ def compiled(
     """Capture, plan, compile and check a cell.
 
     Args:
-        name: Of the program.
-        layout: How it runs.
-        dtype_name: Of `TOLERANCES`.
-        machine: What it is planned and compiled for; without it, planned for a declared machine
-            and compiled for a nominal one.
+        name: Name of the program.
+        layout: The layout.
+        dtype_name: A key of `TOLERANCES`.
+        machine: The machine for planning and compiling; without it, the cell is planned for a
+            declared machine and compiled for a nominal one.
     """
     graph, strategy = planned(name, layout, dtype_name, machine)
     plan = compile_plan(graph, strategy, CompileOptions(cluster=machine))
@@ -210,7 +210,7 @@ def compiled(
 
 
 def attempt(name: str, layout_name: str, dtype_name: str, num_steps: int) -> Outcome:
-    """Run one cell and compare it; whatever is raised becomes the outcome's error."""
+    """Run one cell and compare it; an exception becomes the error of the outcome."""
     layout = LAYOUTS[layout_name]
     cell = {"program": name, "layout": layout_name, "dtype": dtype_name}
     try:

@@ -1,7 +1,7 @@
 """Random programs of one device, each compared with plain PyTorch: `python -m random_programs`.
 
-`blocks`, `losses` (what programs are made of), `helpers` (functions and modules that blocks call),
-`program` (a program as a value, drawn from a seed, and its source), `trial` (one run, compared),
-`oracle` (whether a refusal is right), `shrink` (the smallest program with a fault), `table` (what
-came of all), `__main__` (the command).
+`blocks` and `losses` have the parts of programs, `helpers` functions and modules that blocks call.
+`program` draws a program from a seed and prints its source, `trial` runs and compares it, `oracle`
+judges refusals, `shrink` finds the smallest program with a fault, `table` shows the results, and
+`__main__` is the command.
 """

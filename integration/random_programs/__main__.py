@@ -26,7 +26,7 @@ from random_programs.shrink import explains, fault_of, shrunk
 from random_programs.table import Result, by_micro_batches, reasons
 from random_programs.trial import Outcome, attempt
 
-#: Programs of a process: what leaks does so from one to the next.
+#: Number of programs of a process, which are enough to detect leaks.
 _PROGRAMS_OF_WORKER = 250
 
 
@@ -69,7 +69,7 @@ def _show_causes(console: Console, results: Sequence[Result], most: int) -> None
 
 
 def _results(options: argparse.Namespace, console: Console) -> Iterator[Result]:
-    """Run programs in processes that are watched; yield what came of each, in order of seeds."""
+    """Run programs in watched processes; yield the outcome of each, in order of seeds."""
     last = options.seed + options.count
     firsts = range(options.seed, last, _PROGRAMS_OF_WORKER)
     given = ["--micro-batches", ",".join(map(str, options.micro_batches))]
@@ -97,7 +97,7 @@ def _results(options: argparse.Namespace, console: Console) -> Iterator[Result]:
 
 
 def _work(options: argparse.Namespace) -> None:
-    """Run programs one by one, and print what came of each, as `fuzz.watch` reads it."""
+    """Run programs one by one, and print the outcome of each for `fuzz.watch`."""
     torch.set_num_threads(1)
     for seed in range(options.seed, options.seed + options.count):
         print(f"seed {seed}", flush=True)

@@ -1,17 +1,17 @@
-"""What models, batches and settings of random programs are made of: code -> flags.
+"""The parts of models, batches and settings of random programs: code -> flags.
 
-Flags say what a block does with the samples of a batch; without one it takes each for itself, or
-adds them up, so that the loss of the whole batch follows from its parts:
+Flags describe how a block treats the samples of a batch. A block without a flag treats each sample
+alone, or adds samples up, so that the loss of the whole batch follows from its parts:
 
-    mixes     samples meet each other           place    depends on the place of a sample
+    mixes     samples affect each other         place    depends on the place of a sample
     total     not linear in a sum over samples  size     depends on the number of samples
     first     needs a sum before the forward    backward not linear in the gradient
     state     changes a buffer in the forward   extra    a tensor of the batch without samples
-    capture   a step cannot be captured so
+    capture   a step with it cannot be captured
 
-and where a block fits: `vector` (rows are samples), `token` (samples have rows), `flat` (the rows
-of all samples in one dim); what a stem takes, such as `floats`; `pair` (two outputs of the model).
-In a layer, `$` is its module or parameter, made by what stands before `=>`.
+Other flags describe where a block fits: `vector` (rows are samples), `token` (samples have rows),
+`flat` (the rows of all samples in one dim); the input of a stem, such as `floats`; `pair` (two
+outputs of the model). In a layer, `$` is its module or parameter, made by the code before `=>`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 Blocks = Mapping[str, str]
 
-#: Flags that are about what a loss means, rather than where a block fits.
+#: Flags about the meaning of a loss, rather than the place of a block.
 MEANINGS = frozenset(
     ["mixes", "place", "total", "size", "first", "backward", "state", "extra", "capture"]
 )

@@ -1,4 +1,4 @@
-"""Functions and modules that blocks call; a program's source holds a copy of those that it uses."""
+"""Functions and modules that blocks call; a program's source contains a copy of the used ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def attend(q, k, v):
 
 
 class Experts(nn.Module):
-    """Two experts, of which the router takes the better one for each row."""
+    """Two experts; the router selects the better one for each row."""
 
     def __init__(self, size):
         super().__init__()
@@ -73,7 +73,7 @@ class Experts(nn.Module):
 
 
 class Codes(nn.Module):
-    """Takes the nearest of four trained codes, straight through."""
+    """Returns the nearest of four trained codes, with a straight-through gradient."""
 
     def __init__(self, size):
         super().__init__()
@@ -85,7 +85,7 @@ class Codes(nn.Module):
 
 
 class MeanCodes(nn.Module):
-    """Takes the nearest of four codes, which follow the rows that are given to them."""
+    """Returns the nearest of four codes, which follow the mean of the rows assigned to them."""
 
     def __init__(self, size):
         super().__init__()

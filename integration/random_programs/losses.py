@@ -1,6 +1,6 @@
-"""What losses and metrics of random programs are made of: code -> flags, as in `blocks`.
+"""The parts of losses and metrics of random programs: code -> flags, as in `blocks`.
 
-`z` and `u` are outputs of the model, `y` classes, `labels` those with some that are ignored, `t`
+`z` and `u` are outputs of the model, `y` classes, `labels` classes with some ignored ones, `t`
 targets of the shape of `z`, `m` a mask, `w` weights, `k` a number, `e` the error of each row. ZC is
 `z` with classes in dim 1.
 """
@@ -80,8 +80,8 @@ ERRORS: Blocks = {
     "(z - t.mean(0)).square().mean(-1)": "first",
 }  # fmt: skip
 
-#: `last`: what follows is to be linear in `e`, which a sum over samples divides. `reshapes`: `e` no
-#: longer has the shape of `m`, `w` and `y`, which `rows`, below, asks for.
+#: `last`: later code must be linear in `e`, which a sum over samples divides. `reshapes`: `e` no
+#: longer has the shape of `m`, `w` and `y`, which `rows`, below, needs.
 WEIGHTS: Blocks = {
     "e * cw[y]": "extra", "e * cw[y] / cw.sum()": "extra", "e * m": "", "e * w": "", "e / 2": "",
     "e * CW[y]": "", "torch.where(m > 0, e, 0.0)": "", "e.masked_fill(m == 0, 0.0)": "",
@@ -160,7 +160,7 @@ REDUCTIONS: Blocks = {
     "e.mean() * len(e) ** 0.5": "size", "e.max() if e.sum() > 0 else e.mean()": "capture total",
 }  # fmt: skip
 
-#: Losses and penalties that are numbers at once.
+#: Losses and penalties that are numbers without a reduction.
 WHOLE: Blocks = {
     "F.cross_entropy(ZC, y)": "", "F.cross_entropy(ZC, labels)": "",
     "F.cross_entropy(ZC, y, reduction='sum')": "", "F.cross_entropy(ZC, y, weight=CW)": "",
@@ -241,7 +241,7 @@ WHOLE: Blocks = {
     "(list(model.parameters())[-1].flatten().expand(len(x), -1) ** 2).sum()": "size",
 }  # fmt: skip
 
-#: What a term of the loss is multiplied by, or otherwise put around it: `{}`.
+#: Factors of a term of the loss, or other code around it: `{}` is the term.
 SCALES: Blocks = {
     "{}": "", "0.1 * {}": "", "{} / 3": "", "2 * {}": "", "-{}": "", "{} * k": "", "{} + 0.5": "",
     "{} / math.sqrt(2)": "", "torch.mul({}, 0.3)": "", "{}.squeeze()": "", "{}.mean()": "",

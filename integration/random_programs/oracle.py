@@ -1,9 +1,9 @@
-"""Whether a refusal is right: by what the blocks of a program say, and by execution.
+"""Decide whether a refusal is right: by the flags of a program's blocks, and by execution.
 
-A block without a flag keeps samples apart or adds them up, so that the loss is a mean, a sum or a
-ratio of sums over samples: refusing it is wrong. Execution says more. Gradients of the whole batch
-may be a linear combination of those of its parts although a block has a flag, as with the root of
-a mean:
+A block without a flag keeps samples apart or adds them up, so the loss is a mean, a sum or a ratio
+of sums over samples: refusing it is wrong. Execution is more precise. The gradient of the whole
+batch may be a linear combination of the gradients of its parts although a block has a flag, for
+example for the root of a mean:
 
     d sqrt(mean(e)) = sum_i c_i d sqrt(mean(e_i)),    c_i = sqrt(mean(e_i)) / (M sqrt(mean(e)))
 """
@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_map
 from random_programs.program import ONE_RANK, Program
 from random_programs.trial import Outcome, attempt, executed, quiet
 
-#: Largest part of a gradient that no combination of those of its parts explains.
+#: Largest fraction of a gradient that no combination of the gradients of parts explains.
 _RESIDUAL = 1e-7
 
 
 def judged(program: Program, outcome: Outcome) -> Outcome:
-    """Return an outcome whose kind says what a refusal is.
+    """Return an outcome whose kind classifies a refusal.
 
-    `refused` stays where the loss does not follow from its parts, or is `possible` if it does by
-    execution, though blocks have flags; it is `refused here` if one rank runs the program, which
-    its layout does not fit; and a `wrong refusal` otherwise.
+    It stays `refused` if the loss does not follow from its parts. It is `possible` if execution
+    shows that the loss does follow although blocks have flags. It is `refused here` if one rank
+    runs the program, but its layout does not fit; and a `wrong refusal` otherwise.
     """
     if outcome.kind != "refused":
         return outcome
@@ -46,11 +46,11 @@ def judged(program: Program, outcome: Outcome) -> Outcome:
 
 
 def follows(program: Program) -> bool | None:
-    """Return whether gradients of each term are combinations of those of the batch's parts.
+    """Return whether gradients of each term are combinations of the gradients of batch parts.
 
     Returns:
-        None if that does not tell: fewer elements of parameters than parts, a part without a valid
-        sample, or only penalties on parameters, of which each part has a whole one.
+        None if this cannot be decided: there are fewer elements of parameters than parts, a part
+        has no valid sample, or there are only penalties on parameters, which each part has whole.
     """
     terms = [term for term in program.terms if "model" not in term.value]
     found = [_term_follows(replace(program, terms=(term,), metrics=())) for term in terms]
@@ -68,12 +68,12 @@ def _term_follows(program: Program) -> bool | None:
                 _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch))
                 for at in range(num_parts)
             ]
-        except Exception:  # such as an index of another part's sample
+        except Exception:  # for example an index of a sample in another part
             return False
     found = torch.stack(parts, 1)
     if len(whole) <= num_parts or not (whole.isfinite().all() and found.isfinite().all()):
         return None
-    found = found / found.norm(dim=0).clamp(min=1e-300)  # parts far apart in size count alike
+    found = found / found.norm(dim=0).clamp(min=1e-300)  # large and small parts count equally
     weights = torch.linalg.lstsq(found, whole[:, None], driver="gelsd").solution
     residual = (found @ weights - whole[:, None]).norm()
     return bool(residual <= _RESIDUAL * whole.norm().clamp(min=1e-6))

@@ -1,4 +1,4 @@
-"""A random program as a value: drawn from a seed, printed as source, taken apart into choices."""
+"""A random program as a value: drawn from a seed, printed as source, split into choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from random_programs.blocks import MEANINGS, Blocks
 
 ONE_RANK = next(iter(blocks.LAYOUTS))
 
-#: Name of a tensor of the batch -> how it is made; ROWS are those that have a loss each.
+#: Name of a tensor of the batch -> how it is made; ROWS are the rows that have their own loss.
 _DATA = {
     "y": "torch.randint(0, C, SHAPE, generator=g)",
     "labels": "torch.randint(0, C, SHAPE, generator=g).masked_fill(hidden(ROWS), -100)",
@@ -38,7 +38,7 @@ _GIVEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A part of the loss: a reduction of weighted errors; or a number at once, without an error."""
+    """A part of the loss: a reduction of weighted errors; or a number without a reduction."""
 
     value: str
     error: str = ""
@@ -48,14 +48,14 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program of one device and how it runs; blocks are keys of the tables of `blocks`.
+    """A one-device program and its settings; blocks are keys of the tables of `blocks`.
 
     Args:
-        seed: Of its values.
+        seed: Seed of its values.
         sizes: B, T, D, H and C: samples, places, inputs, features and classes.
-        kind: What has an error of its own: `vector`, a sample; `token`, each place of it; `flat`,
-            the same in one dim.
-        clip: Largest norm of all gradients together, or none.
+        kind: The unit with its own error: `vector`, a sample; `token`, each place of a sample;
+            `flat`, the same in one dim.
+        clip: Largest norm of all gradients together, or None.
     """
 
     seed: int
@@ -78,7 +78,7 @@ class Program:
 
     @property
     def choices(self) -> frozenset[str]:
-        """Its blocks, each with the part of the program that it stands in."""
+        """Its blocks, each with its part of the program."""
         found = set()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -94,7 +94,7 @@ class Program:
 
     @property
     def meanings(self) -> frozenset[str]:
-        """The flags of its blocks that say why its loss may not follow from its parts."""
+        """The flags of its blocks for which its loss may not follow from its parts."""
         tables = (blocks.STEMS, blocks.INPUTS, blocks.FORMS, blocks.LAYERS, losses.OUTPUTS,
                   losses.ERRORS, losses.WEIGHTS, losses.REDUCTIONS, losses.WHOLE, losses.SCALES,
                   losses.METRICS)  # fmt: skip
@@ -109,9 +109,9 @@ class Program:
 
     @property
     def fits(self) -> bool:
-        """Whether plain PyTorch runs it, and its stages have modules.
+        """Whether plain PyTorch can run it, and its stages have modules.
 
-        Batch norm does not train on a single row.
+        Batch norm cannot train on a single row.
         """
         normed = any("BatchNorm" in layer for layer in self.layers)
         single = "[None]" in self.form or "split(1)" in self.form
@@ -125,9 +125,9 @@ def draw(
     """Return the program of a seed.
 
     Args:
-        seed: Any.
-        micro_batches: One of them is taken; 0 is the number of samples.
-        layouts: One of them is taken; by default one of all, and one rank most often.
+        seed: The seed.
+        micro_batches: Numbers to choose from; 0 is the number of samples.
+        layouts: Layouts to choose from; by default all layouts, most often one rank.
     """
     tries = (_draw(Random(f"{seed} {n}"), seed, micro_batches, layouts) for n in count())
     return next(program for program in tries if program.fits)
@@ -200,7 +200,7 @@ def _draw(
 
 @cache
 def _allowed(flags: str, kind: str, more: tuple[str, ...]) -> bool:
-    """Whether a block fits a kind of program: of each group of flags, one holds."""
+    """Whether a block fits a kind of program: it has a matching flag of each group."""
     has = set(flags.split())
     kinds, inputs = {"vector", "token", "flat"} & has, set(_GIVEN) & has
     needs = {"pair", "single", "tied", "rows"} & has
@@ -240,7 +240,7 @@ def _loss_lines(program: Program) -> list[str]:
 
 
 def _layer_lines(name: str, code: str) -> tuple[str, str]:
-    """Return how a layer is made and what it does, in a module."""
+    """Return the lines of a module that make a layer and that call it."""
     made, arrow, call = (part.strip() for part in code.partition("=>"))
     itself = f"self.{name}"
     call = (call if arrow else "$(h)").replace("$", itself)

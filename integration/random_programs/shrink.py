@@ -1,4 +1,4 @@
-"""The smallest program with a fault, and which other programs it explains."""
+"""Find the smallest program with a fault, and the other programs that it explains."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _SIMPLEST = Program(
     seed=0, sizes=(8, 4, 4, 4, 3), kind="vector", stem=next(iter(blocks.STEMS)), terms=(_SIMPLE,)
 )
 
-#: Fields of settings, which are tried first: what remains is a matter of one device.
+#: Fields of settings, which are simplified first; any remaining fault occurs on one device.
 _SETTINGS = ("layout", "micro_batches", "clip", "optimizer", "groups", "batch", "metrics")
 
 
 def fault_of(outcome: Outcome) -> tuple[str, str]:
-    """Return what two outcomes have in common if they have one cause."""
+    """Return a key that is equal for outcomes with the same cause."""
     return outcome.kind, "" if outcome.kind == "WRONG" else outcome.reason
 
 
 def shrunk(program: Program, outcome: Outcome, most_runs: int = 120) -> tuple[Program, Outcome]:
-    """Return a program with the same fault from which no block can be left out.
+    """Return a program with the same fault from which no block can be removed.
 
     Args:
-        program, outcome: One with a fault.
-        most_runs: After which it is taken as it is.
+        program, outcome: A program with a fault.
+        most_runs: Number of runs after which the search ends.
     """
     fault, runs, going_on = fault_of(outcome), 0, True
     while going_on:
@@ -48,13 +48,13 @@ def shrunk(program: Program, outcome: Outcome, most_runs: int = 120) -> tuple[Pr
 
 
 def explains(minimal: Program, other: Program) -> bool:
-    """Whether all that is left of a shrunk program is also in another one."""
+    """Whether another program contains all choices of a shrunk program."""
     needed = minimal.choices - _SIMPLEST.choices
     return needed <= other.choices and (minimal.micro_batches > 1) <= (other.micro_batches > 1)
 
 
 def _simpler(program: Program) -> Iterator[Program]:
-    """Yield programs with less in them, those that leave out most first."""
+    """Yield smaller programs, the smallest ones first."""
     settings = {name: getattr(_SIMPLEST, name) for name in _SETTINGS}
     yield replace(program, **settings)
     if program.micro_batches > 1:

@@ -1,4 +1,4 @@
-"""What came of all programs: counts by micro-batches, and reasons of refusals."""
+"""The results of all programs: counts by micro-batches, and reasons of refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = tuple[Program, Outcome]
 
 
 def by_micro_batches(results: Sequence[Result]) -> Table:
-    """Return how many programs had which outcome."""
+    """Return the number of programs with each outcome."""
     table = Table(box=SIMPLE_HEAD)
     for column in ("micro-batches", "programs", *KINDS, "s each"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -21,20 +21,20 @@ from sbp_launch import parallelize
 
 STEPS, TOLERANCE = 2, 1e-9
 
-#: What a program is given out as, in the lines of errors.
+#: The file name of a program in error messages.
 _FILE = "/programs/program.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a program.
+    """The outcome of a program.
 
     Args:
         kind: `equal`; `refused`, by an `SbpError`; `WRONG`; `crash`, by another error; `unstable`,
             if plain PyTorch gives other numbers when its values change in the last digits; or
-            `invalid`, if it cannot run it at all.
-        message: What differs, or what was raised.
-        time_s: What it took, in seconds of a processor.
+            `invalid`, if plain PyTorch cannot run it.
+        message: The differences, or the error.
+        time_s: Processor seconds.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the system is to blame whatever the program means."""
+        """Whether the outcome is a fault of the system for any program."""
         return self.kind in ("WRONG", "crash")
 
 
 def attempt(program: Program) -> Outcome:
-    """Run a program and compare it; whatever is raised becomes the outcome."""
+    """Run a program and compare it; an exception becomes the outcome."""
     began = time.process_time()
     with quiet():
         try:
@@ -77,7 +77,7 @@ def compare(names: Mapping[str, Any]) -> Outcome:
     """Compare a program, by the names that its source defines."""
     wanted = plain_steps(names)
     if not all(value.isfinite() for name, value in wanted.items() if name.startswith("loss of")):
-        # Nobody trains on from there, and kernels differ in what they make of no number.
+        # Nobody continues training after this, and kernels treat NaN differently.
         wanted = {name: value for name, value in wanted.items() if name.startswith("loss of")}
     try:
         found = _parallel_steps(names)
@@ -99,8 +99,8 @@ def plain_steps(names: Mapping[str, Any], moved_by: float = 0.0) -> dict[str, Te
     """Return all numbers of the steps of plain PyTorch on the whole batch.
 
     Args:
-        names: Of the program.
-        moved_by: By which part of themselves parameters are changed before.
+        names: The names of the program.
+        moved_by: Relative change of parameters before the steps.
     """
     model = names["make_model"]()
     with torch.no_grad():
@@ -152,7 +152,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 def differences(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = TOLERANCE
 ) -> list[str]:
-    """Return what differs, a line each."""
+    """Return the differences, one line each."""
     lines = []
     for name, value in wanted.items():
         if name not in found:
@@ -170,7 +170,7 @@ def differences(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Restore what programs set, and leave out what PyTorch warns of."""
+    """Restore global settings after programs, and suppress warnings of PyTorch."""
     dtype = torch.get_default_dtype()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

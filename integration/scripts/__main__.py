@@ -38,15 +38,15 @@ becomes a function, whose lines are counted apart.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How a script with sbp differs from the one without.
+    """The differences between a script with sbp and the script without it.
 
     Args:
-        name: Its folder.
+        name: Folder of the scripts.
         peer: The file without sbp.
-        lines: Of that file.
-        gone: Lines of it that are not in ours.
-        come: Lines of ours that are not in it, beside functions called `loss...`.
-        loss: The same, in these functions.
+        lines: Number of lines of that file.
+        gone: Number of its lines that are not in ours.
+        come: Number of our lines that are not in it, without functions called `loss...`.
+        loss: The same number for these functions.
     """
 
     name: str
@@ -87,7 +87,7 @@ def count(name: str) -> Count:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a file without their indentation, and whether each is of the loss."""
+    """Yield the lines of a file without indentation, and whether each is in a loss function."""
     text = path.read_text("utf-8")
     inside: set[int] = set()
     for one in ast.parse(text).body:
@@ -109,7 +109,7 @@ def page() -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if the page is not as it should be."""
+    """Run the command and return its exit code: 1 if the page is out of date."""
     parser = argparse.ArgumentParser(prog="scripts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     document = commands.add_parser("document", help="write docs/reference/scripts.md")

@@ -1,5 +1,5 @@
 """The page `docs/reference/settings.md`, of the packages of this repository.
 
-`python -m settings document` writes it; with `--check` it sees that the page is up to date, and
-that every option file says what its settings mean.
+`python -m settings document` writes it. With `--check` it checks that the page is up to date, and
+that every option file describes its settings.
 """

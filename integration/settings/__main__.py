@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "reference" / "settings.md"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if the page is not as it should be."""
+    """Run the command and return its exit code: 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="settings", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     document = commands.add_parser("document", help="write docs/reference/settings.md")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-# `python integration/signatures` is to find the package too.
+# This lets `python integration/signatures` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from signatures import grounds, store, summary, survey
@@ -47,13 +47,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _explained(verdict: Verdict, entry: Finding) -> Finding:
-    """Return a missed signature with the reason that `reasons.py` knows, if it has none."""
+    """Return a missed signature; if it has no reason, with a reason of `reasons.py`."""
     reason = entry.reason or accident_of(verdict.op, verdict.shapes, entry.text)
     return replace(entry, reason=reason)
 
 
 def _calls(options: argparse.Namespace, console: Console) -> store.Calls:
-    """Return the recorded calls, from the file if it is there."""
+    """Return the recorded calls, from the file if it exists."""
     file = options.calls or Path("build", "signatures", "calls.zip")
     variants = [name for name in options.ops if not name.startswith("aten.")]
     if options.calls is None or not file.exists():
@@ -82,7 +82,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _print_untraced(console: Console, calls: store.Calls) -> None:
-    """Print what could not be sampled, and why."""
+    """Print the variants that could not be sampled, with reasons."""
     table = Table(title="not testable, or not wholly", title_justify="left")
     for name in ("variant", "ground", "reason"):
         table.add_column(name, overflow="fold")
@@ -93,7 +93,7 @@ def _print_untraced(console: Console, calls: store.Calls) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the survey; the exit status is 1 if anything claimed is wrong."""
+    """Run the survey; the exit status is 1 if a claim is wrong."""
     options = _arguments(argv)
     torch.set_num_threads(1)
     console = Console(width=options.width)

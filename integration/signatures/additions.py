@@ -1,8 +1,8 @@
 """Operators that PyTorch's database never calls, or only on tiny shapes, with samples of our own.
 
-`_OVERLOADS` are recorded as they are, even where PyTorch makes them of other operators; `_PROGRAMS`
-are traced. `aten.atan2.out`, a core operator, is not here: it mutates its argument, and a captured
-step holds no such calls.
+`_OVERLOADS` are recorded themselves, even if PyTorch decomposes them; `_PROGRAMS` are traced.
+`aten.atan2.out`, a core operator, is left out: it mutates its argument, and a captured step has no
+such calls.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _variant(
 
 
 def additions() -> list[Variant]:
-    """Return the variants that are ours; their names begin with `+`."""
+    """Return our own variants, whose names begin with `+`."""
     made = []
     for op, (dtypes, make) in (_OVERLOADS | _fused()).items():
         packet, overload = op.split(".")
@@ -341,7 +341,7 @@ def _one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
 def _mixture(
     tokens: torch.Tensor, router: torch.Tensor, experts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route each token to its two best experts, and weigh what they make of it."""
+    """Route each token to its two best experts, and weigh their outputs."""
     weights, chosen = torch.topk(torch.softmax(tokens @ router, -1), 2, -1)
     made = torch.einsum("td,edh->teh", tokens, experts)
     picked = made.gather(1, chosen.unsqueeze(-1).expand(-1, -1, made.shape[-1]))

@@ -1,7 +1,7 @@
 """Verdicts and discoveries of earlier runs, in a file of JSON lines.
 
-Both are kept under hashes of what they depend on, so a run after a change of one rule executes only
-what that rule serves, and searches nothing again.
+Their keys are hashes of everything that they depend on. So a run after a change of one rule
+executes only the calls of that rule, and repeats no search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Cache:
     """Verdicts by hash, and discoveries by hash.
 
     Args:
-        file: Where they are kept; nowhere if None.
+        file: The file; None keeps them only in memory.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -42,12 +42,12 @@ class Cache:
             self.found[entry["hash"]] = found_from_json(entry["found"])
 
     def keep_verdict(self, hashed: str, verdict: Verdict) -> None:
-        """Remember a verdict."""
+        """Store a verdict."""
         self.verdicts[hashed] = verdict
         self._append({"hash": hashed, "verdict": verdict.to_json()})
 
     def keep_found(self, hashed: str, found: Found) -> None:
-        """Remember what discovery found."""
+        """Store the result of discovery."""
         self.found[hashed] = found
         self._append({"hash": hashed, "found": found_to_json(found)})
 
@@ -69,7 +69,7 @@ def found_to_json(found: Found) -> dict[str, Any]:
 
 
 def found_from_json(value: Mapping[str, Any]) -> Found:
-    """Read what `found_to_json` wrote."""
+    """Read the result of `found_to_json`."""
 
     def side(texts: Sequence[str]) -> tuple[Sbp, ...]:
         return tuple(map(parse_sbp, texts))

@@ -1,8 +1,8 @@
-"""Tracing: every ATen call that a variant makes, forward and in its gradient, with real tensors.
+"""Tracing: record every ATen call of a variant, forward and gradient, with real tensors.
 
-A variant is traced as the product captures a training step (`make_fx`, then functionalisation), and
-the graph is run on the real inputs. Where tracing fails because values steer the program, the
-program itself is watched instead.
+A variant is traced as a training step is captured (`make_fx`, then functionalisation), and the
+graph is run on the real inputs. If tracing fails because the program depends on values, the program
+itself is run under a dispatch mode instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from signatures.variants import OTHER_DTYPES, Sample, Variant
 FORWARD = "forward"
 GRADIENT = "gradient"
 
-#: How functionalisation ends a program that writes into its inputs; a captured step returns the new
+#: The operator with which functionalisation writes back to inputs; a captured step returns the new
 #: values instead.
 _WRITE_BACK = "aten.copy_.default"
 
@@ -39,7 +39,7 @@ class RecordedCall:
     Args:
         op: `aten.mm.default`.
         args, kwargs: Its arguments.
-        key: Text that is equal for calls that mean the same.
+        key: Text that is equal for equivalent calls.
     """
 
     op: str
@@ -50,7 +50,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """Where a call comes from: `forward` of a variant in a dtype, or its `gradient`."""
+    """The origin of a call: `forward` of a variant in a dtype, or its `gradient`."""
 
     variant: str
     dtype: str
@@ -59,11 +59,11 @@ class Use:
 
 @dataclass(slots=True)
 class Recording:
-    """What the samples of a variant call.
+    """The calls of the samples of a variant.
 
     Args:
-        calls: The calls by key, and what uses them.
-        left_out: Why there is nothing of some ground, or not all: (variant, ground) -> reason.
+        calls: The calls by key, with their uses.
+        left_out: Why calls of some ground are missing: (variant, ground) -> reason.
     """
 
     calls: dict[str, tuple[RecordedCall, set[Use]]] = field(default_factory=dict)
@@ -74,14 +74,14 @@ class Recording:
         self.calls.setdefault(call.key, (call, set()))[1].add(use)
 
     def update(self, other: Recording) -> None:
-        """Add what another recording has."""
+        """Add the calls of another recording."""
         for key, (call, uses) in other.calls.items():
             self.calls.setdefault(key, (call, set()))[1].update(uses)
         self.left_out.update(other.left_out)
 
 
 class _Calls:
-    """Takes calls as they are made."""
+    """Runs calls and records them."""
 
     def __init__(self) -> None:
         self.found: dict[str, RecordedCall] = {}
@@ -92,7 +92,7 @@ class _Calls:
         kept_args, kept_kwargs = tree_map(_copied, (tuple(args), dict(kwargs)))
         made = op(*args, **kwargs)
         if "empty" in str(op):
-            # What happens to be in memory may be infinite or no number.
+            # Uninitialized memory may contain infinities or NaN.
             for leaf in tree_leaves(made):
                 leaf.zero_()
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(made)):
@@ -173,7 +173,7 @@ class _Program:
         self.needs = [self.leaves[at].requires_grad for at in self.places]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Return what the operator makes."""
+        """Return the results of the operator."""
         leaves = list(self.leaves)
         for at, tensor in zip(self.places, tensors, strict=True):
             leaves[at] = tensor
@@ -191,7 +191,7 @@ class _Program:
         ]
 
     def cotangents(self) -> list[torch.Tensor]:
-        """Return random gradients of what is differentiable; [] if nothing is."""
+        """Return random gradients of differentiable outputs; [] if there are none."""
         if not any(self.needs):
             return []
         return [torch.randn_like(leaf.detach()) for leaf in self._differentiable(self.tensors)[1]]
@@ -214,13 +214,13 @@ def _recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> 
         graph = make_fx(functional)(*tensors)
         with torch.no_grad():
             _Run(graph, calls).run(*tensors)
-    except Exception:  # whatever tracing cannot do, such as branching on values
+    except Exception:  # tracing fails, for example because of a branch on values
         calls = _watched(function, tensors)
     return calls
 
 
 def _watched(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> _Calls:
-    """Run a function and return its calls: functionalised, or else as they are."""
+    """Run a function and return its calls: functionalised if possible."""
     for program in (torch.func.functionalize(function, remove="mutations"), function):
         calls = _Calls()
         try:
@@ -235,7 +235,7 @@ def _watched(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> _
 
 
 def record(variant: Variant, count: int, wanted: Sequence[torch.dtype]) -> Recording:
-    """Return what up to `count` samples of a variant call in its first dtype, fewer in others."""
+    """Return the calls of up to `count` samples of a variant; fewer in all but its first dtype."""
     made = Recording()
     dtypes = [dtype for dtype in variant.dtypes if dtype in (*wanted, *OTHER_DTYPES)]
     if not dtypes:
@@ -265,7 +265,7 @@ def _record_sample(variant: Variant, sample: Sample, dtype: str, made: Recording
 
 
 def _grounds(program: _Program, made: Recording) -> Iterator[tuple[str, _Calls]]:
-    """Yield the calls of the forward, then those of forward and gradient together."""
+    """Yield the calls of the forward, then the calls of forward and gradient together."""
     name = program.variant.name
     try:
         if program.variant.direct:

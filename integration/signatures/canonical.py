@@ -2,8 +2,8 @@
 
     python -m signatures.canonical --calls FILE
 
-writes `canonical.json`, beside this module: operators, arguments, shapes and dtypes, no data. So
-the document is made, and checked, without running anything.
+writes `canonical.json` next to this module: operators, arguments, shapes and dtypes, without data.
+So the document can be made and checked without running operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-# `python integration/signatures/canonical.py` is to find the package too.
+# This lets `python integration/signatures/canonical.py` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sbp_core.graph import Argument, TensorType
@@ -27,7 +27,7 @@ from signatures.store import Calls
 
 FILE = Path(__file__).parent / "canonical.json"
 
-#: A sample with more elements is no example for people.
+#: The greatest number of elements of a readable example.
 MOST_ELEMENTS = 5000
 
 
@@ -57,9 +57,9 @@ def _json(call: OpCall) -> dict[str, Any]:
 
 
 def chosen(calls: Sequence[OpCall]) -> OpCall | None:
-    """Return the call that shows most: many signatures, reals, no empty tensors, then the smallest.
+    """Return the best example: many signatures, reals, no empty tensors, then the smallest.
 
-    None if there is none with a rule.
+    Return None if no call has a rule.
     """
 
     def rank(call: OpCall) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""The page `docs/reference/signatures.md`: every operator, what it means, how it may be split.
+"""The page `docs/reference/signatures.md`: every operator, its notation, and its signatures.
 
     python -m signatures.document
 
-Made from `canonical.json` and the rules; a test holds it to them.
+It is made from `canonical.json` and the rules; a test checks that it is up to date.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-# `python integration/signatures/document.py` is to find the package too.
+# This lets `python integration/signatures/document.py` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sbp_aten.rules import FAMILIES
@@ -25,7 +25,7 @@ FILE = Path(__file__).parent.parent.parent / "docs" / "reference" / "signatures.
 
 AXIS_SIZE = 2
 
-#: Of each operator; lists of tensors have many.
+#: The greatest number of signatures shown per operator; lists of tensors have many.
 MOST_SHOWN = 16
 
 _HEAD = """# Signatures
@@ -65,7 +65,7 @@ def document() -> str:
 
 
 def _unsampled(shown: set[str]) -> str:
-    """Return the operators with rules that no sample of PyTorch's calls on a CPU, by family."""
+    """Return the operators with rules that no sample of PyTorch calls on a CPU, by family."""
     rest = {op: family for op, family in _families().items() if op not in shown}
     lines = [
         f"- {family.replace('_', ' ')}: "
@@ -77,7 +77,7 @@ def _unsampled(shown: set[str]) -> str:
 
 
 def _families() -> dict[str, str]:
-    """Return the module that holds the rule of each operator."""
+    """Return the module with the rule of each operator."""
     own = {
         op: "sbp_ops" for op in installed_rules().ops if op.startswith("sbp.")
     }  # the core's, too

@@ -1,7 +1,7 @@
-"""How much of PyTorch's operators the algebra covers, on the grounds on which DTensor was measured.
+"""Measure how many of PyTorch's operators the algebra covers, on the same grounds as for DTensor.
 
-A variant is fully right on a ground if every ATen call that its samples make there has a rule,
-nothing claimed is wrong, and nothing is missed without a reason.
+A variant is fully right on a ground if every ATen call of its samples there has a rule, no claim is
+wrong, and no signature is missed without a reason.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RIGHT, PARTLY, NO_RULE, WRONG = "fully right", "partly", "no rule", "WRONG"
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Some of what is asked of a variant.
+    """A part of the requirements of a variant.
 
     Args:
-        name: For the table.
+        name: Name in the table.
         use: `forward` or `gradient`.
         shards: Whether even shards count, uneven ones, or both.
         dtensor: DTensor's figures in PyTorch 2.13: testable, fully right, wrong. Source: a run of
@@ -54,7 +54,7 @@ _DTENSOR_CORE = 159
 def variant_states(
     calls: Calls, verdicts: Sequence[Verdict]
 ) -> dict[Ground, dict[str, tuple[str, str]]]:
-    """Return, for each ground and variant, how it stands and the operator that is to blame."""
+    """Return, for each ground and variant, its state and the responsible operator."""
     by_key = {verdict.key: verdict for verdict in verdicts}
     silent = {
         op for op, listed in by_op(verdicts).items()
@@ -94,7 +94,7 @@ def _state(verdicts: Iterable[Verdict], ground: Ground, silent: set[str]) -> tup
 
 
 def print_grounds(console: Console, states: Mapping[Ground, Mapping[str, tuple[str, str]]]) -> None:
-    """Print a line for each ground, and which operators stand in the way."""
+    """Print a line for each ground, and the operators that prevent full coverage."""
     table = Table(title="variants of PyTorch's operator samples", title_justify="left")
     columns = ("ground", "testable", RIGHT, "share", PARTLY, NO_RULE, WRONG, "DTensor")
     for name in columns:
@@ -128,7 +128,7 @@ def core_ops() -> list[str]:
 
 
 def core_state(op: str, verdicts: Sequence[Verdict]) -> str:
-    """Return what there is for a core operator: `useful`, a reason, or `nothing`."""
+    """Return the state of a core operator: `useful`, a reason, or `nothing`."""
     _, packet, overload = op.split(".")
     schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
     if any(verdict.useful for verdict in verdicts):
@@ -142,7 +142,7 @@ def core_state(op: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def print_core(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """Print how many core operators have a useful signature, and what the others have."""
+    """Print how many core operators have a useful signature, and the states of all others."""
     grouped = by_op(verdicts)
     states = {op: core_state(op, grouped.get(op, ())) for op in core_ops()}
     useful = sum(state == "useful" for state in states.values())

@@ -1,4 +1,4 @@
-"""The judgement of one recorded call: what the rules claim, beside what execution says.
+"""The judgement of one recorded call: the claims of rules, compared with execution.
 
 *Wrong* is a claim that execution refutes. *Missed* is a signature that execution discovers and no
 claim implies; it is explained if the notation rejects it for a reason that it states.
@@ -45,27 +45,27 @@ from sbp_torch.signatures import (
 )
 from signatures.calls import RecordedCall
 
-#: Axis sizes at which claims are run, and those at which signatures are looked for.
+#: Axis sizes for running claims, and axis sizes for discovering signatures.
 VERIFIED_SIZES = (2, 3, 5)
 DISCOVERED_SIZES = (2, 5)
 
-#: What discovery found, by axis size.
+#: The signatures that discovery found, by axis size.
 Found = dict[int, list[Signature1d]]
 
-#: On how many other draws a missed signature has to hold.
+#: Number of other draws on which a missed signature has to hold.
 _NUM_REDRAWS = 12
 
-#: How many candidates discovery tries, the promising ones first: of calls with up to three tensor
-#: arguments, and of others, whose runs are longer and whose candidates are countless.
+#: Number of candidates that discovery tries, the promising ones first: for calls with up to three
+#: tensor arguments, and for all other calls, which are slower and have far too many candidates.
 _BUDGETS = (500, 200)
 
 #: Calls with more tensor arguments are not searched for further signatures.
 MOST_SEARCHED_INPUTS = 12
 
-#: The reason that a notation gives for any label marked `!`, which explains nothing.
+#: The reason that a notation gives for any label marked `!`; it does not count as an explanation.
 _GENERIC_REASON = "needs that dim whole"
 
-#: What is executed besides the rules: a change there makes verdicts stale.
+#: Modules that are executed in addition to the rules: changes in them make verdicts stale.
 _VERIFYING = ("verify", "trial", "isolate", "localize", "derive", "axes", "pieces", "torch_call")
 _DISCOVERING = ("discover", "candidates", "study", "trial", "isolate", "pieces", "torch_call")
 
@@ -76,9 +76,9 @@ class Finding:
 
     Args:
         text: The signature.
-        size: Size of the mesh axis; 0 on more axes than one.
+        size: Size of the mesh axis; 0 on several axes.
         even: Whether the size divides every extent that is split.
-        reason: How execution refutes it; or why it is not claimed, empty if nothing says.
+        reason: How execution refutes it; or why it is not claimed, empty if unknown.
     """
 
     text: str
@@ -89,18 +89,18 @@ class Finding:
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of one call.
+    """The verdict on one call.
 
     Args:
         op, key, shapes: The call; shapes for messages.
         rule: `own`, `pointwise`, or empty if the operator has no rule.
         refused: Why the call could not be judged; empty if it was.
         why: The reasons that the notation states.
-        even, uneven, product: How many claims were run, on one axis and on two.
-        useful: Whether anything but all B is claimed.
+        even, uneven, product: Number of claims that were run, on one axis and on two.
+        useful: Whether a claim is not all B.
         wrong, missed: The findings.
-        searched: Whether signatures were looked for.
-        verify_s, discover_s: Time spent, in seconds; 0 where a cache answered.
+        searched: Whether discovery searched for signatures.
+        verify_s, discover_s: Time spent, in seconds; 0 for a cached result.
     """
 
     op: str
@@ -125,22 +125,22 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Verdict:
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         lists = {name: [Finding(**entry) for entry in value[name]] for name in ("wrong", "missed")}
         return cls(**{**value, **lists})
 
     @property
     def claimed(self) -> int:
-        """How many claims were run."""
+        """The number of claims that were run."""
         return self.even + self.uneven + self.product
 
     def unexplained(self, even: bool) -> list[Finding]:
-        """Return the missed signatures of even, or uneven, shards that nothing explains."""
+        """Return the unexplained missed signatures of even, or of uneven, shards."""
         return [entry for entry in self.missed if entry.even == even and not entry.reason]
 
 
 def opcall(recorded: RecordedCall) -> OpCall:
-    """Return the call as signatures see it; it is run once."""
+    """Return the `OpCall` of a recorded call, which is run once."""
     return call_of(recorded.op, recorded.args, recorded.kwargs)[0]
 
 
@@ -163,7 +163,7 @@ def rule_hash(recorded: RecordedCall) -> str:
 
 def search_hash(recorded: RecordedCall) -> str:
     """Return a text that changes with everything that discovery depends on."""
-    # What holds in float32 holds in float64.
+    # A signature that holds in float32 also holds in float64.
     like = recorded.key.replace("float64", "float32")
     return _hash([like, torch.__version__, str(_BUDGETS), _sources(_DISCOVERING)])
 
@@ -189,8 +189,8 @@ def judge(
 
     Args:
         recorded: The call.
-        found: What discovery found, by axis size; None if it was not asked.
-        isolated: Whether each claim runs in a process of its own, which is slower.
+        found: The result of discovery, by axis size; None without discovery.
+        isolated: Whether each claim runs in its own process, which is slower.
     """
     verdict = Verdict(op=recorded.op, key=recorded.key, shapes=shown(recorded))
     try:
@@ -229,7 +229,7 @@ def refusal(recorded: RecordedCall, reason: str) -> Verdict:
 
 
 def searchable(recorded: RecordedCall) -> bool:
-    """Return whether discovery is asked: of calls with some tensor arguments, not very many."""
+    """Return whether discovery is used: for calls with some, but not too many tensor arguments."""
     return 0 < _num_tensors(recorded) <= MOST_SEARCHED_INPUTS
 
 
@@ -239,7 +239,7 @@ def _num_tensors(recorded: RecordedCall) -> int:
 
 
 def discovered(recorded: RecordedCall) -> Found:
-    """Return what execution finds of a call."""
+    """Return the signatures of a call that execution discovers."""
     budget = _BUDGETS[_num_tensors(recorded) > 3]
     return {
         size: [
@@ -260,7 +260,7 @@ def discovered(recorded: RecordedCall) -> Found:
 
 
 def _longest(recorded: RecordedCall) -> int:
-    """Return the largest extent of a tensor argument: where none can be split, sizes are alike."""
+    """Return the largest extent of a tensor argument: larger axis sizes allow no split."""
     leaves = tree_leaves((recorded.args, recorded.kwargs))
     extents = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return max((extent for shape in extents for extent in shape), default=0)
@@ -331,7 +331,7 @@ def _missed(
             cut != B and 0 in kind.shape
             for kind, cut in zip(call.inputs, entry.inputs, strict=True)
         ):
-            continue  # to cut what has no element says nothing
+            continue  # splitting a tensor without elements proves nothing
         if any(
             _covers(inputs, entry.inputs, unread, ignored) and _implies(outputs, entry.outputs)
             for inputs, several in claims.items()
@@ -349,10 +349,10 @@ def _missed(
 def _covers(
     claimed: Sequence[Sbp], found: Sequence[Sbp], unread: set[int], ignored: set[int]
 ) -> bool:
-    """Return whether claimed inputs are the found ones, or what these are without any boxing.
+    """Return whether claimed inputs equal the found ones, or cover them without boxing.
 
-    What is whole is its own maximum and minimum on every rank. Partial values that are never read
-    are as good as whole ones, and what is ignored may be cut in any way.
+    A whole value is its own maximum and minimum on every rank. Partial values that are never read
+    are as good as whole ones, and ignored values may be cut in any way.
     """
     return all(
         have == want
@@ -364,9 +364,9 @@ def _covers(
 
 
 def _implies(claimed: Sequence[Sbp], found: Sequence[Sbp]) -> bool:
-    """Return whether claimed outputs are the found ones, or these without any boxing.
+    """Return whether claimed outputs equal the found ones, or imply them without boxing.
 
-    What is whole is anything, and what is split is a sum with zeros beside it.
+    A whole value implies every SBP, and a split value is a partial sum with zeros elsewhere.
     """
     return all(
         have in (want, B) or (isinstance(have, Split) and want == Partial())
@@ -375,16 +375,16 @@ def _implies(claimed: Sequence[Sbp], found: Sequence[Sbp]) -> bool:
 
 
 def redrawn(call: OpCall, inputs: Sequence[torch.Tensor]) -> list[OpSample]:
-    """Return the call on other values of the same shapes, where it can be run on such."""
+    """Return the call on other values of the same shapes, if it runs on them."""
     draw = torch.Generator().manual_seed(0)
-    # Elsewhere integers are often indices, and some kernels do not check them.
+    # In other calls, integers are often indices, and some kernels do not check them.
     integers = "pointwise" in call.tags or len(inputs) == 1
     made = []
     for number in range(_NUM_REDRAWS):
         values = [_redrawn(entry, number, draw, integers=integers) for entry in inputs]
         try:
             made.append(whole_sample(call, values, run_op))
-        except Exception:  # an operator may insist on its values
+        except Exception:  # an operator may need special values
             return made
     return made
 
@@ -394,7 +394,7 @@ def _redrawn(
 ) -> torch.Tensor:
     """Return values of both signs; booleans are seldom, often, or evenly true.
 
-    Every third time some reals are zero, every third time some are no numbers.
+    In every third draw some reals are zero, in every third draw some are NaN.
     """
     if tensor.is_floating_point() or tensor.is_complex():
         scale = 10.0**number if number % 2 else 2.0
@@ -414,7 +414,7 @@ def _redrawn(
 
 
 def accident(redraws: Sequence[OpSample], entry: Signature1d, size: int) -> str:
-    """Return that a discovered signature fails on other values; empty if it does not."""
+    """Return how a discovered signature fails on other values; empty if it does not."""
     signature, mesh = combine([entry]), Placement.grid((size,))
     for sample in redraws:
         same_everywhere = partial(_program, sample)
@@ -424,12 +424,12 @@ def accident(redraws: Sequence[OpSample], entry: Signature1d, size: int) -> str:
 
 
 def _program(sample: OpSample, rank: int) -> LocalProgram:
-    """Return what every rank runs where the arguments do not change on a shard."""
+    """Return the program of every rank if the arguments do not change on a shard."""
     return program_of_call(sample.call)
 
 
 def _rejection(derived: Derivation, entry: Signature1d) -> str:
-    """Return why the notation rejects a signature; empty if it states nothing."""
+    """Return why the notation rejects a signature; empty if it gives no reason."""
     for rejected in derived.rejected:
         if rejected.inputs == entry.inputs and not rejected.reason.endswith(_GENERIC_REASON):
             return rejected.reason

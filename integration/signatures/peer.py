@@ -1,14 +1,14 @@
-"""The second comparison: what `torch.distributed.tensor` registers, run, against what we claim.
+"""The second comparison: strategies that `torch.distributed.tensor` registers, against our claims.
 
     python -m signatures.peer --calls FILE [--aten aten.mm.default,...]
 
-For every recorded call, the strategies that DTensor registers for its operator along one mesh axis
-(replicate, shard, partial sum, max and min) are looked up here. One that we claim has been verified
-by the survey. One that we do not claim is executed: if it holds, it is *missing* here, and there
-may be none; if it does not, it is a wrong strategy of DTensor, or one that needs more than its
-shards. Partial averages, norms and masks are no part of the algebra and are counted only.
+For every recorded call, this module looks up the strategies that DTensor registers for its operator
+along one mesh axis (replicate, shard, partial sum, max and min). The survey has verified strategies
+that we claim. A strategy that we do not claim is executed: if it holds, it is *missing* in our
+rules, which is an error; if not, it is a wrong strategy of DTensor, or needs more than its shards.
+Partial averages, norms and masks are not in the algebra, and are only counted.
 
-Knows private corners of torch (tried on 2.13); no part of the product does.
+The module uses private parts of torch (tried on 2.13), which the product does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops import strategy_validation as peer
 
-# `python integration/signatures/peer.py` is to find the package too.
+# This lets `python integration/signatures/peer.py` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sbp_core.errors import SbpError
@@ -53,26 +53,26 @@ from signatures.store import Calls
 
 AXIS_SIZE = 2
 
-#: How long one strategy may run, in seconds.
+#: Seconds that one strategy may run.
 TRIAL_LIMIT_S = 20.0
 
-#: Strategies of one call that are run, at most.
+#: The greatest number of strategies of one call that are run.
 MOST_TRIALS = 200
 
-#: Results of one call: inputs and outputs along the axis.
+#: A strategy of one call: the SBPs of inputs and outputs along the axis.
 Strategy = tuple[tuple[Sbp, ...], tuple[Sbp, ...]]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the strategies of all calls.
+    """The results of the strategies of all calls.
 
     Args:
-        ops: Operators that DTensor has strategies for.
-        calls: Calls of them.
+        ops: Operators for which DTensor has strategies.
+        calls: Number of their calls.
         counts: Strategies that are `claimed`, `missing`, `refuted`, or `foreign` to the algebra.
         missing: Missing strategies by operator, each with the call.
-        refuted: Refuted ones by operator, each with the reason.
+        refuted: Refuted strategies by operator, each with the reason.
     """
 
     ops: set[str] = field(default_factory=set)
@@ -83,7 +83,7 @@ class Tally:
 
 
 def placement(text: str) -> Sbp | None:
-    """Return the SBP of a placement of DTensor as it prints; None if the algebra has none."""
+    """Return the SBP of a printed DTensor placement; None if the algebra has none."""
     if text == "R":
         return B
     if text.startswith("S("):
@@ -94,7 +94,7 @@ def placement(text: str) -> Sbp | None:
 
 
 def strategies(recorded: RecordedCall, call: OpCall) -> Iterator[Strategy | None]:
-    """Yield what DTensor registers for a call; None for what the algebra has no word for."""
+    """Yield the strategies that DTensor registers for a call; None for foreign ones."""
     tensors = peer.extract_tensors_from_args(recorded.args, recorded.kwargs)
     if len(tensors) != len(call.inputs):
         return
@@ -139,7 +139,7 @@ def fits(strategy: Strategy, call: OpCall) -> bool:
 
 
 def program(call: OpCall, outputs: tuple[Sbp, ...], rank: int) -> LocalProgram:
-    """Return what DTensor runs: the call, with the local shape where it is told a shape."""
+    """Return the program that DTensor runs: the call, with the local shape for a shape argument."""
     places = DTensor._op_dispatcher.sharding_propagator.op_to_shape_and_stride_idx
     place = places.get(overload(call.op))
     at = place[0] if isinstance(place, tuple) else place
@@ -181,7 +181,7 @@ def compare(recorded: RecordedCall, tally: Tally) -> None:
     except SbpError:
         claims = ()
     if "seeded" in call.tags or any(0 in kind.shape for kind in (*call.inputs, *call.outputs)):
-        return  # drawn numbers are equal by chance, and to cut what has no element says nothing
+        return  # random results prove nothing, nor does splitting a tensor without elements
     legal = [entry for entry in found if entry is not None and fits(entry, call)]
     tally.counts["claimed"] += sum(is_claimed(entry, claims) for entry in legal)
     open_ones = [entry for entry in legal if not is_claimed(entry, claims)][:MOST_TRIALS]
@@ -212,7 +212,7 @@ def compare(recorded: RecordedCall, tally: Tally) -> None:
 
 
 def report(tally: Tally, console: Console) -> None:
-    """Print what was found."""
+    """Print the results."""
     console.print(
         f"{len(tally.ops)} operators with strategies of DTensor, {tally.calls} calls; strategies: "
         + ", ".join(f"{tally.counts[name]} {name}" for name in ("claimed", "missing", "refuted"))
@@ -227,7 +227,7 @@ def report(tally: Tally, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit with 1 if anything is missing."""
+    """Run the comparison; exit with 1 if a strategy is missing."""
     parser = argparse.ArgumentParser(prog="signatures.peer", description="Compare with DTensor.")
     parser.add_argument("--calls", type=Path, required=True, help="file of recorded calls")
     parser.add_argument("--aten", default="", help="only these operators, by comma")
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # A process group that sends nothing: strategies only ask for its size.
+    # A fake process group: strategies only need its size.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=AXIS_SIZE)

@@ -1,8 +1,8 @@
-"""Why signatures that execution discovers are not claimed, where the notation cannot say it.
+"""Reasons why discovered signatures are not claimed, if the notation cannot give one.
 
-Such are accidents of the values of a sample: a clamp that clamps nothing is linear. A reason holds
-for the operators that it names, and only for calls and signatures that contain the given texts: as
-narrow as can be, since what it explains is no longer looked at.
+They are accidents of the values of a sample: a clamp that clamps nothing is linear. A reason
+applies to the operators that it names, and only to calls and signatures that contain the given
+texts. Reasons are as narrow as possible, because explained signatures are not examined any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sbp_aten.rules import FAMILIES
 
 @dataclass(frozen=True, slots=True)
 class _Accident:
-    """Where a reason holds.
+    """The calls and signatures to which a reason applies.
 
     Args:
         names: Operators of ATen, with an overload unless it is `default`.
@@ -147,7 +147,7 @@ _FOREACH = "a signature cuts the tensors of one place, or all of them alike"
 
 
 def accident_of(op: str, shown: str, signature: str) -> str:
-    """Return why a signature of a shown call is none in general; empty if nothing is known."""
+    """Return why a signature of a shown call is not valid in general; empty if unknown."""
     if op in FAMILIES["foreach"].RULES:
         return _FOREACH
     for reason, where in _ACCIDENTS.items():

@@ -1,6 +1,6 @@
-"""The file of recorded calls: a zip archive with one entry an operator, and an index of variants.
+"""The file of recorded calls: a zip archive with an entry per operator, and an index of variants.
 
-So the calls of a few operators are read without the others.
+So the calls of a few operators can be read alone.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def collect(
     jobs: int,
     advanced: Callable[[str, int, int], None],
 ) -> Recording:
-    """Record the calls of the named variants, all if there are none named, in `jobs` processes.
+    """Record the calls of the named variants, or of all if none are named, in `jobs` processes.
 
     Args:
         names: Names of variants.
-        samples: Samples of each in its first dtype.
-        dtypes: The dtypes wanted.
-        jobs: Processes.
-        advanced: Told (name, variants done, variants in all).
+        samples: Number of samples of each variant in its first dtype.
+        dtypes: The wanted dtypes.
+        jobs: Number of processes.
+        advanced: Called with (name, variants done, variants in total).
     """
     chosen = [entry.name for entry in variants() if not names or entry.name in names]
     made = Recording()
@@ -107,8 +107,8 @@ class Calls:
     """The calls of a file, read an operator at a time.
 
     Args:
-        file: What `save` wrote.
-        selection: Which uses count; calls without any are left out.
+        file: A file that `save` wrote.
+        selection: The uses that count; calls without such a use are left out.
     """
 
     def __init__(self, file: Path, selection: Selection | None = None) -> None:
@@ -119,7 +119,7 @@ class Calls:
         self.ops = sorted(set(self._archive.namelist()) - {_INDEX})
 
     def of(self, op: str) -> list[tuple[RecordedCall, list[Use]]]:
-        """Return the calls of an operator, each with what uses it."""
+        """Return the calls of an operator, each with its uses."""
         packed = io.BytesIO(self._archive.read(op))
         calls: list[tuple[RecordedCall, list[Use]]] = torch.load(packed, weights_only=False)
         selected = ((call, [use for use in uses if use in self._selection]) for call, uses in calls)

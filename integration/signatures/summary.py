@@ -1,4 +1,4 @@
-"""What came of a survey, in tables."""
+"""The results of a survey as tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def by_op(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
 
 @dataclass(frozen=True, slots=True)
 class OpLine:
-    """What there is to say of one operator."""
+    """The summary of one operator."""
 
     op: str
     verdicts: Sequence[Verdict] = field(repr=False)
 
     @property
     def state(self) -> str:
-        """One word for it: WRONG, no rule, refused, missed, unexplained, ok."""
+        """The state in one word: WRONG, no rule, refused, missed, unexplained, ok."""
         if any(verdict.wrong for verdict in self.verdicts):
             return "WRONG"
         if any(not verdict.rule for verdict in self.verdicts):
@@ -44,11 +44,11 @@ class OpLine:
 
     @property
     def missed(self) -> int:
-        """How many missed signatures nothing explains."""
+        """The number of unexplained missed signatures."""
         return sum(not entry.reason for verdict in self.verdicts for entry in verdict.missed)
 
     def example(self) -> str:
-        """Return the worst of it: one finding, with the call that shows it."""
+        """Return the worst finding, with its call."""
         for verdict in self.verdicts:
             for entry in verdict.wrong:
                 return f"{verdict.shapes}: {entry.text}: {entry.reason}"
@@ -63,7 +63,7 @@ class OpLine:
 
 
 def print_ops(console: Console, verdicts: Iterable[Verdict], *, all_ops: bool) -> None:
-    """Print a line for each operator; only for those with something to mend unless `all_ops`."""
+    """Print a line for each operator; unless `all_ops`, only for operators with problems."""
     table = Table(title="operators", title_justify="left", show_lines=False)
     for name in ("operator", "calls", "claims", "wrong", "missed", "explained", "s", "state"):
         left = name in ("operator", "state")
@@ -86,7 +86,7 @@ def print_ops(console: Console, verdicts: Iterable[Verdict], *, all_ops: bool) -
 
 
 def print_details(console: Console, verdicts: Sequence[Verdict], limit: int = 12) -> None:
-    """Print every finding of a few operators, alike ones once."""
+    """Print every finding of a few operators, equal ones once."""
     for op, listed in by_op(verdicts).items():
         console.print(f"[bold]{op}[/bold]: {len(listed)} calls, {OpLine(op, listed).state}")
         lines: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""The run: every recorded call is judged, in worker processes, with what earlier runs remember.
+"""The run: judge every recorded call in worker processes, with the cached results of earlier runs.
 
-A worker takes the calls of one operator. One that crashes or hangs is a verdict on the call that it
-was at; another worker takes over the rest.
+A worker takes the calls of one operator. A crash or hang of a worker is a verdict on its current
+call; another worker continues with the remaining calls.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from signatures.judge import (
 )
 from signatures.store import Calls
 
-#: How long one call may take, in seconds.
+#: Seconds that one call may take.
 _CALL_LIMIT_S = 300.0
 
-#: The most calls that one worker is given.
+#: The greatest number of calls of one worker.
 _MOST_CALLS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a run is made.
+    """The options of a run.
 
     Args:
-        jobs: Worker processes.
-        search: Whether signatures are looked for.
+        jobs: Number of worker processes.
+        search: Whether to discover signatures.
     """
 
     jobs: int
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(slots=True)
 class _Task:
-    """Calls of one operator that a worker is to judge, and whether each claim runs alone."""
+    """The calls of one operator for a worker, and whether each claim runs in its own process."""
 
     op: str
     calls: deque[tuple[RecordedCall, bool]]
@@ -63,7 +63,7 @@ class _Task:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; `tell` is called after each verdict."""
+    """The progress of a run; `tell` is called after each verdict."""
 
     tell: Callable[[Progress], None]
     calls: int = 0
@@ -87,18 +87,18 @@ def run(
     Args:
         calls: The recorded calls.
         ops: The operators.
-        cache: What earlier runs found; it grows.
-        options: How to run.
-        tell: Told of the progress.
+        cache: The results of earlier runs, to which new ones are added.
+        options: The options.
+        tell: Called with the progress.
     """
     tasks = []
     for op in ops:
-        # Calls that share a discovery are neighbours, so that one worker has both.
+        # Calls that share a discovery are neighbours, so that one worker gets both.
         recorded = sorted((call for call, _ in calls.of(op)), key=search_hash)
         for start in range(0, len(recorded), _MOST_CALLS):
             part = recorded[start : start + _MOST_CALLS]
             tasks.append(_Task(op, deque((call, False) for call in part)))
-    # Long ones first, lest one remains alone at the end.
+    # Long tasks first, so that none remains alone at the end.
     waiting = deque(sorted(tasks, key=lambda task: -len(task.calls)))
     progress = Progress(tell, all_calls=sum(len(task.calls) for task in tasks))
     running: dict[Connection, _Task] = {}
@@ -150,12 +150,12 @@ def _work(
             discover_s = time.perf_counter() - started
             verdict = judge(recorded, found, isolated=isolated)
             verdict.discover_s = discover_s
-        except Exception as error:  # of the rule, of the engine, of an operator: a verdict
+        except Exception as error:  # an error of the rule, the engine or an operator is a verdict
             verdict = refusal(recorded, f"{type(error).__name__}: {error}".splitlines()[0][:300])
         packed = None if fresh is None else found_to_json(fresh)
         sending.send((verdict.to_json(), hashed, packed, search_key, False))
     sending.close()
-    os._exit(0)  # nothing of the parent's is to be finished here
+    os._exit(0)  # without the exit handlers of the parent
 
 
 def _receive(
@@ -188,7 +188,7 @@ def _bury(
     progress: Progress,
     reason: str,
 ) -> None:
-    """End a worker; what is left of its calls, but for the one that it was at, waits again."""
+    """End a worker; requeue its remaining calls, except the current one."""
     task = running.pop(connection)
     connection.close()
     task.process.join()
@@ -198,7 +198,7 @@ def _bury(
     if isolated:
         _count(progress, refusal(recorded, reason), cached=False)
     else:
-        # Once more, each claim in a process of its own: so the one that crashes is found.
+        # Try again with each claim in its own process, to find the one that crashes.
         task.calls.appendleft((recorded, True))
     if task.calls:
         waiting.appendleft(_Task(task.op, task.calls))

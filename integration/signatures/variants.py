@@ -1,6 +1,6 @@
-"""What the survey samples: operator variants by name, each with its samples.
+"""The operator variants of the survey by name, each with its samples.
 
-The bulk is PyTorch's own operator database, which its tests run over; `additions` lists operators
+Most come from PyTorch's own operator database, which its tests use; `additions` lists operators
 that the database never calls.
 """
 
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 #: Dtypes of the survey, in the order in which a variant prefers them.
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
 
-#: Those of variants that support none of the above.
+#: Dtypes of variants that support none of the above.
 OTHER_DTYPES = (torch.bfloat16, torch.int8)
 
-#: How many samples of a variant are looked at, to choose from.
+#: Number of samples of a variant to choose from.
 _LOOKED_AT = 48
 
-#: A sample of more elements is taken only if there is no smaller one.
+#: A sample with more elements is taken only if there is no smaller one.
 _LARGE = 20_000
 
 #: Variants other than FFTs that are sampled in complex64 although they support float32.
@@ -45,9 +45,9 @@ class Sample:
     """One call of a variant.
 
     Args:
-        args, kwargs: The arguments; tensors that need a gradient say so themselves.
-        finish: Makes of the outputs what a gradient may be taken of (signs of eigenvectors are
-            arbitrary, so their absolute value is).
+        args, kwargs: The arguments; `requires_grad` of tensors is set.
+        finish: Converts the outputs to values with a well-defined gradient (signs of eigenvectors
+            are arbitrary, so it takes absolute values).
     """
 
     args: tuple[Any, ...]
@@ -57,15 +57,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An operator as users call it.
+    """An operator in the form that users call.
 
     Args:
         name: Its name, unique in the survey.
         run: The operator.
-        dtypes: What it supports, of the survey's dtypes.
-        samples: Gives samples of one dtype.
-        direct: Whether `run` is an ATen overload that is to be recorded itself, though it may be
-            made of others.
+        dtypes: The dtypes of the survey that it supports.
+        samples: Returns samples of one dtype.
+        direct: Whether `run` is an ATen overload that is recorded itself, even if it decomposes
+            into others.
     """
 
     name: str
@@ -100,7 +100,7 @@ def _database() -> types.ModuleType:
     try:
         import expecttest  # noqa: F401
     except ImportError:
-        # PyTorch's test modules import it for a base class of tests, which no sample touches.
+        # PyTorch's test modules import it for a base class of tests, which samples do not use.
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = type("TestCase", (), {})  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
@@ -133,7 +133,7 @@ def _of_database(info: Any) -> Variant:
 def _of_foreach(info: Any) -> Variant:
     def samples(dtype: torch.dtype) -> Iterator[Sample]:
         grad = info.supports_autograd and dtype.is_floating_point
-        # Two tensors a list say as much as twenty.
+        # Two tensors per list are as informative as twenty.
         for sample in info.sample_inputs("cpu", dtype, requires_grad=grad, num_input_tensors=[2]):
             yield Sample((sample.input, *sample.args), dict(sample.kwargs))
 
@@ -143,7 +143,7 @@ def _of_foreach(info: Any) -> Variant:
 
 @cache
 def variants() -> tuple[Variant, ...]:
-    """Return everything that the survey samples; names are unique."""
+    """Return all variants of the survey; names are unique."""
     from signatures.additions import additions
 
     module = _database()

@@ -14,7 +14,7 @@ from typing import Any
 FIGURES = Path(__file__).with_name("figures.json")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "speed.md"
 
-#: In place of a machine, versions, commands or a date that nobody wrote down.
+#: In place of a machine, versions, commands or a date that were not recorded.
 UNKNOWN = "not recorded"
 
 _HEAD = """# Speed
@@ -34,14 +34,14 @@ class Measurement:
 
     Args:
         title: A heading.
-        about: What was measured, and what the columns mean.
-        machine: Its cores and devices, and what else it did; `UNKNOWN` if nobody wrote it down.
-        versions: Of Python, PyTorch and other libraries; likewise.
-        date: Likewise.
-        command: Commands that measure it again; may be empty.
+        about: The measured quantities, and the meaning of the columns.
+        machine: Its cores and devices, and its other load; `UNKNOWN` if not recorded.
+        versions: Versions of Python, PyTorch and other libraries, or `UNKNOWN`.
+        date: The date, or `UNKNOWN`.
+        command: Commands that repeat the measurement; may be empty.
         columns: The head of the table.
-        rows: As many cells each as there are columns.
-        notes: What has to be known to judge the figures.
+        rows: The rows, with one cell for each column.
+        notes: Notes that are needed to judge the figures.
     """
 
     title: str
@@ -69,7 +69,7 @@ def measurements(path: Path = FIGURES) -> list[Measurement]:
     """Return all measurements of a file.
 
     Raises:
-        ValueError: one of them lacks a field, has another one, or a row of another length.
+        ValueError: a measurement lacks a field, has an unknown one, or a row of a wrong length.
     """
     return [_measurement(entry) for entry in json.loads(path.read_text("utf-8"))]
 
@@ -123,7 +123,7 @@ def _wrapped(text: str, *, bullet: bool = False) -> list[str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if the page is not as it should be."""
+    """Run the command and return its exit code: 1 if the page is out of date."""
     parser = argparse.ArgumentParser(prog="speed", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     document = commands.add_parser("document", help="write docs/reference/speed.md")

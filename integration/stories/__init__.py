@@ -1,1 +1,1 @@
-"""What users expect, as ten stories: each criterion with what proves it, and whether it holds."""
+"""The expectations of users, as ten stories: each criterion with its proofs and their results."""

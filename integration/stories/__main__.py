@@ -1,8 +1,8 @@
 """The command: `python -m stories [NUMBER ...]`, run in the folder `integration`.
 
-Runs what proves the criteria of the ten stories, or of some, and prints a table; exit code 1 if a
-proof fails. All of them take hours: `--quick` leaves out the programs and the tests of the session
-`exhaustive`, and `--list` runs nothing.
+It runs the proofs of the criteria of all ten stories, or of some, and prints a table; the exit code
+is 1 if a proof fails. All proofs take hours: `--quick` leaves out the programs and the tests of the
+session `exhaustive`, and `--list` runs nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# `python integration/stories` is to find the package too.
+# This lets `python integration/stories` find the package, too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from stories.proofs import Missing, Proof, Story
 from stories.running import Outcome, run_proofs
 from stories.table import STORIES
 
-#: The colours of what came of a proof.
+#: The colours of the outcomes of proofs.
 _STYLES = {"passed": "green", "failed": "bold red", "missing": "yellow"}
 
 
@@ -43,7 +43,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table_of(stories: Sequence[Story], outcomes: Mapping[Proof, Outcome]) -> Table:
-    """Return a line for each proof: of which criterion, how many cases, and what came of them."""
+    """Return a line for each proof: its criterion, the number of cases, and their outcome."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("story and criterion", ratio=5)
     table.add_column("proof", ratio=4, overflow="fold")
@@ -59,7 +59,7 @@ def table_of(stories: Sequence[Story], outcomes: Mapping[Proof, Outcome]) -> Tab
 
 
 def _told(proof: Proof, outcome: Outcome | None) -> tuple[str, str]:
-    """Return the number of cases, and the word for what came of them."""
+    """Return the number of cases, and the word for their outcome."""
     if isinstance(proof, Missing):
         return "", f"[{_STYLES['missing']}]missing[/]"
     if outcome is None:

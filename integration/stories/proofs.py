@@ -1,4 +1,4 @@
-"""What a story is: its criteria, and what proves each."""
+"""The classes of stories: criteria, and their proofs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Of the repository.
+#: The root of the repository.
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-#: Where nox finds its sessions from another folder.
+#: The option with which nox finds its sessions from another folder.
 NOXFILE = ("--noxfile", str(ROOT / "noxfile.py"))
 
 
@@ -18,9 +18,9 @@ class NamedTests:
     """Tests of a file.
 
     Args:
-        folder: From the root of the repository to where pytest runs: `packages/launch`.
-        file: Without `tests/` and `.py`.
-        names: Of functions; all tests of the file if there are none.
+        folder: The folder in which pytest runs, from the root: `packages/launch`.
+        file: The file without `tests/` and `.py`.
+        names: Names of functions; none for all tests of the file.
     """
 
     folder: str
@@ -36,7 +36,7 @@ class NamedTests:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """What pytest is given, in its folder."""
+        """The arguments of pytest, in its folder."""
         path = f"tests/{self.file}.py"
         return tuple(f"{path}::{name}" for name in self.names) or (path,)
 
@@ -52,12 +52,13 @@ class NamedTests:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program that tries something many times; its exit code says whether it holds.
+    """A program that tries something many times; its exit code is 0 if all cases hold.
 
     Args:
-        words: Run in `integration`; `python` is this one, and `JSON` a file for its outcomes.
-        counted: What its output says of the number of cases, with one group of digits. A list in
-            the file `JSON` counts without it.
+        words: The command, run in `integration`; `python` is this Python, and `JSON` a file for
+            its outcomes.
+        counted: A pattern for the number of cases in its output, with one group of digits. A list
+            in the file `JSON` is counted without it.
     """
 
     words: tuple[str, ...]
@@ -71,10 +72,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What nothing proves yet.
+    """A criterion without a proof so far.
 
     Args:
-        why: What there is instead, or what it waits for.
+        why: What exists instead, or the missing prerequisite.
     """
 
     why: str
@@ -88,7 +89,7 @@ Proof = NamedTests | Command | Missing
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """A sentence that can be tried, and what tries it."""
+    """A testable sentence, and its proofs."""
 
     text: str
     proofs: tuple[Proof, ...]
@@ -96,7 +97,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What somebody wants, and when they have it."""
+    """The wish of a user, and the criteria for its fulfilment."""
 
     number: int
     title: str
@@ -109,7 +110,7 @@ def story(number: int, title: str, criteria: dict[str, tuple[Proof, ...]]) -> St
 
 
 def integration(file: str, *names: str) -> NamedTests:
-    """Return tests that know several packages."""
+    """Return tests that involve several packages."""
     return NamedTests("integration", file, names)
 
 

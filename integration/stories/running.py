@@ -1,4 +1,4 @@
-"""Runs proofs, and says what came of each."""
+"""Run proofs, and return their outcomes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from xml.etree import ElementTree
 
 from stories.proofs import ROOT, Command, Missing, NamedTests, Proof
 
-#: Lines of a program that failed which are kept.
+#: Number of lines of a failed program that are kept.
 _SHOWN = 15
 
-#: What Hypothesis says of a property, in the statistics that pytest prints of it.
+#: The lines about a property in the statistics of Hypothesis that pytest prints.
 _STATISTICS = re.compile(r"^(tests/\S+?)(?:\[.*)?:\s*$")
 _EXAMPLES = re.compile(r"(\d+) passing\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a proof.
+    """The outcome of a proof.
 
     Args:
-        count: Cases that held; a property counts its examples.
-        failed: Cases that did not.
-        skipped: Cases that this machine cannot run.
-        text: What to read of a failure.
+        count: Number of successful cases; a property counts its examples.
+        failed: Number of failed cases.
+        skipped: Number of cases that this machine cannot run.
+        text: The relevant output of a failure.
     """
 
     count: int = 0
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def says(self) -> str:
-        """The word of the table."""
+        """The word for it in the table."""
         if self.failed:
             return "failed"
         return "passed" if self.count else "skipped"
@@ -51,12 +51,12 @@ class Outcome:
 def run_proofs(
     proofs: Iterable[Proof], *, jobs: int = 1, quick: bool = False
 ) -> dict[Proof, Outcome]:
-    """Run proofs, those of one folder at once; of what is missing, or left out, nothing is said.
+    """Run proofs, all proofs of one folder at once; missing or skipped proofs have no outcome.
 
     Args:
-        proofs: Which.
-        jobs: Processes of pytest.
-        quick: Whether programs and tests of the session `exhaustive` are left out.
+        proofs: The proofs.
+        jobs: Number of processes of pytest.
+        quick: Whether to leave out programs and the tests of the session `exhaustive`.
     """
     chosen = list(dict.fromkeys(one for one in proofs if not isinstance(one, Missing)))
     tests = [one for one in chosen if isinstance(one, NamedTests)]
@@ -72,7 +72,7 @@ def run_proofs(
 def _run_tests(
     folder: Path, tests: list[NamedTests], jobs: int, quick: bool
 ) -> dict[Proof, Outcome]:
-    """Run tests of one folder in one pytest."""
+    """Run the tests of one folder in one call of pytest."""
     ids = list(dict.fromkeys(name for one in tests for name in one.ids))
     with tempfile.TemporaryDirectory() as place:
         report = Path(place, "report.xml")
@@ -93,7 +93,7 @@ def _run_tests(
 
 
 def examples_of(text: str) -> dict[str, int]:
-    """Return how many examples of each property passed, from what pytest has printed."""
+    """Return the number of passed examples of each property, from the output of pytest."""
     found: defaultdict[str, int] = defaultdict(int)
     name = ""
     for line in text.splitlines():
@@ -107,7 +107,7 @@ def examples_of(text: str) -> dict[str, int]:
 def _outcome(
     tests: NamedTests, cases: Iterable[ElementTree.Element], examples: Mapping[str, int]
 ) -> Outcome:
-    """Return what came of tests, from the report of the pytest that ran them."""
+    """Return the outcome of tests from the report of pytest."""
     count = failed = skipped = 0
     text, counted = "", set()
     for case in cases:
@@ -132,7 +132,7 @@ def _outcome(
 
 
 def _run_command(command: Command) -> Outcome:
-    """Run a program; its cases are counted by what it leaves or says."""
+    """Run a program; count its cases from its JSON file or its output."""
     sys.stdout.write(f"{command} ...\n")
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""The table: the ten stories, their criteria, and what proves each."""
+"""The table: the ten stories, their criteria, and the proofs of each."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
+"""Time sbp against PyTorch's own ways, on two processes of one thread each, or one of two threads.
 
     python integration/benchmarks/peers [--only TEXT] [--rounds N] [--starts N] [--apart]
         [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--operators]
         [--json FILE] [--list]
 
-Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
-turns, so that what else the machine does falls on all alike: ratios are those of the same round.
-A step beside a dozen others finds caches and memory as they leave them, which nobody predicts, and
-which may cost large tensors half of the step: with `--apart` each way has processes of its own, in
-which only its peers are beside it.
-The processes are started by `mpiexec`, so that gloo and MPI run beside each other. Fails if a way
-computes other losses than its peer; a missed target is printed and fails nothing, machines differ.
+Each comparison (`matrix.py`) has its own processes, which hold all its ways and run them in turns,
+so other load of the machine affects all of them: ratios are within the same round. Other ways in
+the same process affect the caches and memory of a step in unpredictable ways, which may cost half
+of the step for large tensors. With `--apart`, each way shares its processes only with its peers.
+`mpiexec` starts the processes, so that gloo and MPI can run in the same ones. The command fails if
+a way computes other losses than its peer; a missed target is only printed, because machines differ.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MOST_S = 20.0, 300.0
 def run(
     name: str, comparison: Comparison, given: argparse.Namespace, settings: Sequence[Any]
 ) -> tuple[list[Row], list[Choice]]:
-    """Run a comparison in processes of its own; return its rows, and what `auto` chose."""
+    """Run a comparison in new processes; return its rows, and the choices of `auto`."""
     with tempfile.TemporaryDirectory() as folder:
         operators = str(Path(folder) / "operators.json") if given.operators else ""
 
@@ -52,7 +51,7 @@ def run(
             return joined([_start(name, part, given.rounds, start, told) for start in starts])
 
         if operators:
-            # In processes of their own, which leaves the memory of others as it is.
+            # In separate processes, so that the memory of other ways is not affected.
             none = replace(comparison, peers={}, ours={})
             _start(name, none, 0, 0, [*settings, operators, []])
         if not given.apart:

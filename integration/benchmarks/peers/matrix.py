@@ -1,7 +1,7 @@
-"""What is compared with what, and what is aimed at.
+"""The comparisons, and their targets.
 
-A comparison is one model trained in one manner: by what PyTorch offers, and by sbp over each boxing
-backend. The target is about the ratio of a step of ours to one of the first peer.
+A comparison trains one model in one manner: by PyTorch's own ways, and by sbp over each boxing
+backend. The target limits the ratio of our step to a step of the first peer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Ours:
 
     Args:
         preset: One of sbp-planner's configs, such as `manual/zero`.
-        pins: What is pinned beyond the preset's.
-        settings: Settings of the planner that replace the preset's.
-        axis: Of the mesh.
-        boxing: Over which the ranks talk: `torch` (gloo), `mpi`, or `local` for one rank.
+        pins: Pins in addition to those of the preset.
+        settings: Settings of the planner that replace those of the preset.
+        axis: The axis of the mesh.
+        boxing: The boxing backend: `torch` (gloo), `mpi`, or `local` for one rank.
     """
 
     preset: str
@@ -49,13 +49,13 @@ class Comparison:
     """One model in one manner.
 
     Args:
-        model: Of `programs.MODELS`.
-        peers: The ways of PyTorch; the target is about the first.
-        ours: The ways of sbp, by what distinguishes them.
-        target: Most that a step of ours may take, in steps of the first peer; of the fastest way
-            over gloo, or over MPI where `over_mpi`. None: there is none.
-        own_statistics: The peer's batch norm looks at the samples of a rank, ours at all: the
-            losses differ.
+        model: A key of `programs.MODELS`.
+        peers: The ways of PyTorch; the target refers to the first one.
+        ours: The ways of sbp, by their distinguishing names.
+        target: The largest ratio of our step to a step of the first peer, for our fastest way over
+            gloo, or over MPI with `over_mpi`. None for no target.
+        own_statistics: Whether losses differ because the peer's batch norm uses the samples of a
+            rank, while ours uses all samples.
     """
 
     model: str
@@ -97,7 +97,7 @@ def data_parallel(model: str, *, own_statistics: bool = False) -> Comparison:
 def auto_beside_presets(
     model: str, own_pins: Mapping[str, Any] | None = None, *, own_statistics: bool = False
 ) -> Comparison:
-    """Return what `auto` chooses beside every preset, and what is pinned by hand."""
+    """Return the comparison of `auto`'s choice with every preset, and with manual pins."""
     ways = {
         "auto": over_both("auto"),
         "propagate": over_both("propagate"),
@@ -126,7 +126,7 @@ def pinned_or_not(pins: Mapping[str, Any]) -> dict[str, Ours]:
     return {**ours, "MPI, nothing pinned": Ours(preset="propagate", boxing="mpi")}
 
 
-#: Blocks of each stage: of `gpt`, whose head weighs two and a half blocks, and of `deep gpt`.
+#: Blocks of each stage for `gpt`, whose head costs two and a half blocks, and for `deep gpt`.
 TWO_STAGES = (3, 1)
 FOUR_STAGES, EIGHT_STAGES = (2, 2, 2, 2), (1,) * 8
 
@@ -134,7 +134,7 @@ FOUR_STAGES, EIGHT_STAGES = (2, 2, 2, 2), (1,) * 8
 def pipeline(
     schedule: Any, name: str, blocks: Sequence[int] = TWO_STAGES, num_ranks: int = peers.NUM_RANKS
 ) -> Comparison:
-    """Return the comparison of a schedule, with so many blocks in each stage on both sides."""
+    """Return the comparison of a schedule, with the same `blocks` in each stage on both sides."""
     begins = [0, *accumulate(blocks)]
     stages = [[f"blocks.{index}" for index in range(begin, end)] for begin, end in pairwise(begins)]
     stages[0].insert(0, "embed")

@@ -3,12 +3,12 @@
 | model | what | parameters |
 |---|---|---|
 | gpt | 4 layers, hidden 256, 4 heads, 8 x 128 tokens of 8,192: 32.2 GFLOP a step | 7.4 M |
-| deep gpt | 8 layers, its tokens of 1,024 | 6.9 M |
+| deep gpt | 8 layers, a vocabulary of 1,024 tokens | 6.9 M |
 | dlrm | a table of 1 M rows of 32, small MLPs, 512 samples | 32 M |
 | face | 100,000 classes over 128 features, a small trunk, 64 samples | 13.5 M |
 | cnn | ResNet-18 of half width on 64 images of 32 x 32, SGD with momentum | 2.8 M |
 
-All but the CNN train with fused AdamW. Gradients of the table are dense, as AdamW wants them.
+All models except the CNN train with fused AdamW. Gradients of the table are dense, as AdamW needs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Face(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """How a model, its optimizer and its batches are made.
+    """The factories of a model, its optimizer and its batches.
 
     Args:
-        make: Make the model; its parameters depend on torch's seed only.
-        batch: Make a batch with a generator.
-        options: The optimizer's, beside the learning rate.
+        make: Makes the model; its parameters depend on torch's seed only.
+        batch: Makes a batch with a generator.
+        options: Options of the optimizer except the learning rate.
     """
 
     make: Callable[[Any], nn.Module]

@@ -1,10 +1,10 @@
-"""What one process does for a comparison: make all ways, take turns, write what was found.
+"""One process of a comparison: it makes all ways, runs them in turns, and writes the results.
 
     python rank.py COMPARISON ROUNDS ROTATION FOLDER PORT OPTIONS PASSES CLUSTERS OPERATORS
 
-Every round runs every way once, beginning with another one each time; all begin together. Writes
-`FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
-round, its processor time, the first losses, the bytes that a step sends, and its predicted time.
+Every round runs every way once, each time beginning with another way; all ranks begin together. It
+writes `FOLDER/RANK.json`: for each way the seconds until the end of its first step, the seconds of
+each later round, the processor time, the first losses, the bytes sent per step, and the prediction.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from sbp_core.plugins import discover, merge_settings
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_core.simulation import simulate
 
-#: Rounds that are not timed.
+#: Number of rounds that are not timed.
 WARM_UP = 2
 
-#: Losses that are compared: of the initial states, and after updates.
+#: Number of losses that are compared: that of the initial states, and those after updates.
 NUM_LOSSES = 3
 
 
@@ -46,11 +46,11 @@ def measure(
     """Run all ways of a comparison on this rank.
 
     Args:
-        comparison: Which.
+        comparison: The comparison.
         rounds: Timed steps of each way.
-        rotation: So many ways of ours, times three, change to the end of the order in which they
-            start: where the memory of a way lies matters, and it depends on those before.
-        setting: Of all ways.
+        rotation: Three times as many of our ways move to the end of the starting order, because the
+            place of a way's memory matters, and it depends on the ways before it.
+        setting: The common setting of all ways.
         stack: Closes the sessions.
     """
     model, store = setting.model, setting.store
@@ -103,7 +103,7 @@ def measure(
 def known_calls(
     setting: Setting, comparison: Comparison, file: Path
 ) -> tuple[MeasuredOperator, ...]:
-    """Return what the calls of a step take: as a file says, or measured, if there is none yet."""
+    """Return the times of the calls of a step: from a file, or measured if there is none yet."""
     if file.exists():
         return load(parse(read_text(file)), tuple[MeasuredOperator, ...])
     found = measured_calls(setting, comparison.num_ranks)

@@ -35,15 +35,15 @@ from sbp_launch.planning import PlanSettings, StepFamily, capture_training, comp
 from sbp_torch.call_times import CallTimer
 from sbp_torch.graph_capture import initial_states
 
-#: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
-#: steps took them on 2 cores in November 2026 (docs/reference/speed.md); calls in a loop: faster.
+#: Rates of two processes on one machine over gloo (TCP) and over MPI (shared memory), roughly as in
+#: steps on 2 cores in November 2026 (docs/reference/speed.md); calls in a loop are faster.
 LINKS = {
     "torch": Link(latency_s=3e-4, bytes_per_s=1e9),
     "mpi": Link(latency_s=1e-5, bytes_per_s=8e9),
     "local": Link(latency_s=2e-5, bytes_per_s=5e9),
 }
 
-#: What one of their cores does, likewise, and what starting an operator and a boxing step takes.
+#: The rates of one of these cores, and the overhead of an operator and of a boxing step.
 DEVICE = Device(
     memory_bytes=2**32,
     flop_per_s={"float32": 1.2e11},
@@ -59,13 +59,13 @@ def machine(
     clusters: Mapping[str, str] = MappingProxyType({}),
     operators: Sequence[MeasuredOperator] = (),
 ) -> Cluster:
-    """Return what is planned for: what a file of sbp-calibrate says, or declared rates.
+    """Return the cluster to plan for: from a file of sbp-calibrate, or with declared rates.
 
     Args:
-        boxing: Over which the ranks talk.
-        num_ranks: How many.
+        boxing: The boxing backend.
+        num_ranks: Number of ranks.
         clusters: Files of sbp-calibrate by boxing backend.
-        operators: What operators were measured to take.
+        operators: Measured times of operators.
     """
     if boxing in clusters:
         found = Cluster.load(Path(clusters[boxing])).priced_by(boxing)
@@ -101,16 +101,16 @@ def make_backend(registry: Any, boxing: str, name: str, store: dist.Store | None
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all ways of a comparison have in common.
+    """The common setting of all ways of a comparison.
 
     Args:
-        model: What is trained.
-        registry: Of all plugins.
-        store: Where processes meet; None for one rank.
-        options: Of the compiler, beside the machine.
-        passes: Which run before planning.
+        model: The model to train.
+        registry: The registry of all plugins.
+        store: The rendezvous store of the processes; None for one rank.
+        options: Options of the compiler, without the machine.
+        passes: Options of the passes before planning.
         clusters: Files of sbp-calibrate by boxing backend.
-        operators: What operators were measured to take.
+        operators: Measured times of operators.
     """
 
     model: Model
@@ -124,7 +124,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A session, and what it runs."""
+    """A session, with its plan and data."""
 
     session: Session
     plan: PhysicalPlan
@@ -136,9 +136,9 @@ def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) 
     """Return a session on the initial states.
 
     Args:
-        ours: How it is planned, and over what it talks.
-        name: Equal on all ranks, different for each session.
-        setting: Everything else.
+        ours: The planner and the boxing backend.
+        name: Name of the session: equal on all ranks, different for each session.
+        setting: The common setting.
         stack: Closes the session.
     """
     model, registry, store = setting.model, setting.registry, setting.store
@@ -180,7 +180,7 @@ def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) 
 
 
 def _of_first_rank(make: Callable[[], Strategy]) -> Strategy:
-    """Return what the first rank decides: on others a search may end elsewhere in its time."""
+    """Return the strategy of the first rank: a search with a time limit may differ on others."""
     if not dist.is_initialized():
         return make()
     made = [make() if dist.get_rank() == 0 else None]
@@ -204,17 +204,17 @@ def sbp_step(
     return step, started.plan
 
 
-#: Seconds in which the calls of a step are measured, and bytes of the tensors of one, at most.
+#: Limits of measuring the calls of a step: seconds in total, and bytes of the tensors of one call.
 CALLS_S, CALL_BYTES = 60.0, 2e9
 
-#: Seconds from the ranks' agreement on when to begin, to that moment.
+#: Seconds between the ranks' agreement on a starting time and that time.
 HEAD_START_S = 3e-4
 
 
 def measured_calls(setting: Setting, num_ranks: int) -> tuple[MeasuredOperator, ...]:
-    """Return what the calls of a step take, however it is cut on an axis; equal on all ranks.
+    """Return the times of the calls of a step under any sharding of an axis; equal on all ranks.
 
-    What a rank may be asked to call is listed as `sbp-plan calls=FILE` does, and measured as by
+    The possible calls of a rank are listed as by `sbp-plan calls=FILE`, and measured as by
     `sbp-calibrate ops=FILE`.
     """
     model = setting.model

@@ -1,4 +1,4 @@
-"""What was measured, as rows and as a table."""
+"""The measured times, as rows and as a table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sbp_core.units import format_bytes
 #: Largest relative difference of a loss from the first peer's: float32, and AdamW's first updates.
 TOLERANCE = 1e-5
 
-#: What one rank wrote: by way.
+#: The results of one rank, by way.
 Found = Mapping[str, Mapping[str, Any]]
 
 
-#: Of the rounds, in so many one way has to be slower than another for the two to be told apart.
+#: Fraction of rounds in which one way must be slower than another to count as clearly slower.
 _CLEAR = 0.75
 
 
@@ -28,10 +28,10 @@ class Row:
     """One way of a comparison.
 
     Args:
-        step_s: Median of the slower rank.
-        ratio: Median over rounds of its time to the first peer's in the same round; likewise the
-            lower and the upper quartile.
-        cpu_s: Median of the processor time of all ranks, in which MPI waits, and gloo does not.
+        step_s: Median time of the slower rank.
+        ratio: Median over rounds of the ratio of its time to the first peer's in the same round;
+            with the lower and the upper quartile.
+        cpu_s: Median of the processor time of all ranks, which includes waiting of MPI, not gloo.
         loss_error: Largest relative difference of a loss from the first peer's.
         predicted_s: Time of a step that the plan predicts; None for a peer.
     """
@@ -55,10 +55,10 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
     """Return a row for each way.
 
     Args:
-        ranks: What each rank wrote.
+        ranks: The results of each rank.
 
     Raises:
-        ValueError: a way trained something else: its losses are not the first peer's.
+        ValueError: the losses of a way differ from those of the first peer.
     """
     base, *_ = comparison.peers
     base_times, base_losses = _slower(ranks, base), _losses(ranks, base)
@@ -101,17 +101,17 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `auto` chose of a model over one backend, beside all other ways over it.
+    """The choice of `auto` for a model over one backend, compared with all other ways.
 
     Args:
-        way: Its name.
+        way: Name of the chosen way.
         fastest: The fastest other way.
-        ratio: Median over rounds of the time of `auto` to that of `fastest`.
+        ratio: Median over rounds of the ratio of the time of `auto` to that of `fastest`.
         tau: Kendall's correlation of predicted and measured times of all ways.
-        num_ways: So many.
-        clear_tau: That of the pairs of ways of which one was slower in three quarters of the
-            rounds; 0 without any.
-        num_clear: Such pairs.
+        num_ways: Number of ways.
+        clear_tau: The correlation for pairs of ways of which one was slower in three quarters of
+            the rounds; 0 without such pairs.
+        num_clear: Number of such pairs.
     """
 
     way: str
@@ -132,7 +132,7 @@ class Choice:
 
 
 def made_choices(comparison: Comparison, ranks: Sequence[Found]) -> list[Choice]:
-    """Return, for each backend, what the choice of `auto` takes beside the fastest other way."""
+    """Return, for each backend, the choice of `auto`, compared with the fastest other way."""
     found = []
     for chosen, one in comparison.ours.items():
         others = [
@@ -163,7 +163,7 @@ def made_choices(comparison: Comparison, ranks: Sequence[Found]) -> list[Choice]
 
 
 def summary_lines(made: Sequence[Row], choices: Sequence[Choice]) -> list[str]:
-    """Return how far predictions are off, over each backend, and how good what `auto` chose is."""
+    """Return the errors of predictions for each backend, and the quality of `auto`'s choices."""
     printed = ["all models"]
     for boxing in ("gloo", "MPI"):
         off = [
@@ -186,7 +186,7 @@ def summary_lines(made: Sequence[Row], choices: Sequence[Choice]) -> list[str]:
 
 
 def joined(starts: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what each rank found in all starts: the first one, with the times of all."""
+    """Return the results of each rank: those of the first start, with the times of all starts."""
     first, *others = starts
     for other in others:
         for rank, again in zip(first, other, strict=True):
@@ -203,15 +203,15 @@ def kendall(times: Sequence[tuple[float, float]]) -> float:
 
 
 def clear_pairs(predicted_s: Sequence[float], rounds_s: Sequence[Sequence[float]]) -> list[int]:
-    """Return whether predictions have the order of each pair of ways that rounds tell apart.
+    """Compare predicted and measured order for each pair of ways that differ clearly.
 
     Args:
-        predicted_s: Of each way.
-        rounds_s: Of each way the times of all rounds, in which the ways took turns.
+        predicted_s: The predicted time of each way.
+        rounds_s: The times of all rounds of each way; the ways took turns.
 
     Returns:
-        1 for the same order, -1 for the other, 0 for none, of the pairs of which one way was slower
-        than the other in three quarters of the rounds at least.
+        For each pair of which one way was slower in at least three quarters of the rounds: 1 for
+        the same order, -1 for the reverse, 0 for equal predictions.
     """
     found = []
     for one, other in combinations(range(len(predicted_s)), 2):
@@ -239,7 +239,7 @@ def _by_round(ranks: Sequence[Found], way: str, what: str) -> list[tuple[float, 
 
 
 def _losses(ranks: Sequence[Found], way: str) -> list[float]:
-    """Return the loss of all samples of each step: the mean of those of the ranks that have one."""
+    """Return the loss of all samples of each step: the mean over the ranks that have a loss."""
     found = []
     for losses in zip(*(rank[way]["losses"] for rank in ranks), strict=True):
         parts = [loss for loss in losses if loss is not None]

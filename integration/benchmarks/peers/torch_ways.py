@@ -1,7 +1,7 @@
-"""What PyTorch offers, written as its users write it: a step takes a batch and returns the loss.
+"""PyTorch's own ways, written as by its users: a step takes a batch and returns the loss.
 
-Every process makes the whole batch and takes its part. What is returned is the loss of that part,
-and None where a process has none.
+Every process makes the whole batch and takes its part. It returns the loss of that part, or None if
+the process computes no loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Step = Callable[[Batch], Tensor | None]
 
 
 class WithLoss(nn.Module):
-    """The model whose forward gives the loss, as DDP and FSDP2 ask for."""
+    """A model whose forward returns the loss, as DDP and FSDP2 need."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def plain_step(loss: Callable[[Batch], Tensor], optimizer: torch.optim.Optimizer
 
 
 def split_classes_step(loss: Callable[[Batch], Any], optimizer: torch.optim.Optimizer) -> Step:
-    """Return a step whose loss sees logits that are split by class."""
+    """Return a step whose loss gets logits that are split by class."""
 
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def fsdp2(model: Model, registry: Any) -> Step:
 
 
 def tensor_optimizer(model: Model, program: nn.Module) -> torch.optim.Optimizer:
-    """Return one with two groups: fused kernels refuse lists of DTensors and tensors."""
+    """Return an optimizer with two groups: fused kernels refuse to mix DTensors and tensors."""
     groups: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in program.parameters():
         groups[isinstance(parameter, DTensor)].append(parameter)
@@ -138,7 +138,7 @@ def gpt_tensor_parallel(model: Model, registry: Any) -> Step:
 
 
 def dlrm_tensor_parallel(model: Model, registry: Any) -> Step:
-    """The table split by columns, all else on the whole batch on every rank."""
+    """The table split by columns; every rank computes all other layers on the whole batch."""
     program: Any = model.program(registry)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     table = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
@@ -148,7 +148,7 @@ def dlrm_tensor_parallel(model: Model, registry: Any) -> Step:
 
 
 def face_tensor_parallel(model: Model, registry: Any) -> Step:
-    """The classes split, the trunk on the whole batch on every rank."""
+    """The classes split; every rank computes the trunk on the whole batch."""
     program: Any = model.program(registry)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -159,7 +159,7 @@ def face_tensor_parallel(model: Model, registry: Any) -> Step:
 
 
 class _Stage(nn.Module):
-    """Some blocks of a GPT, of the first stage with the embedding, of the last with the head."""
+    """Some blocks of a GPT; the first stage has the embedding, the last one the head."""
 
     def __init__(self, gpt: Any, begin: int, end: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def gpt_pipeline(schedule: Any, blocks: Sequence[int]) -> Callable[[Model, Any], Step]:
-    """Return what makes a pipeline with so many blocks in each stage, dealt to ranks in turn."""
+    """Return a maker of a pipeline with `blocks` in each stage; stages go to ranks in turn."""
 
     def make(model: Model, registry: Any) -> Step:
         gpt, rank, num_ranks = model.program(registry), dist.get_rank(), dist.get_world_size()
@@ -221,7 +221,7 @@ def gpt_pipeline(schedule: Any, blocks: Sequence[int]) -> Callable[[Model, Any],
 
 
 class _AllToAll(torch.autograd.Function):
-    """Columns of all samples of rank r go to all columns of r's samples, and back."""
+    """An all-to-all from some columns of all samples to all columns of a rank's samples."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor) -> Tensor:  # (B, D / ranks) -> (B / ranks, D)
@@ -234,12 +234,12 @@ class _AllToAll(torch.autograd.Function):
         sent = torch.cat(gradients[0].chunk(NUM_RANKS, dim=1))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
-        # Each rank's loss is the mean of its samples; that of all is the mean of theirs.
+        # Each rank's loss is the mean over its samples; the whole loss is the mean over ranks.
         return received / NUM_RANKS
 
 
 class _Rest(nn.Module):
-    """A DLRM without its tables: the rows come from outside."""
+    """A DLRM without its tables: the rows are inputs."""
 
     def __init__(self, dlrm: Any) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class _Gather(torch.autograd.Function):
         whole = gradients[0].contiguous()
         own = whole.new_empty(whole.shape[0] // NUM_RANKS, *whole.shape[1:])
         dist.reduce_scatter_single(own, whole)
-        # DDP will divide by the number of ranks what is a part of one loss already.
+        # DDP will divide by the number of ranks, but this gradient is already a part of one loss.
         return own * NUM_RANKS
 
 

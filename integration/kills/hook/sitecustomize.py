@@ -1,8 +1,8 @@
-"""Lets a rank of a training run fail at a chosen moment; Python imports this when it starts.
+"""Let a rank of a training run fail at a chosen moment; Python imports this module when it starts.
 
-PYTHONPATH leads every process of a trial of `kills.training` here. The variable SBP_KILL is JSON:
-the `rank` that fails, the `moment` at which, `how`, and the `folder` in which the file `fired`
-says when. Without it nothing happens.
+Every process of a trial of `kills.training` has this folder in PYTHONPATH. The variable SBP_KILL is
+JSON: the `rank` that fails, the `moment` of the failure, `how` it fails, and the `folder` for the
+file `fired`, which contains the time. Without the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any
 #: The step, counted from 0, in which a rank fails in forward or in the update.
 _STEP = 2
 
-#: The piece of a checkpoint, counted from 0, behind which a rank fails that writes one.
+#: The piece of a checkpoint, counted from 0, after which a writing rank fails.
 _PIECE = 3
 
 
 class ToldToFailError(Exception):
-    """What a rank raises that is told to raise."""
+    """The error of a rank that fails by raising."""
 
 
 def _fail(settings: dict[str, Any]) -> None:
-    """Fail, if this process is the rank that is to."""
+    """Fail, if this process is the chosen rank."""
     from sbp_launch.world import World
 
     world = World.of_environment()
@@ -58,7 +58,7 @@ def _fail(settings: dict[str, Any]) -> None:
 
 
 def _before(owner: Any, name: str, when: Callable[..., bool], settings: dict[str, Any]) -> None:
-    """Let a function fail when it is called with arguments of which `when` is true."""
+    """Let a function fail when it is called with arguments for which `when` is true."""
     whole = getattr(owner, name)
 
     @functools.wraps(whole)
@@ -103,13 +103,13 @@ def _patch_update(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _patch_writing(module: Any, settings: dict[str, Any]) -> None:
-    # When some of the file is written.
+    # When a part of the file is written.
     calls = itertools.count()
     _before(module, "_write_piece", lambda *_: next(calls) == _PIECE, settings)
 
 
 def _patch_commit(module: Any, settings: dict[str, Any]) -> None:
-    # All ranks have said that their files are there.
+    # All ranks have reported that their files exist.
     _before(module._StagedLocal, "commit", _always, settings)
 
 
@@ -117,7 +117,7 @@ def _patch_end(module: ModuleType, settings: dict[str, Any]) -> None:
     _before(module, "save_states", _always, settings)
 
 
-#: For each moment the module that is changed when it has been imported, and how.
+#: For each moment: the module to change after its import, and the change.
 _MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
     "import": ("sbp_launch.trainer.trainer", _patch_import),
     "capture": ("sbp_launch.trainer.trainer", _patch_capture),
@@ -131,7 +131,7 @@ _MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as it would be found without it, and changes it when it is there."""
+    """Finds one module by the other finders, and changes it after its import."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""Sentences of several lengths that are made up, and a small BERT."""
+"""Made-up sentences of several lengths, and a small BERT."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification

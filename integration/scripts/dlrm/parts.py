@@ -1,4 +1,4 @@
-"""Clicks that are made up, and a deep learning recommendation model."""
+"""Made-up clicks, and a deep learning recommendation model."""
 
 import torch
 from torch import nn

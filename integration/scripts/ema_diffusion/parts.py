@@ -1,4 +1,4 @@
-"""Points on a circle, and a network that tells their noise."""
+"""Points on a circle, and a network that predicts their noise."""
 
 import torch
 from torch import nn

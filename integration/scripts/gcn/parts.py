@@ -1,4 +1,4 @@
-"""A graph of three communities that is made up, and a graph convolutional network."""
+"""A made-up graph of three communities, and a graph convolutional network."""
 
 import torch
 import torch.nn.functional as F

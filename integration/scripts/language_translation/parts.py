@@ -1,4 +1,4 @@
-"""Sentences of numbers, whose translation is them in reverse; a transformer that translates."""
+"""Sentences of numbers, whose translations are the reversed sentences; a transformer."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Digits of 12 x 12 that are made up, and a small convolutional network."""
+"""Made-up digits of 12 x 12, and a small convolutional network."""
 
 import torch
 import torch.nn.functional as F

@@ -17,7 +17,7 @@ class Policy(nn.Module):
 
 
 class Walk:
-    """One starts near 0, is pushed to and fro, and is to stay within 3."""
+    """A walk that starts near 0 with random pushes, and should stay within 3."""
 
     def reset(self):
         self.place, self.speed = torch.rand(()) - 0.5, torch.zeros(())

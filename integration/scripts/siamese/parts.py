@@ -1,4 +1,4 @@
-"""Pairs of images of 8 x 8 that are made up, and a network that says whether they are alike."""
+"""Made-up pairs of images of 8 x 8, and a network that predicts whether they are alike."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Smooth images that are made up, and a network that enlarges them by two."""
+"""Made-up smooth images, and a network that enlarges them by two."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Images of 8 x 8 that are made up, and an auto-encoder that is told its noise."""
+"""Made-up images of 8 x 8, and an auto-encoder that gets its noise as an argument."""
 
 import torch
 import torch.nn.functional as F

@@ -8,7 +8,7 @@ from sbp_example_plugin.plugin import CallbackConfig
 
 
 class StopAtLoss(Callback):
-    """Keeps an average, which a checkpoint keeps, too, so that a resumed run goes on with it."""
+    """Keeps an average, which is saved in checkpoints, so that a resumed run continues with it."""
 
     def __init__(self, config: CallbackConfig) -> None:
         self.config = config
@@ -17,7 +17,7 @@ class StopAtLoss(Callback):
     def on_step_end(
         self, state: TrainerState, metrics: Mapping[str, float]
     ) -> TrainerControl | None:
-        """Ask for the end behind the step that reaches the target."""
+        """Request the end of the run after the step that reaches the target."""
         old = metrics["loss"] if self.average is None else self.average
         self.average = self.config.decay * old + (1 - self.config.decay) * metrics["loss"]
         if self.average > self.config.loss:
@@ -25,11 +25,11 @@ class StopAtLoss(Callback):
         return TrainerControl(stop=f"the loss has reached {self.config.loss}")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what the next part of the run needs."""
+        """Return the state that a resumed run needs."""
         return {} if self.average is None else {"average": self.average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Continue from such a state."""
         self.average = float(state["average"])
 
 

@@ -1,6 +1,6 @@
-"""A data set in one idea: sequences that count up, each faster or slower than the others.
+"""A data set in one idea: sequences that count up at different rates.
 
-It returns samples by number. Epochs, their order, batches, and who loads what is up to the trainer.
+It returns samples by number. The trainer decides on epochs, order, batches and loading.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Counting:
         self._sizes = {"train": config.num_samples, "validation": -(-config.num_samples // 10)}
 
     def num_samples(self, split: str = "train") -> int:
-        """Return how many samples a split has."""
+        """Return the number of samples of a split."""
         if split not in self._sizes:
             raise unknown_name("split", split, self._sizes)
         return self._sizes[split]
@@ -31,14 +31,14 @@ class Counting:
     ) -> Mapping[str, torch.Tensor]:
         """Return `tokens` and `targets`, int64 (n, context) each: a pure function of `numbers`."""
         first = numbers + (self.num_samples("train") if split == "validation" else 0)
-        self.num_samples(split)  # refuses a split that is not there
+        self.num_samples(split)  # refuses an unknown split
         stride = 1 + first // self._config.vocabulary
         counts = first[:, None] + stride[:, None] * np.arange(self._config.context + 1)
         tokens = torch.from_numpy(counts % self._config.vocabulary)
         return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     def describe(self) -> str:
-        """Return one line: what the data are."""
+        """Return a description in one line."""
         return f"sequences that count up, {self._config.num_samples:,} to train on"
 
 

@@ -10,7 +10,7 @@ from sbp_example_plugin.plugin import ModelConfig
 
 
 class Bigram(nn.Module):
-    """An ordinary `nn.Module` with a `loss`; with `logits` and `context` it can write text too."""
+    """An ordinary `nn.Module` with a `loss`; `logits` and `context` let it also generate text."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -34,5 +34,5 @@ class Bigram(nn.Module):
 
 
 def build(config: ModelConfig) -> Bigram:
-    """Make the model; the trainer has seeded torch before."""
+    """Make the model; the trainer has already seeded torch."""
     return Bigram(config)

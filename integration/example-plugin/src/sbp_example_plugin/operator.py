@@ -1,7 +1,7 @@
 """An operator of our own, the product of three matrices, registered with `torch.library`.
 
-How it may be split is one line of notation, which `plugin.low_rank_notation` returns: what is
-summed over (`i` and `r`) gives partial sums, and the operator is linear in each argument.
+One line of notation, which `plugin.low_rank_notation` returns, defines how it may be split:
+splitting a summed label (`i` or `r`) gives partial sums, and it is linear in each argument.
 """
 
 from typing import Any

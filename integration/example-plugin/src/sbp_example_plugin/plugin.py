@@ -1,4 +1,4 @@
-"""The hooks of this plugin: names, settings, and where the objects are made."""
+"""The hooks of this plugin: names, settings, and factories."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class CallbackConfig:
 
 @hookimpl
 def sbp_planners() -> Mapping[str, Factory]:
-    """Return name -> factory; the name is what users write behind `planner=`."""
+    """Return name -> factory; users write the name after `planner=`."""
     return {
         "example": Factory(
             build="sbp_example_plugin.planner:build",
@@ -70,7 +70,7 @@ def sbp_planners() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_models() -> Mapping[str, Factory]:
-    """Return name -> factory; the name is what users write behind `model=`."""
+    """Return name -> factory; users write the name after `model=`."""
     return {
         "example": Factory(
             build="sbp_example_plugin.model:build",
@@ -82,7 +82,7 @@ def sbp_models() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_datasets() -> Mapping[str, Factory]:
-    """Return name -> factory; the name is what users write behind `data=`."""
+    """Return name -> factory; users write the name after `data=`."""
     return {
         "example": Factory(
             build="sbp_example_plugin.data:build",
@@ -94,7 +94,7 @@ def sbp_datasets() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_callbacks() -> Mapping[str, Factory]:
-    """Return name -> factory; the name is what users write in `trainer.callbacks`."""
+    """Return name -> factory; users write the name in `trainer.callbacks`."""
     return {
         "example": Factory(
             build="sbp_example_plugin.callback:build",
@@ -105,7 +105,7 @@ def sbp_callbacks() -> Mapping[str, Factory]:
 
 
 def low_rank_notation(_: object) -> str:
-    """Return what the operator of `operator.py` means: sums of products over i and r."""
+    """Return the notation of the operator in `operator.py`: sums of products over i and r."""
     return "n i, i r, r o -> n o"
 
 

@@ -1,7 +1,7 @@
-"""The private corners of PyTorch that we use.
+"""The private parts of PyTorch that we use.
 
-Those of its optimizers are in `_torch_optim_compat`, what it does otherwise for a while in
-`_torch_patches`.
+`_torch_optim_compat` has the private parts of its optimizers. `_torch_patches` has the private
+parts that we replace for a while.
 
 Each entry names the versions it was tried on. Everything else in the package uses public names.
 """
@@ -47,8 +47,8 @@ def fake_mode() -> _FakeMode:
     return _FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
-#: Bytes of a tensor above which what follows from no input is traced without data. The positions of
-#: all pairs of 512 views, as of a contrastive loss, take as much.
+#: A tensor of more bytes is traced without data even if it depends on no input. A contrastive loss
+#: makes tensors of this size: the positions of all pairs of 512 views.
 _LARGE_BYTES = 2**22
 
 
@@ -59,10 +59,10 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves
 
     @contextmanager
     def only_large(self) -> Iterator[None]:
-        """Make what is computed of no input without data only if it is large.
+        """Compute tensors that depend on no input as fake tensors only if they are large.
 
-        Such as causal masks, batch x time x time, which a model makes of `arange`s: nothing of the
-        trace depends on their values. Small tensors are real ones, so that NumPy can look at them.
+        Large ones are, for example, causal masks, batch x time x time, made of `arange`s: the trace
+        does not depend on their values. Small ones are real tensors, so that NumPy can read them.
         """
         before, self._tracing_depth = self._tracing_depth, len(self.enter_stack) + 1
         try:
@@ -73,7 +73,7 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # The tracer asks for tensors without data by entering once more.
+        # The tracer asks for fake tensors by entering this mode once more.
         if len(self.enter_stack) != self._tracing_depth:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if any(isinstance(one, FakeTensor) for one in args) or any(
@@ -115,7 +115,7 @@ def trace_graph(
 def functional_graph(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> fx.GraphModule:
-    """Trace once more without mutations, keeping views. Tried on 2.13."""
+    """Trace a function again without mutations, keeping views. Tried on 2.13."""
     functional = torch.func.functionalize(function, remove="mutations")
     modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     mode = next((mode for mode in modes if isinstance(mode, _FakeMode)), None) or fake_mode()
@@ -136,11 +136,11 @@ def _aligned(
     *_: Any,
     **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand for `_ctc_loss` without data, whose lengths are tensors.
+    """Return fake results of `_ctc_loss` for lengths that are tensors.
 
-    Its second output is as wide as the longest target needs; here as wide as it may need.
+    Its second output is as wide as the longest target needs; here, as wide as one may need.
     """
-    if targets.dim() != 2:  # in one row: only values say how long the longest is
+    if targets.dim() != 2:  # in one row: the length of the longest target depends on values
         raise DynamicOutputShapeException(func)
     times, samples = scores.shape[:2]
     with mode:
@@ -160,17 +160,17 @@ def reparametrized(
     """Swap a module's parameters and buffers, tied ones too. Tried on 2.13.
 
     Args:
-        module: Gets its own ones back at the end.
-        tensors: By name; at the end what the module held then, because it may have assigned others.
+        module: Gets its own tensors back at the end.
+        tensors: By name. At the end, the tensors that the module then held: it may assign new ones.
     """
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
 
 @contextmanager
 def own_kernels_only() -> Iterator[None]:
-    """Let layers be made of ATen's own operators where there are others, of oneDNN, on the CPU.
+    """Let layers call ATen's own operators instead of oneDNN's on the CPU.
 
-    Those of oneDNN for recurrent layers can only be traced, not be run. Tried on 2.13.
+    oneDNN's operators for recurrent layers can be traced, but not run. Tried on 2.13.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -181,25 +181,25 @@ def own_kernels_only() -> Iterator[None]:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Let operators be run as they are, whatever modes are active. Tried on 2.13."""
+    """Run operators without the dispatch modes that are active. Tried on 2.13."""
     return _disable_current_modes()
 
 
 def gradient_hooks(
     parameter: torch.Tensor,
 ) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
-    """Return a parameter's hooks on its gradient, and those that run after. Tried on 2.13."""
+    """Return a parameter's gradient hooks and its post-accumulate hooks. Tried on 2.13."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return tuple((parameter._backward_hooks or {}).values()), tuple((after or {}).values())
 
 
 def is_tracing() -> bool:
-    """Whether operators are written down as a graph. Tried on 2.13."""
+    """Whether operators are being traced into a graph. Tried on 2.13."""
     return get_proxy_mode() is not None
 
 
 def compiling() -> AbstractContextManager[None]:
-    """Let `torch.compiler.is_compiling()` say yes. Tried on 2.13."""
+    """Let `torch.compiler.is_compiling()` return True. Tried on 2.13."""
     return replaced(torch.compiler, _is_compiling_flag=True)
 
 
@@ -244,7 +244,7 @@ def is_mutable(op: OpOverload) -> bool:
 
 
 def written_argument(op: OpOverload) -> int | None:
-    """Return the place of the one tensor that an op writes to; None if it is not that simple.
+    """Return the index of the one argument that an op writes to; None if it is not that simple.
 
     Tried on 2.13.
     """
@@ -260,7 +260,7 @@ def written_argument(op: OpOverload) -> int | None:
 
 
 def functional_overload(op: OpOverload) -> OpOverload | None:
-    """Return the op that makes what an in-place one leaves: `add` for `add_`; None if none does.
+    """Return the functional op of an in-place one: `add` for `add_`; None if there is none.
 
     Tried on 2.13.
     """
@@ -276,7 +276,7 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
-    """Return the argument whose memory a node's result is in, if any. Tried on 2.13."""
+    """Return the argument of which a node's result is a view, if any. Tried on 2.13."""
     target: Any = node.target
     if not isinstance(target, OpOverload):
         source = node.args[0] if node.args else None  # a part of a list of results
@@ -299,10 +299,10 @@ def argument_types(op: OpOverload) -> dict[str, str]:
 def in_schema_order(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call as the dispatcher passes them on, the same call.
+    """Return the arguments of a call as the dispatcher passes them on: the same call.
 
-    By position up to the last one that is given and may be, with defaults in between; the others by
-    name, in the order of the schema. Tried on 2.13.
+    Positional arguments come first, up to the last one that is given, with defaults in between.
+    Keyword-only arguments follow by name, in the order of the schema. Tried on 2.13.
     """
     rest, ordered = dict(kwargs), list(args)
     listed = op._schema.arguments
@@ -320,36 +320,36 @@ def return_types(op: OpOverload) -> list[str]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from any other that is alive. Tried on 2.13."""
+    """Return a number that identifies a tensor's storage while it is alive. Tried on 2.13."""
     return key_of_storage(tensor.untyped_storage())
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from any other that is alive. Tried on 2.13."""
+    """Return a number that identifies a storage while it is alive. Tried on 2.13."""
     return int(storage._cdata)
 
 
 def new_storage(size_bytes: int, device: str = "cpu") -> torch.UntypedStorage:
-    """Return a storage of any values. Tried on 2.13."""
+    """Return a new storage, not initialized. Tried on 2.13."""
     make: Callable[..., torch.UntypedStorage] = torch.UntypedStorage
     return make(size_bytes, device=device)
 
 
 def copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a storage of the same values. Tried on 2.13."""
+    """Return a copy of a storage. Tried on 2.13."""
     copied: Callable[[], torch.UntypedStorage] = storage.clone
     return copied()
 
 
 def base_name(op: Callable[..., Any]) -> str:
-    """Return the name of an operator without its overload; nothing for functions. Tried on 2.13."""
+    """Return the name of an operator without its overload; "" for functions. Tried on 2.13."""
     return str(op._opname) if isinstance(op, OpOverload) else ""
 
 
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> Callable[..., Sequence[Any]]:
-    """Compile a traced graph by Inductor, for shapes and strides as traced. Tried on 2.13."""
+    """Compile a traced graph with Inductor for its traced shapes and strides. Tried on 2.13."""
     from torch._inductor import standalone_compile
 
     with torch.no_grad():
@@ -379,7 +379,7 @@ def written_arguments(
         op: The operator.
         args: By position.
         kwargs: By name.
-        kind: What stands for a tensor: itself, or a node of a graph.
+        kind: The type that stands for a tensor: `Tensor` itself, or a node of a graph.
     """
     found: list[Any] = []
     for at, entry in enumerate(op._schema.arguments):
@@ -392,13 +392,13 @@ def written_arguments(
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Let no `__torch_function__` hear of what is called, that of modes neither. Tried on 2.13."""
+    """Call no `__torch_function__`, neither of subclasses nor of modes. Tried on 2.13."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return found
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
-    """Let subclasses of tensors be handled as tensors; modes still hear. Tried on 2.13."""
+    """Handle subclasses of tensors as tensors; modes are still called. Tried on 2.13."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found
 
@@ -406,6 +406,6 @@ def as_plain_tensors() -> AbstractContextManager[None]:
 def trunc_normal_as(
     wrapped: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
 ) -> AbstractContextManager[None]:
-    """Replace what `torch.nn.init.trunc_normal_` calls to fill a tensor. Tried on 2.13."""
+    """Replace the function with which `torch.nn.init.trunc_normal_` fills. Tried on 2.13."""
     init = torch.nn.init
     return replaced(init, _no_grad_trunc_normal_=wrapped(init._no_grad_trunc_normal_))

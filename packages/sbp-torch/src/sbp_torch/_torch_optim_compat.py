@@ -1,4 +1,4 @@
-"""The private corners of PyTorch's optimizers that we use; see `_torch_compat`."""
+"""The private parts of PyTorch's optimizers that we use; see `_torch_compat`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbp_torch._torch_patches import replaced
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
+    """Return the methods that registered an optimizer's step hooks, if any. Tried on 2.13."""
     found: dict[str, Mapping[int, Any]] = {
         "register_step_pre_hook": getattr(optimizer, "_optimizer_step_pre_hooks", {}),
         "register_step_post_hook": getattr(optimizer, "_optimizer_step_post_hooks", {}),
@@ -29,7 +29,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 class _StepTeller:
-    """A hook that tells of the calls of an optimizer's step, and changes nothing."""
+    """A hook that reports the calls of an optimizer's step and changes nothing."""
 
     def __init__(self, tell: Callable[[torch.optim.Optimizer, bool], None]) -> None:
         self._tell = tell
@@ -44,16 +44,16 @@ class _StepTeller:
 def tell_steps(
     optimizer: torch.optim.Optimizer, tell: Callable[[torch.optim.Optimizer, bool], None]
 ) -> Callable[[], None]:
-    """Have a function called before each step that somebody takes by `optimizer.step`.
+    """Call a function before each call of `optimizer.step`.
 
-    Capture takes no notice of it. Tried on 2.13.
+    Capture ignores this hook. Tried on 2.13.
 
     Args:
-        optimizer: Tells nobody else from now on.
-        tell: Is called with the optimizer, and whether a parameter of it has a gradient.
+        optimizer: The optimizer. A function given earlier is no longer called.
+        tell: Is called with the optimizer, and whether any of its parameters has a gradient.
 
     Returns:
-        What ends it.
+        A function that ends these calls.
     """
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if hooks is None:
@@ -64,7 +64,7 @@ def tell_steps(
 
 
 def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` was set on the object; what schedulers set counts for nothing.
+    """Whether `optimizer.step` was set on the object; the wrappers of schedulers do not count.
 
     Tried on 2.13.
     """
@@ -75,11 +75,11 @@ def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that the optimizer has taken a step, though nobody called its `step`.
+    """Mark an optimizer for schedulers as having taken a step, though nobody called its `step`.
 
-    They warn if they are asked to go on before that. Tried on 2.13.
+    Without the mark, `scheduler.step()` warns. Tried on 2.13.
     """
-    optimizer._opt_called = True  # type: ignore[attr-defined] # what their wrapper of step sets
+    optimizer._opt_called = True  # type: ignore[attr-defined] # their wrapper of step sets it
 
 
 def constructed_states(
@@ -87,10 +87,10 @@ def constructed_states(
 ) -> dict[str, torch.Tensor]:
     """Return the states that an optimizer of PyTorch makes when it is constructed.
 
-    Those of Adagrad, which since 2.13 makes them in its first step. Tried on 2.11 and 2.13.
+    Only Adagrad makes any; since 2.13 it makes them in its first step. Tried on 2.11 and 2.13.
 
     Args:
-        optimizer: Any.
+        optimizer: Any optimizer.
         group: The settings of the parameter.
         parameter: Any shape, floating; may be on the `meta` device.
     """
@@ -106,7 +106,7 @@ def _adagrad_constructs_states() -> bool:
 
 
 def unprofiled() -> AbstractContextManager[None]:
-    """Let steps of optimizers tell the profiler nothing: its ops are no part of what they compute.
+    """Leave the profiler's ops out of optimizer steps: they are no part of the computation.
 
     Tried on 2.13.
     """

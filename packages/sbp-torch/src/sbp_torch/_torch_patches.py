@@ -1,4 +1,4 @@
-"""What PyTorch does otherwise for a while: the private corners that we replace, and put back.
+"""The private parts of PyTorch that we replace for a while and then restore.
 
 Each entry names the versions it was tried on.
 """
@@ -22,13 +22,13 @@ from torch.nn.modules import transformer
 
 _log = logging.getLogger(__name__)
 
-#: Encoders of which it was said that their output differs at padded positions.
+#: Encoders for which a warning was given that their output differs at padded positions.
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
 
 
 @contextmanager
 def replaced(owner: object, **values: Any) -> Iterator[None]:
-    """Let attributes of a module, class or object have other values for a while."""
+    """Replace attributes of a module, class or object for a while."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -56,9 +56,9 @@ def _grouped_product(
 
 @contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Let `_grouped_mm` take tensors without data of all dtypes that its kernels take.
+    """Let `_grouped_mm` take fake tensors of all dtypes that its kernels take.
 
-    PyTorch's own function for them takes bfloat16 only. Tried on 2.11 and 2.13.
+    PyTorch's own fake implementation takes bfloat16 only. Tried on 2.11 and 2.13.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
@@ -70,7 +70,7 @@ def unlogged_failures() -> Iterator[None]:
     """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     with replaced(logger, disabled=True), warnings.catch_warnings():
-        # What it hides itself, but not where warnings are errors.
+        # PyTorch hides it itself, but not where warnings are errors.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield
 
@@ -85,16 +85,16 @@ class _FilesOfTorch:
 
 
 def frames_told_apart_by_folder() -> AbstractContextManager[None]:
-    """Let PyTorch know its own frames by their folder when it says where a symbol was made.
+    """Let PyTorch recognise its own stack frames by their folder when it reports a symbol's origin.
 
-    It would list its files, for which it imports `torch.export` and NetworkX: 0.5 s at every start.
+    Otherwise it lists its files, which imports `torch.export` and NetworkX: 0.5 s at each start.
     Tried on 2.13.
     """
     return replaced(symbolic_shapes, uninteresting_files=_FilesOfTorch)
 
 
 def grad_scaling_refused(refusal: Callable[[], Exception]) -> AbstractContextManager[None]:
-    """Let a `GradScaler` that is enabled raise an error when it is to scale. Tried on 2.13."""
+    """Let an enabled `GradScaler` raise an error when it is asked to scale. Tried on 2.13."""
     before = torch.amp.GradScaler.scale
 
     def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -106,18 +106,18 @@ def grad_scaling_refused(refusal: Callable[[], Exception]) -> AbstractContextMan
 
 
 def distributions_unchecked() -> AbstractContextManager[None]:
-    """Let `torch.distributions` take parameters without looking at their values. Tried on 2.13."""
+    """Let `torch.distributions` accept parameters without reading their values. Tried on 2.13."""
     return replaced(torch.distributions.Distribution, _validate_args=False)
 
 
 @contextmanager
 def transformers_of_any_mask() -> Iterator[None]:
-    """Let `nn.Transformer` and its like take masks without looking at their values. Tried on 2.13.
+    """Let `nn.Transformer` and its layers take masks without reading their values. Tried on 2.13.
 
-    They look whether a mask is the causal one, to leave it out for a faster kernel; and, where
-    nothing is trained, at a mask of padding, to leave padding out. With the mask, results are the
-    same, except at padded positions, which `TransformerEncoder` would leave at zero: of these, a
-    warning tells, as `torch.compile` computes them like this, too, and says nothing.
+    They replace a causal mask by a faster kernel. Outside training they also read the padding mask,
+    to skip padding. With the masks, results are the same except at padded positions, where
+    `TransformerEncoder` would return zeros. A warning names this difference. `torch.compile`
+    computes these positions in the same way, without a warning.
     """
     encode = transformer.TransformerEncoder.forward
 

@@ -1,9 +1,9 @@
-"""Time the calls of a list, each as a segment of its own, on a rank among others that do the same.
+"""Time the calls of a list, each as its own segment, while all other ranks make the same calls.
 
-Calls follow each other in rounds of shuffled order, as those of a step do: what a call takes was
-written just before, and the code of others ran in between. All ranks make the same calls in the
-same order, and begin each together, so that they share memory and caches as in training. Of each
-round the slowest rank counts, as the others will wait for it, and of the rounds the median.
+Each round makes the calls in shuffled order, which resembles a step: the inputs of a call were just
+written, and other code ran in between. All ranks make the same calls in the same order, and begin
+each together, so that they share memory and caches as in training. The time of a round is that of
+the slowest rank, because the other ranks wait for it. The result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from sbp_torch.segments import segment_function
 
 __all__ = ["CallTimer", "TimedCalls"]
 
-#: Rounds that count, at least and at most, and before them one that does not.
+#: The least and the greatest number of rounds that count. One that does not count comes first.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
 
-#: Calls in a row, whose mean counts: for the first one the ranks' meeting has cooled the processor,
-#: and the next finds its own code warm; in a step it is something between.
+#: Calls in a row, whose mean counts. The wait for the other ranks has cooled the processor before
+#: the first call; the next call finds its own code warm. A call of a step is between the two.
 _IN_A_ROW = 2
 
-#: Blocks up to this size, in bytes, glibc keeps once it has freed one, and gives out again; see
+#: Once a block of this size, in bytes, has been freed, glibc keeps and reuses blocks up to it; see
 #: "M_MMAP_THRESHOLD" in mallopt(3).
 _LARGEST_KEPT = 2**25 - 2**16
 
-#: Elements that made-up data is copied from.
+#: Number of random elements from which made-up data is copied.
 _POOL = 1 << 16
 
-#: Calls between two looks at the clock, on which all ranks have to agree.
+#: Calls between two readings of the clock, on which all ranks have to agree.
 _BETWEEN_LOOKS = 16
 
-#: Of the time, what the round that does not count may take: later ones are no slower.
+#: The share of the time that the round that does not count may take: later rounds are no slower.
 _FIRST_SHARE = 0.4
 
-#: Tells how far measuring is: what is done, how often it was, of how many, and the seconds left.
+#: Reports progress: what is being done, how many are done, how many there are, the seconds left.
 Tell = Callable[[str, int, int, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCalls:
-    """What was measured.
+    """The measured times.
 
     Args:
         operators: The calls with their times.
-        rounds: That count.
-        failed: Calls that cannot be made with made-up data, and what PyTorch said.
-        left_out: Calls for which time or memory was short.
+        rounds: Number of rounds that count.
+        failed: Calls that cannot be made with made-up data, each with PyTorch's message.
+        left_out: Number of calls for which time or memory was short.
     """
 
     operators: tuple[MeasuredOperator, ...]
@@ -71,12 +71,12 @@ class CallTimer:
     """Times calls on one rank.
 
     Args:
-        device: Where it computes.
-        ready: Returns on all ranks at the same time.
+        device: The device of the calls.
+        ready: A barrier: returns on all ranks at the same time.
         slowest: Returns the largest of each value over all ranks.
-        time_s: Seconds that all may take.
-        max_bytes: Of the tensors of one call.
-        tell: Told how far it is.
+        time_s: Seconds that all calls together may take.
+        max_bytes: Most bytes of the tensors of one call.
+        tell: Is called with the progress.
     """
 
     device: torch.device
@@ -88,12 +88,12 @@ class CallTimer:
     _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def run(self, calls: Iterable[RankCall]) -> TimedCalls:
-        """Time calls, those first that come first; fewer if the time is short.
+        """Time calls in the order of the list; if the time is short, only the first ones.
 
         Every rank has to call this, with the same list.
         """
         if self.device.type == "cpu":
-            # As in a step, where activations hold the memory: no call is the first to touch it.
+            # In a step, activations hold the memory, so no call is the first to touch it.
             torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
         given, began_s = list(calls), time.monotonic()
         tried, failed = self._tried(given, began_s)
@@ -117,7 +117,7 @@ class CallTimer:
     def _tried(
         self, calls: Sequence[RankCall], began_s: float
     ) -> tuple[list[_Timed], list[tuple[str, str]]]:
-        """Make each call once; return those that can be made, and of the others why they cannot."""
+        """Make each call once; return the calls that succeed, and the failed ones with reasons."""
         made: list[_Timed] = []
         failed: list[tuple[str, str]] = []
         for index, call in enumerate(calls):
@@ -132,7 +132,7 @@ class CallTimer:
             try:
                 timed = _Timed(call, self._bounds(call))
                 timed.time_s(self._inputs(timed), self.device)
-            except Exception as problem:  # whatever a kernel says of data that does not fit
+            except Exception as problem:  # kernels raise any error for data that does not fit
                 error = str(problem).partition("\n")[0] or type(problem).__name__
             (is_bad,) = self.slowest([float(bool(error))])
             if is_bad:
@@ -142,7 +142,7 @@ class CallTimer:
         return made, failed
 
     def _rounds(self, tried: Sequence[_Timed], began_s: float) -> tuple[list[float], int]:
-        """Return the time of each call in seconds, and how many rounds there were."""
+        """Return the time of each call in seconds, and the number of rounds."""
         times_s: list[list[float]] = [[] for _ in tried]
         order = list(range(len(tried)))
         draw, rounds = random.Random(0), 0
@@ -167,11 +167,11 @@ class CallTimer:
         return list(map(median, times_s)), rounds
 
     def _bounds(self, call: RankCall) -> int:
-        """Return below what integers are to lie: as many as an index may have values, if it is one.
+        """Return an upper bound of the values of integer inputs, which may be indices.
 
-        What an index points into is one of the other tensors, and which dim of it no call says. The
-        largest that the kernel takes is that dim, or no smaller; it is found on the CPU, where a
-        wrong index is an error that hurts nobody.
+        An index points into a dim of one of the other tensors, but the call does not say which dim.
+        The bound is the largest size of a dim that the kernel accepts. It is searched on the CPU,
+        where a wrong index only raises an error.
         """
         if not any(_is_integer(entry) for entry in call.inputs):
             return 1
@@ -195,7 +195,7 @@ class CallTimer:
         return _values(timed.call, timed.bound, self.device, self._pool)
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return made-up data of a dtype, from 0.5 to 1: far from what makes a kernel slow."""
+        """Return made-up data of a dtype, from 0.5 to 1: values that make no kernel slow."""
         if dtype not in self._pools:
             drawn = torch.rand(_POOL, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
             self._pools[dtype] = drawn.to(dtype)
@@ -203,14 +203,14 @@ class CallTimer:
 
 
 class _Timed:
-    """A call, and the function that a step would have of it."""
+    """A call, and the segment function that a step would run for it."""
 
     def __init__(self, call: RankCall, bound: int) -> None:
         self.call, self.bound = call, bound
         self._segment = segment_function(call.segment, 0, (), owns=True)
 
     def time_s(self, inputs: list[Any], device: torch.device) -> float:
-        """Return the seconds of one call, with freeing what it made."""
+        """Return the seconds of one call, which include freeing its results."""
         wait: Callable[[], object] = lambda: None  # noqa: E731
         if device.type == "cuda":
             wait = partial(torch.cuda.synchronize, device)
@@ -231,7 +231,7 @@ def _values(
     device: torch.device,
     pool: Callable[[torch.dtype, torch.device], torch.Tensor],
 ) -> list[Any]:
-    """Return what a call is made with: tensors just written, and 1 for numbers of hosts."""
+    """Return the arguments of a call: tensors just written, and 1 for host numbers."""
     found: list[Any] = []
     for entry in call.inputs:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -242,7 +242,7 @@ def _values(
         else:
             made, source = torch.empty(entry.shape, dtype=dtype, device=device), pool(dtype, device)
             flat, size = made.view(-1), source.numel()
-            whole = flat.numel() // size * size  # it repeats what is in the pool
+            whole = flat.numel() // size * size  # it repeats the data of the pool
             if whole:
                 flat[:whole].view(-1, size).copy_(source)
             flat[whole:].copy_(source[: flat.numel() - whole])

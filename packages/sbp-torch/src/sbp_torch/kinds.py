@@ -47,10 +47,10 @@ class LanguageModel(Protocol):
 class Dataset(Protocol):
     """Kind `data`: `build(config)` returns samples by their numbers, in any order.
 
-    A sample is a pure function of its split and number. Which samples a step takes, in which order,
-    and which process asks for which of them is not decided here, so a data set knows no epoch, no
-    batch and no rank (but see `AugmentedDataset`). It is asked by one thread at a time, which need
-    not be the one that made it.
+    A sample is a pure function of its split and number. A data set knows no epoch, no batch and no
+    rank (but see `AugmentedDataset`): the trainer decides which samples a step takes, in which
+    order and in which process. One thread at a time calls a data set; it need not be the thread
+    that built it.
     """
 
     def num_samples(self, split: str = "train") -> int:
@@ -67,15 +67,15 @@ class Dataset(Protocol):
 
         Args:
             numbers: int64 (n,), n >= 1, each in [0, num_samples(split)); may repeat.
-            split: Of which they are.
+            split: Name of the split.
 
         Returns:
-            Tensors in host memory whose dim 0 is the sample: n of `numbers`. Names, dtypes and the
-            other dims are the same whatever the numbers.
+            Tensors in host memory, of size n along dim 0, which counts samples. Names, dtypes and
+            the other dims are the same for all numbers.
 
         Raises:
             SbpLookupError: no such split.
-            SbpError: a sample cannot be read: what is wrong with it, and in which file, where.
+            SbpError: a sample cannot be read. The error names the problem, the file and the place.
         """
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ class TextDataset(Dataset, Protocol):
 
 @runtime_checkable
 class AugmentedDataset(Dataset, Protocol):
-    """A data set that makes something else of a sample in each epoch, such as mirrored images.
+    """A data set that changes a sample from epoch to epoch, such as mirrored images.
 
     Only samples to train on are augmented; evaluation takes them as they are.
     """
@@ -108,14 +108,14 @@ class AugmentedDataset(Dataset, Protocol):
         numbers: npt.NDArray[np.int64],
         epochs: npt.NDArray[np.int64],
     ) -> Mapping[str, torch.Tensor]:
-        """Return samples as the run takes them: each a pure function of its number and its epoch.
+        """Return augmented samples: each a pure function of its number and its epoch.
 
-        So a run that was stopped, or goes on with other ranks, takes what it would have taken.
+        Thus a run that is resumed, or continues with other ranks, trains on the same samples.
 
         Args:
-            samples: Of the first split, as `samples` returns them.
-            numbers: Their numbers, int64 (n,).
-            epochs: The epoch of each, int64 (n,), from 0; a batch may have several.
+            samples: Samples of the first split, as `samples` returns them.
+            numbers: The numbers of the samples, int64 (n,).
+            epochs: The epoch of each sample, int64 (n,), from 0; a batch may span several.
 
         Returns:
             The same names, shapes and dtypes.

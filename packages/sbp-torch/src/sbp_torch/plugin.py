@@ -41,5 +41,5 @@ def sbp_tensor_libraries() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Offer the Hydra options of the above."""
+    """Offer the folder of Hydra options for these plugins."""
     return ["pkg://sbp_torch.conf"]

@@ -1,4 +1,4 @@
-"""Results of long work, kept between runs: one in a file, with the budget in which it was found."""
+"""Results of long work, kept between runs: one per file, with the budget of the work."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFile(Generic[T]):
-    """The place of one result.
+    """The file of one result.
 
     Args:
-        path: The file; its folder is made when something is stored.
-        key: What the result depends on.
-        budget: What the work may take: a result that it cut short is of use to no larger one.
-        what: What log messages call such results.
+        path: The file; its folder is created when a result is stored.
+        key: Everything that the result depends on.
+        budget: Budget of the work. A result that a smaller budget cut short is not used.
+        what: Name of such results in log messages.
         dump: Returns a JSON value of a result.
         load: Reads it; raises ValueError, KeyError, TypeError or AttributeError if it is damaged.
-        is_whole: Whether the budget has not cut a result short.
+        is_whole: Whether a result is complete, that is, the budget did not cut it short.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class ResultFile(Generic[T]):
     is_whole: Callable[[T], bool]
 
     def read(self) -> T | None:
-        """Return what is stored; None if nothing usable is. Logs what cannot be used."""
+        """Return the stored result; None if none is usable. Log why a file cannot be used."""
         try:
             if not self.path.exists():
                 return None
@@ -57,7 +57,7 @@ class ResultFile(Generic[T]):
         return found if enough else None
 
     def write(self, found: T) -> None:
-        """Write a result, at once or not at all. Logs if that is impossible."""
+        """Write a result atomically. Log if that is impossible."""
         value = {"key": self.key, "budget": self.budget, "found": self.dump(found)}
         temporary = ""
         try:

@@ -1,4 +1,4 @@
-"""PyTorch as the core's tensor library: types of calls, discovered signatures, layouts."""
+"""PyTorch as the tensor library of the core: types of calls, discovered signatures, layouts."""
 
 from __future__ import annotations
 

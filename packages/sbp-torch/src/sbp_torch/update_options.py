@@ -1,4 +1,4 @@
-"""What happens once a step besides the optimizer: `UpdateOptions`."""
+"""Options of the update of a step next to the optimizer: `UpdateOptions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS: Mapping[str, tuple[str, int | None]] = {
 
 
 def _check(name: str, value: float | None, low: float, high: float, accepted: str) -> None:
-    # Written so that NaN, which compares as false with everything, is refused.
+    # This form refuses NaN, for which every comparison is false.
     if value is not None and not low < value <= high:
         raise SbpValueError(f"{name}={value!r} is out of range", accepted=accepted)
 
@@ -34,9 +34,9 @@ class LossScaling:
 
     Args:
         init_scale: First scale, > 0.
-        growth_factor: The scale grows by it, > 1, ...
-        growth_interval: ... after so many steps in a row without overflow, >= 1.
-        backoff_factor: The scale shrinks by it, in (0, 1), after an overflow.
+        growth_factor: Factor by which the scale grows, > 1.
+        growth_interval: Steps in a row without overflow after which the scale grows, >= 1.
+        backoff_factor: Factor by which the scale shrinks after an overflow, in (0, 1).
     """
 
     init_scale: float = 2.0**16
@@ -59,17 +59,17 @@ class UpdateOptions:
 
     Args:
         loss_scaling: Scale the loss, unscale the gradients, skip steps that overflow.
-        clip_norm: Largest norm of the gradients of what the optimizer trains, > 0
+        clip_norm: Largest norm of the gradients of all trained parameters, > 0
             (`clip_grad_norm_`).
         norm_type: Order of that norm, > 0; infinity for the largest absolute value.
-        report_norm: Whether the norm is the metric `grad_norm` although nothing is clipped.
+        report_norm: Whether to report the norm as the metric `grad_norm` even without clipping.
         clip_value: Largest absolute value of an element, > 0 (`clip_grad_value_`).
-        fused: Take PyTorch's fused kernels where the optimizer says so (None), also where it says
-            nothing and they compute what its plain code does (True), or nowhere (False).
-        ema_decay: Keep an exponential moving average `<parameter>.ema` of every parameter that
-            is trained, with this decay in [0, 1); it is the scalar input `ema_decay`, too
-            (`AveragedModel` with `get_ema_multi_avg_fn`: the first average is the parameter).
-        scheduled: Settings of groups that are scalar inputs besides `lr`: `weight_decay`,
+        fused: Use PyTorch's fused kernels only where the optimizer has `fused=True` (None), also
+            where `fused` is not set and the kernel computes the same (True), or nowhere (False).
+        ema_decay: Keep an exponential moving average `<parameter>.ema` of every trained parameter,
+            with this decay in [0, 1), which is also the scalar input `ema_decay` (`AveragedModel`
+            with `get_ema_multi_avg_fn`: the first average is the parameter).
+        scheduled: Settings of groups that are scalar inputs in addition to `lr`: `weight_decay`,
             `momentum`, `beta1`, `beta2`.
     """
 

@@ -1,8 +1,8 @@
-"""Boxing on tensors: steps executed, and the backend whose ranks are threads of one process.
+"""Boxing on tensors: the execution of steps, and the backend for ranks in one process.
 
-`execute` runs one step for all ranks at once, or one rank's share of it. `local` is the backend of
-one process; its threads divide large steps by `share` and use memory again by `buffer_pool`.
-`processes` is the tensor side of backends of several processes.
+`execute` runs one step for all ranks at once, or one rank's share of it. `local` is the backend for
+threads of one process, which divide large steps by `share` and reuse memory by `buffer_pool`.
+`processes` is the part of multi-process backends that handles tensors.
 """
 
 from __future__ import annotations

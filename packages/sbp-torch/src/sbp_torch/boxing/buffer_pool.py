@@ -1,16 +1,16 @@
-"""Memory for large results that is used again when nobody holds it any more.
+"""A pool of memory for large results, which is reused when no tensor refers to it any more.
 
-Asking the system for memory and touching it for the first time takes longer than to copy into it.
-What a step makes is dropped within that step and made again in the next, so the same few blocks
-serve for ever.
+Allocating memory and touching it for the first time takes longer than copying into it. The results
+of a step are dropped within that step and made again in the next one, so a few blocks serve all
+steps.
 
-A block belongs to whoever holds a tensor, or a view of a tensor, in it; nobody gives it back by
-hand. Who holds whom:
+A block is in use while a tensor, or a view of it, is alive; it returns to the pool automatically.
+The references are:
 
     tensor, its views -> storage -> memoryview -> bytearray <- block <- finalizer of the memoryview
 
-The memoryview is made for one tensor, and only its storage holds it: so it ends when the last view
-of that tensor does, and its finalizer puts the block back, with a `bytearray` that never moved.
+The memoryview is made for one tensor, and only its storage refers to it. So it dies with the last
+view of that tensor, and its finalizer returns the block, whose `bytearray` was never moved.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from math import prod
 
 import torch
 
-#: Bytes below which the allocator of the C library keeps what was freed by itself.
+#: Bytes below which the allocator of the C library itself keeps and reuses freed memory.
 SMALLEST_BYTES = 128 * 1024
 
-#: Bytes of blocks that nobody uses which are kept, at most.
+#: The greatest number of bytes of unused blocks that the pool keeps.
 _KEPT_BYTES = 256 * 1024 * 1024
 
 
 class _Block:
-    """A piece of memory; compared by identity, not by content."""
+    """A block of memory, compared by identity, not by content."""
 
     __slots__ = ("memory",)
 
@@ -40,25 +40,25 @@ class _Block:
 
 
 class BufferPool:
-    """Blocks of memory; any number of threads may take some.
+    """A thread-safe pool of memory blocks.
 
-    A block comes back by itself when the last tensor that shares its memory is gone.
+    A block returns to the pool when the last tensor that shares its memory is freed.
     """
 
     def __init__(self) -> None:
-        #: Oldest first. A block comes back on whatever thread drops the last tensor, at any moment;
-        #: where the garbage collector drops it, in the middle of a method here. A lock would then
-        #: be taken twice by one thread, so there is none: appending and removing are atomic, and
-        #: only copies are walked, made by `list`, in which the collector cannot run once it has
-        #: begun to walk (in `tuple` it can, up to Python 3.11).
+        #: Unused blocks, oldest first. A block returns on the thread that drops the last tensor, at
+        #: any moment; the garbage collector may do so in the middle of a method of this class. One
+        #: thread would then take a lock twice, so there is no lock. Appending and removing are
+        #: atomic, and only copies made by `list` are iterated: the collector cannot run while
+        #: `list` iterates (in `tuple` it can, up to Python 3.11).
         self._free: deque[_Block] = deque()
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor with the dtype of another, of any values, on its device.
+        """Return an uninitialized contiguous tensor with the dtype and device of another one.
 
         Args:
-            shape: Of the tensor.
-            like: Says dtype and device.
+            shape: Shape of the tensor.
+            like: A tensor of the same dtype and device.
         """
         size_bytes = prod(shape) * like.element_size()
         if size_bytes < SMALLEST_BYTES or like.device.type != "cpu":
@@ -66,19 +66,19 @@ class BufferPool:
         block = self._take(size_bytes)
         view = memoryview(block.memory)
         tensor = torch.frombuffer(view, dtype=like.dtype).view(tuple(shape))
-        # Not at exit: tensors that live as long as the program need no memory after it.
+        # Not at exit: a tensor that lives until the exit of the program returns no memory.
         weakref.finalize(view, self._give_back, block).atexit = False
         return tensor
 
     def clear(self) -> None:
-        """Drop the blocks that nobody uses."""
+        """Free the unused blocks."""
         self._free.clear()
 
     def _take(self, size_bytes: int) -> _Block:
-        """Return a block of exactly this size, one that was used last if there is any.
+        """Return a block of exactly this size: the most recently used one, or a new one.
 
-        The last one is the likeliest to be in the cache. Sizes recur exactly, as steps do; a larger
-        block would be missed by who needs all of it.
+        The most recent one is the most likely to be in the cache. Every step asks for the same
+        sizes, so a larger block is left for the tensor that needs all of it.
         """
         for block in reversed(list(self._free)):
             if len(block.memory) == size_bytes:
@@ -91,7 +91,7 @@ class BufferPool:
 
     def _give_back(self, block: _Block) -> None:
         self._free.append(block)
-        # The oldest go first: sizes that no step asks for any more.
+        # Free the oldest blocks first: no step asks for their sizes any more.
         while sum(len(block.memory) for block in list(self._free)) > _KEPT_BYTES:
-            with suppress(IndexError):  # another thread may have taken the last
+            with suppress(IndexError):  # another thread may have taken the last block
                 self._free.popleft()

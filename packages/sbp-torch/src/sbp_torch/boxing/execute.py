@@ -1,19 +1,18 @@
 """Run one boxing step on tensors: for a whole group at once, or one rank's share of it.
 
-Everything is a pure function: inputs are never changed, and results may share memory with inputs
-and with each other (a broadcast copy is the same tensor on every rank). What a receiver gets comes
-in pieces, and pieces in terms: those of one term are placed next to each other, terms are reduced.
-From two partials, each split by rows on two ranks, to B:
+All functions are pure: inputs are never changed, and results may share memory with inputs and with
+each other (a broadcast copy is the same tensor on every rank). A receiver gets pieces, which are
+grouped into terms: pieces of one term are placed next to each other, and terms are reduced. For
+example, from two partials, each split by rows on two ranks, to B:
 
     term 0    rows 0-3 of rank 0         placed: the result so far
               rows 4-7 of rank 1
     term 1    rows 0-3 of rank 2         added to that
               rows 4-7 of rank 3
 
-Terms are reduced in mesh order, and nowhere in order of arrival: floating-point sums depend on
-their order, and every run, every backend and the reference runtime shall come to the same bits.
-What a backend of several processes needs besides its transport is `combine`, which puts received
-pieces together.
+Terms are always reduced in mesh order, never in order of arrival. Floating-point sums depend on
+their order, and every run, every backend and the reference runtime have to get the same bits. A
+backend of several processes needs its transport and `combine`, which puts received pieces together.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ def apply_step(step: BoxingStep, shards: Mapping[int, torch.Tensor]) -> dict[int
     """Run a step for all ranks of one or more of its groups.
 
     Args:
-        step: Of any kind.
-        shards: By rank, of the local shapes that `step.source` gives: whole groups of a collective,
-            all source ranks of a `TRANSFER`, any ranks for a local step.
+        step: A step of any kind.
+        shards: By rank, tensors of the local shapes of `step.source`: whole groups for a
+            collective, all source ranks for a `TRANSFER`, any ranks for a local step.
 
     Returns:
-        By rank, the shards under `step.target`, contiguous except where a local step kept what it
-        was given.
+        By rank, the shards under `step.target`. They are contiguous, except that a local step may
+        return its input.
 
     Raises:
-        BoxingError: a rank of a group is not there, or a shard has another shape or dtype.
+        BoxingError: a rank of a group is missing, or a shard has another shape or dtype.
     """
     if step.kind is StepKind.TRANSFER:
         return _transfer(step, shards)
@@ -89,7 +88,7 @@ def check_shard(step: BoxingStep, rank: int, shard: torch.Tensor) -> None:
     """Check one rank's shard before a step.
 
     Raises:
-        BoxingError: the shape is not the one that `step.source` gives, or the dtype is another.
+        BoxingError: the shape or the dtype differs from that of `step.source`.
     """
     bounds = bounds_of(step.shape, *step.source).get(rank)
     if bounds is None:
@@ -108,7 +107,7 @@ def check_shard(step: BoxingStep, rank: int, shard: torch.Tensor) -> None:
 
 
 def detached(shard: torch.Tensor) -> torch.Tensor:
-    """Return a shard as boxing takes it: without a history of gradients, of which it knows none."""
+    """Return a shard detached from the autograd graph, because boxing has no gradients."""
     return shard.detach() if shard.requires_grad else shard
 
 
@@ -136,7 +135,7 @@ def _collective(
         return dict.fromkeys(group, total.contiguous())
     pieces = collective_pieces(step, group)
     if step.kind is StepKind.ALL_GATHER:
-        # What one rank gets is what each gets: one tensor for all.
+        # Each rank gets the same values, so one tensor serves all ranks.
         received = _taken(pieces, group[0], shards)
         return dict.fromkeys(group, combine(step, group[0], received, device=parts[0].device))
     return {
@@ -161,12 +160,12 @@ def received(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return what one rank has after a `TRANSFER`.
+    """Return the shard of one rank after a `TRANSFER`.
 
     Args:
         step: The transfer.
         rank: The receiver.
-        shards: By rank, those of all that have something for it.
+        shards: By rank, the shards of all ranks that send a piece to it.
         device: See `combine`.
     """
     return combine(step, rank, _taken(transfer_pieces(step), rank, shards), device=device)
@@ -197,11 +196,11 @@ def combine(
         rank: The receiver.
         pieces: All its pieces (`collective_pieces`, `transfer_pieces`), ordered by term; each with
             a tensor of the piece's shape.
-        device: Where the result lives if nothing is received; else where the pieces are.
+        device: The device of the result if there are no pieces; else it is the device of these.
 
     Returns:
-        The rank's shard under `step.target`, contiguous; zeros if it receives nothing. Shares
-        memory with a piece that is all of it.
+        The rank's shard under `step.target`, contiguous; zeros if it receives nothing. It shares
+        memory with a piece that is the whole shard.
     """
     bounds = bounds_of(step.shape, *step.target)[rank]
     shape = tuple(stop - start for start, stop in bounds)
@@ -210,8 +209,8 @@ def combine(
     first, part = pieces[0]
     if len(pieces) == 1 and tuple(part.shape) == shape:
         return part.contiguous()
-    # Where the target is P(sum), a term need not fill the shard: this rank's partial is only what
-    # it was given of it, zero elsewhere, and later terms are added to whatever the first left.
+    # If the target is P(sum), a term need not fill the shard: the partial of this rank is zero
+    # outside of the received pieces, and later terms are added to the result of the first term.
     filled = sum(part.numel() for piece, part in pieces if piece.term == first.term) == prod(shape)
     result = part.new_empty(shape) if filled else part.new_zeros(shape)
     reduces = any(piece.term != first.term for piece, _ in pieces)
@@ -224,19 +223,19 @@ def fill(
     pieces: Sequence[tuple[TransferPiece, torch.Tensor | None]],
     reduction: str | None = None,
 ) -> None:
-    """Place the pieces of the first term in a shard, and reduce those of the others into it.
+    """Place the pieces of the first term in a shard, and reduce the pieces of later terms into it.
 
     Args:
         result: The receiver's shard; zero wherever the first term has no piece.
-        pieces: Ordered by term; each with a tensor of the piece's shape, or None if it is in its
-            place already, which only pieces of the first term may be.
+        pieces: Ordered by term; each with a tensor of the piece's shape. None instead of a tensor
+            means that the piece is already in place; only pieces of the first term may be None.
         reduction: `sum`, `max` or `min`; None if there is one term.
     """
     parts = [result if part is None else part for _, part in pieces]
     whole = all(part.shape == result.shape for part in parts)
     if reduction is not None and whole and len({piece.term for piece, _ in pieces}) == len(pieces):
-        # Each piece is a term, and all of the shard: the first two are added straight into it,
-        # instead of copying the first and adding the second. The same sums in the same order.
+        # Each piece is a term and fills the shard: the first two are added directly into it,
+        # instead of copying the first and adding the second. The sums and their order are equal.
         reduce_in_order(parts, reduction, out=result)
         return
     for piece, part in pieces:
@@ -254,12 +253,12 @@ def _reduction(entry: object) -> str:
 
 
 def reduction_of(step: BoxingStep) -> str:
-    """Return the reduction of a step that makes values of partial ones: `sum`, `max` or `min`.
+    """Return the reduction of a step that reduces partial values: `sum`, `max` or `min`.
 
     Args:
         step: An all-reduce, a reduce-scatter, or a `TRANSFER` from partial values.
     """
-    # All axes that one step reduces are of one reduction.
+    # All axes that one step reduces have the same reduction.
     axis = step.axes[0] if step.axes else partial_axes(step.source[1])[0]
     return _reduction(step.source[1][axis])
 
@@ -270,10 +269,10 @@ def reduce_in_order(
     """Reduce tensors of one shape elementwise, from the first to the last.
 
     Args:
-        parts: At least one; never changed, but for one that is `out`. A single one is returned as
-            it is, if there is no `out`.
+        parts: At least one tensor; none is changed, except one that is `out`. Without `out`, a
+            single tensor is returned itself.
         reduction: `sum`, `max` or `min`.
-        out: Where the result is made; it may be one of the first two parts.
+        out: The tensor for the result; it may be one of the first two parts.
     """
     if len(parts) == 1:
         return parts[0] if out is None else out.copy_(parts[0])
@@ -288,12 +287,12 @@ def local_step(step: BoxingStep, rank: int, shard: torch.Tensor) -> torch.Tensor
     """Run a local step on one rank: slice, pad with zeros, or keep.
 
     Args:
-        step: Of kind `LOCAL`.
+        step: A step of kind `LOCAL`.
         rank: Any rank of its placement.
         shard: The rank's part under `step.source`.
 
     Returns:
-        The rank's part under `step.target`; the shard itself or a view of it where that is enough.
+        The rank's part under `step.target`; if possible, the shard itself or a view of it.
 
     Raises:
         BoxingError: the shard has another shape or dtype.
@@ -306,14 +305,14 @@ def local_step(step: BoxingStep, rank: int, shard: torch.Tensor) -> torch.Tensor
     if placement.mesh_shape[axis] == 1:
         return shard
     before, after = local_transition(step, rank)
-    if isinstance(target, Split):  # from B: each rank has all, and keeps its slice
+    if isinstance(target, Split):  # from B: each rank has the whole, and keeps its slice
         return shard[_slices(before)].contiguous()
     bounds = bounds_of(step.shape, *step.target)[rank]
     if isinstance(source, Split):  # to P(sum): zeros elsewhere add up to the whole
         padded = shard.new_zeros(tuple(stop - start for start, stop in bounds))
         padded[_slices(after)] = shard
         return padded
-    # From B to P: one rank keeps the values, as a sum counts each; max and min may have them often.
+    # From B to P(sum), one rank keeps the values. For max and min, all ranks may keep them.
     keeps = _reduction(target) != "sum" or placement.coordinate(rank)[axis] == 0
     return shard if keeps else torch.zeros_like(shard)
 
@@ -325,24 +324,24 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
 def shard(
     tensor: torch.Tensor, placement: Placement, sbp: NdSbp, ranks: Container[int] | None = None
 ) -> dict[int, torch.Tensor]:
-    """Take a logical tensor apart.
+    """Cut a logical tensor into the shards of ranks.
 
     Args:
         tensor: Any shape and dtype.
         placement: The mesh of ranks.
         sbp: How the tensor is placed on it.
-        ranks: Whose parts to make; those of all ranks if None.
+        ranks: The ranks whose parts to make; None for all ranks.
 
     Returns:
-        By rank, its part under `sbp`: contiguous, and sharing memory with `tensor` where it can.
-        `P` keeps the values at coordinate 0 of its axis and puts zeros elsewhere; `P("max")` and
+        By rank, its part under `sbp`: contiguous, and sharing memory with `tensor` if possible.
+        `P` keeps the values at coordinate 0 of its axis and has zeros elsewhere; `P("max")` and
         `P("min")` keep them everywhere.
 
     Raises:
         SbpValueError: `sbp` does not fit the shape or the mesh.
     """
     shape = tuple(tensor.shape)
-    parts: dict[Bounds, torch.Tensor] = {}  # ranks of equal bounds share a tensor
+    parts: dict[Bounds, torch.Tensor] = {}  # ranks with equal bounds share a tensor
     result: dict[int, torch.Tensor] = {}
     bounds = bounds_of(shape, placement, sbp)
     for rank, at in placement.coordinates():
@@ -370,17 +369,17 @@ def assemble(
     """Put a logical tensor together from the parts of all ranks: gather and reduce.
 
     Args:
-        shards: By rank, of the local shapes that `sbp` gives.
+        shards: By rank, tensors of the local shapes under `sbp`.
         placement: The mesh of ranks.
         sbp: How the tensor is placed on it.
-        shape: Of the logical tensor.
-        check: Also compare the copies that `B` axes hold.
+        shape: Shape of the logical tensor.
+        check: Also compare the copies along `B` axes.
 
     Returns:
         The logical tensor; it may share memory with the shards.
 
     Raises:
-        SbpValueError: a shard is missing or of another shape, or (with `check`) copies differ.
+        SbpValueError: a shard is missing or has another shape, or (with `check`) copies differ.
     """
     shape = tuple(shape)
     check_sbp(shape, sbp, placement.mesh_shape)
@@ -393,7 +392,7 @@ def assemble(
                 f"rank {rank} has {'no shard' if held is None else f'a shard of shape {held}'}",
                 accepted=f"shape {local}, its part of {shape} under ({sbp})",
             )
-    # Undo the axes from the last, which was applied to what the others left, to the first.
+    # Undo the axes from the last to the first, because each one split the result of earlier axes.
     parts = {at: shards[rank] for rank, at in placement.coordinates()}
     for axis in reversed(range(len(sbp))):
         joined: dict[tuple[int, ...], torch.Tensor] = {}
@@ -405,7 +404,7 @@ def assemble(
 
 
 def _join(line: list[torch.Tensor], sbp: NdSbp, axis: int, check: bool) -> torch.Tensor:
-    """Return the value that the ranks along one axis stand for."""
+    """Return the value that the ranks along one axis hold together."""
     entry = sbp[axis]
     if isinstance(entry, Split):
         return torch.cat(line, entry.dim) if len(line) > 1 else line[0]

@@ -1,19 +1,19 @@
-"""The `local` backend: ranks are threads of one process, tensors are handed over by reference.
+"""The `local` backend: ranks are threads of one process and pass tensors by reference.
 
-A collective is a rendezvous: each rank leaves its shard; the last that comes begins with the work,
-others help (`share`), and all leave when it is done:
+A collective is a rendezvous: each rank brings its shard. The last rank to arrive divides the work
+into blocks, other ranks help (`share`), and all leave when the work is done:
 
-             all come by the deadline       then nobody is late any more
-    rank 0   leaves its shard, waits        called: does blocks, waits    gets its result
-    rank 1      leaves its shard, waits     sleeps on                     gets its result
-    rank 2         comes last               divides, calls, does blocks   gets its result
+             all arrive by the deadline     then no rank is late any more
+    rank 0   brings its shard, waits        woken: does blocks, waits     gets its result
+    rank 1      brings its shard, waits     sleeps                        gets its result
+    rank 2         arrives last             divides, wakes, does blocks   gets its result
 
-To begin a collective is to leave the shard, and to divide for the last; the work is done by those
-who wait. Ranks may come in any order, and which one divides is chance: what is added in which order
-is not.
-A transfer goes through a mailbox, in order of sending. Nothing is copied that can be shared, and
-sums are made once, in mesh order. Shards stay their owner's, who must leave them alone until the
-step is over; results are read by several ranks, and so are nobody's to write.
+`begin` brings the shard, and the last rank also divides; waiting ranks do the work. Ranks arrive in
+any order, so any rank may divide, but the order of additions is fixed.
+
+A transfer goes through a mailbox, in order of sending. Tensors are shared instead of copied if
+possible, and a sum is computed once, in mesh order. The owner of a shard must not change it until
+the step is over. Several ranks read the results, so no rank may write to them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sbp_torch.boxing.share import SharedStep, share_out
 if TYPE_CHECKING:
     from sbp_core.plugins import EmptyConfig
 
-#: What a collective is found by: the tag, and the ranks of its group.
+#: The key of a collective: the tag, and the ranks of its group.
 _Key = tuple[str, tuple[int, ...]]
 
 #: One message: the pieces that one rank sends another in one transfer.
@@ -58,8 +58,8 @@ _Message = list[tuple[TransferPiece, torch.Tensor]]
 class _Rendezvous:
     """One collective of one group, from the first arrival until the last rank has left.
 
-    All of it is read and written under the lock of the backend, except what is inside `work`, and
-    what nobody writes any more: `work` once it is there, and `error` once the rendezvous is over.
+    It is read and written under the lock of the backend. Three things need no lock: the contents of
+    `work`, `work` itself after it is set, and `error` after the rendezvous is over.
     """
 
     def __init__(self, step: BoxingStep, lock: threading.Lock) -> None:
@@ -67,27 +67,27 @@ class _Rendezvous:
         self.changed = threading.Condition(lock)
         self.shards: dict[int, torch.Tensor] = {}
         self.donated: list[int] = []
-        #: What is to do, once all have come; and how many blocks of it are not done.
+        #: The work, once all ranks have arrived; and how many of its blocks are not done.
         self.work: SharedStep | None = None
         self.num_left = 0
         self.error: BoxingError | None = None
-        #: Whether the backend failed or was closed before all had come.
+        #: Whether the backend failed or was closed before all ranks had arrived.
         self.stopped = False
-        #: If it failed: the ranks that have not come yet, and get the error when they do.
+        #: If it failed: the ranks that have not arrived yet; they get the error when they do.
         self.not_told: set[int] = set()
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody is waited for any more: all have come, or it failed, or was stopped."""
+        """Whether no rank is awaited any more: all have arrived, or it failed or was stopped."""
         return self.work is not None or self.error is not None or self.stopped
 
     @property
     def over(self) -> bool:
-        """Whether the results are there, or never will be."""
+        """Whether the results are finished, or an error has ended the rendezvous."""
         return self.num_left == 0 or self.error is not None
 
 
-#: A collective that a rank has come to, by what it is found, and itself.
+#: A collective at which a rank has arrived: its key, and the rendezvous.
 _Arrival = tuple[_Key, _Rendezvous]
 
 
@@ -104,17 +104,17 @@ class LocalBackend(BoxingBackend):
         self._mail: dict[tuple[str, int, int], deque[_Message]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
         self._buffers = BufferPool()
-        #: How many ranks that sleep are called to do blocks: as many as there are other cores; more
-        #: would only take turns with them.
+        #: How many sleeping ranks are woken to do blocks: as many as there are other cores, because
+        #: more threads would only compete for the cores.
         self._num_helpers = _num_cores() - 1
-        #: Why nothing can be done any more, and what caused that.
+        #: Why the backend cannot be used any more, and the cause.
         self._end: tuple[str, BaseException | None] | None = None
 
     def open(self, ranks: Sequence[int]) -> None:
-        """Make a communicator for each of `ranks`, all of which live in this process.
+        """Make a communicator for each of `ranks`, which are all in this process.
 
         Raises:
-            BoxingError: the backend is open already or was closed, or a rank repeats.
+            BoxingError: the backend is already open or was closed, or a rank repeats.
         """
         with self._lock:
             if self._end is not None:
@@ -130,14 +130,14 @@ class LocalBackend(BoxingBackend):
             self._mail_came = {rank: threading.Condition(self._lock) for rank in ranks}
 
     def local_ranks(self) -> tuple[int, ...]:
-        """Return all ranks: they all live here."""
+        """Return all ranks: they are all in this process."""
         return self._ranks
 
     def communicator(self, rank: int) -> LocalCommunicator:
         """Return the communicator of a rank; the same on every call.
 
         Raises:
-            BoxingError: the rank is not among those that were opened.
+            BoxingError: the backend was not opened with this rank.
         """
         if rank not in self._communicators:
             raise BoxingError(
@@ -152,7 +152,7 @@ class LocalBackend(BoxingBackend):
         self._stop(f"another part of the run failed: {words_of(error)}", error)
 
     def close(self) -> None:
-        """Drop everything that waits; further calls raise `BoxingError`."""
+        """Drop all pending work; further calls raise `BoxingError`."""
         self._stop("the local boxing backend is closed", None)
         with self._lock:
             self._mail.clear()
@@ -175,7 +175,7 @@ class LocalBackend(BoxingBackend):
             raise call.failed(reason) from cause
 
     def arrive(self, call: CollectiveCall, shard: torch.Tensor, donate: bool) -> _Arrival:
-        """Leave a shard at the rendezvous of a collective; if it is the last, divide the work."""
+        """Bring a shard to the rendezvous of a collective; the last rank divides the work."""
         step, rank = call.step, call.rank
         group = step.group(rank)
         key = (call.tag, group)
@@ -192,8 +192,8 @@ class LocalBackend(BoxingBackend):
                 )
                 self._fail_rendezvous(key, rendezvous, error)
             if rendezvous.error is not None:
-                # It failed before this rank came, and stays until all have come and got the error:
-                # else the next would wait in vain at a rendezvous of its own.
+                # It failed before this rank arrived. It stays until all ranks have got the error;
+                # otherwise the next rank would wait in vain at a new rendezvous.
                 rendezvous.not_told.discard(rank)
                 if not rendezvous.not_told:
                     self._rendezvous.pop(key, None)
@@ -203,18 +203,18 @@ class LocalBackend(BoxingBackend):
                 rendezvous.donated.append(rank)
             is_last = len(rendezvous.shards) == len(group)
             if is_last:
-                # The tag is free for its next use, by a rank that is out before others are awake;
-                # those hold the object itself.
+                # A fast rank may use the tag again before other ranks are awake. They hold the
+                # object itself.
                 del self._rendezvous[key]
         if is_last:
             self._divide(rendezvous, group)
         return key, rendezvous
 
     def finish(self, call: CollectiveCall, arrival: _Arrival) -> tuple[torch.Tensor, int]:
-        """Wait for the others, and do a share of the work; see `Communicator.collective`.
+        """Wait for the other ranks, and do a share of the work; see `Communicator.collective`.
 
         Returns:
-            The rank's result, and the bytes that it handed to others.
+            The rank's result, and the bytes that it sent to other ranks.
         """
         key, rendezvous = arrival
         if not rendezvous.is_settled:
@@ -227,40 +227,40 @@ class LocalBackend(BoxingBackend):
     def _await(self, call: CollectiveCall, key: _Key, rendezvous: _Rendezvous) -> None:
         """Wait, holding the lock, until the work is divided; fail the rendezvous at the deadline.
 
-        Who is not called for help wakes up only when all is done.
+        A rank that is not woken to help sleeps until all work is done.
         """
         full = len(key[1])
         while not rendezvous.is_settled:
             if len(rendezvous.shards) == full:
-                # All have come: the last one divides the work, which is no one's absence.
+                # All ranks have arrived, and the last one divides the work: no rank is missing.
                 rendezvous.changed.wait()
             elif call.is_over or not rendezvous.changed.wait(call.left_s):
                 if rendezvous.is_settled or len(rendezvous.shards) == full:
-                    continue  # the time was over, but somebody was faster to take the lock
+                    continue  # the time was over, but another rank took the lock first
                 missing = [other for other in key[1] if other not in rendezvous.shards]
                 self._fail_rendezvous(key, rendezvous, call.missing(missing))
         if rendezvous.stopped:
             self._check_usable(call)
 
     def _fail_rendezvous(self, key: _Key, rendezvous: _Rendezvous, error: BoxingError) -> None:
-        """End a rendezvous for those who came; it stays until the others have got the error."""
+        """End a rendezvous with an error; it stays until late ranks have got the error, too."""
         rendezvous.error = error
         rendezvous.not_told = set(key[1]) - rendezvous.shards.keys()
         rendezvous.shards.clear()
         rendezvous.changed.notify_all()
 
     def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
-        """Find out what is to do, and call others for help; the last to come does so.
+        """Divide the work and wake other ranks to help; called by the last rank to arrive.
 
-        Without the lock, so that other groups may go on: nobody else writes to this rendezvous, as
-        all of its ranks have come, and may only wait.
+        This runs without the lock, so that other groups can continue. No other rank writes to this
+        rendezvous, because all of its ranks have arrived and only wait.
         """
         work, error = None, None
         try:
             work = share_out(
                 rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._buffers
             )
-        except BaseException as caught:  # whatever it was, the others must not wait for ever
+        except BaseException as caught:  # after any error, other ranks must not wait forever
             error = _as_boxing_error(rendezvous.step, caught)
         with self._lock:
             rendezvous.work, rendezvous.error = work, error
@@ -272,7 +272,7 @@ class LocalBackend(BoxingBackend):
                 rendezvous.changed.notify(self._num_helpers)
 
     def _take_part(self, rendezvous: _Rendezvous, rank: int) -> tuple[torch.Tensor, int]:
-        """Do blocks until all are done; return what `finish` does."""
+        """Do blocks until all are done; return the results of `finish`."""
         work, done, error = rendezvous.work, 0, None
         if work is not None and work.num_blocks:
             try:
@@ -280,14 +280,14 @@ class LocalBackend(BoxingBackend):
             except BaseException as caught:
                 error = _as_boxing_error(rendezvous.step, caught)
             with self._lock:
-                # That no block is left to take does not mean that all are done: another rank may be
-                # in the middle of one. Whoever ends last wakes up all, also those not called.
+                # If no block is left to take, another rank may still be working on one. The rank
+                # that finishes last wakes all ranks, including those that were not woken to help.
                 rendezvous.num_left -= done
                 rendezvous.error = rendezvous.error or error
                 if rendezvous.over:
                     rendezvous.changed.notify_all()
                 while not rendezvous.over:
-                    # They all compute, which is no one's absence.
+                    # The other ranks compute, so no rank is missing and no deadline applies.
                     rendezvous.changed.wait()
         if rendezvous.error is not None:
             raise _copy_of(rendezvous.error)
@@ -297,8 +297,8 @@ class LocalBackend(BoxingBackend):
     def post(self, call: CollectiveCall, messages: dict[int, _Message]) -> None:
         """Put messages into the mailboxes of their receivers.
 
-        A message is slices of the sender's shard, not copies: the sender leaves it alone until the
-        step is over on every rank.
+        A message contains slices of the sender's shard, not copies: the sender must not change the
+        shard until the step is over on every rank.
         """
         with self._lock:
             self._check_usable(call)
@@ -312,7 +312,7 @@ class LocalBackend(BoxingBackend):
                 self._mail_came[receiver].notify_all()
 
     def collect(self, call: CollectiveCall, senders: Sequence[int]) -> dict[int, _Message]:
-        """Wait for one message of each sender and take them out of the mailbox."""
+        """Wait for one message from each sender and take the messages out of the mailbox."""
         keys = {sender: (call.tag, sender, call.rank) for sender in senders}
 
         def come() -> bool:
@@ -334,8 +334,8 @@ class LocalBackend(BoxingBackend):
 class LocalCommunicator(Communicator):
     """Executes boxing steps for one rank, which is a thread of this process.
 
-    `sent_bytes` is made of what others are given, not of what steps predict: of a collective as
-    `share_out` says, of a transfer the slices in its messages.
+    `sent_bytes` counts the slices that other ranks really get, not the predictions of steps: see
+    `share_out` for collectives; for transfers it counts the slices in messages.
     """
 
     def __init__(self, backend: LocalBackend, rank: int) -> None:
@@ -366,7 +366,7 @@ class LocalCommunicator(Communicator):
         deadline_s: float,
         donate: bool = False,
     ) -> Pending:
-        """Leave the shard for the step's group; the rest is done when the result is asked for."""
+        """Bring the shard to the step's group; the work is done when the result is requested."""
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
@@ -377,14 +377,14 @@ class LocalCommunicator(Communicator):
     def finish(self, call: CollectiveCall, arrival: _Arrival) -> torch.Tensor:
         """Return the result of a collective that was begun."""
         result, sent_bytes = self._backend.finish(call, arrival)
-        # In one go, as in `send`.
+        # In one statement, as in `send`.
         self.sent_bytes += sent_bytes
         return result
 
     def send(
         self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float
     ) -> Delivery:
-        """Put this rank's pieces, not copied, into the mailboxes of the receivers; never waits."""
+        """Put this rank's pieces, without copies, into the receivers' mailboxes; never wait."""
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
         shard = detached(shard)
@@ -395,8 +395,9 @@ class LocalCommunicator(Communicator):
                 messages.setdefault(piece.receiver, []).append(part)
         self._backend.post(CollectiveCall.begin(step, tag, self.rank, deadline_s), messages)
         sent_bytes = sum(part.nbytes for message in messages.values() for _, part in message)
-        # With no call between reading and writing: at one, another thread may have its turn, and
-        # what that counts would be lost. A rank may send on one thread and reduce on another.
+        # There is no call between reading and writing, because at a call Python may switch threads,
+        # and the count of the other thread would be lost. A rank may send on one thread and reduce
+        # on another.
         self.sent_bytes += sent_bytes
         return Delivered()
 
@@ -434,12 +435,12 @@ class LocalCommunicator(Communicator):
 
 
 class _LocalPending(Pending):
-    """A collective that a rank has come to.
+    """A collective that a rank has begun.
 
     Args:
-        communicator: Of the rank.
-        call: What it has begun.
-        arrival: Where it has left its shard.
+        communicator: The communicator of the rank.
+        call: The call that began it.
+        arrival: The rendezvous that has its shard.
     """
 
     __slots__ = ("_arrival", "_call", "_communicator")
@@ -456,14 +457,14 @@ class _LocalPending(Pending):
 
 
 def _num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
-    """Return the error for all ranks of a step when one of them could not do its share."""
+    """Return the error for all ranks of a step in which one rank failed."""
     if isinstance(error, BoxingError):
         return error
     found = BoxingError(f"a boxing step failed: {type(error).__name__}: {error}", where=str(step))
@@ -472,7 +473,7 @@ def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
 
 
 def _copy_of(error: BoxingError) -> BoxingError:
-    """Return a copy of an error to raise on one more thread, each with its own traceback."""
+    """Return a copy of an error for another thread, so that each has its own traceback."""
     copy = error.replaced(BoxingError)
     copy.__cause__ = error.__cause__ or error
     return copy

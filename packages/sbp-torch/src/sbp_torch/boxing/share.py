@@ -1,16 +1,16 @@
 """How the ranks of one process share the work of a collective: any thread does the next block.
 
-The rank that comes last divides the work. Of a small tensor it does everything at once. Else every
-result is made in memory of the pool, one for all ranks where all get the same, block by block:
+The rank that arrives last divides the work. For a small tensor, it does all the work at once.
+Otherwise results are made block by block in memory of the pool, one result for all ranks if all get
+the same:
 
     shards, P -> S(0)      jobs                      blocks, which all threads take from one list
     rank 0   a0 | b0       a = a0 + a1, of rank 0    a[0:4]  a[4:8]  a[8:12]
     rank 1   a1 | b1       b = b0 + b1, of rank 1    b[0:4]  b[4:8]  b[8:12]
 
-A block is nobody's: a rank that is slow to wake up, or finds no core, takes none and holds up
-nobody. But one thread does all of a block, and adds in mesh order, (0 + 1) + 2: floating-point sums
-depend on the order, and so would the bits of a run on who came when. Nothing waits here:
-`local` does.
+A block belongs to no rank: a rank that wakes up late, or gets no core, takes none and delays no
+other rank. One thread does a whole block, and adds in mesh order, (0 + 1) + 2, because
+floating-point sums depend on the order. This module never waits: `local` does.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from sbp_core.boxing import (
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 
-#: Bytes of all shards below which the rank that comes last makes the results alone, in memory of
-#: the allocator: to cut such a tensor, and to take blocks of the pool, would cost more.
+#: Bytes of all shards below which the rank that arrives last makes the results alone, in memory of
+#: the allocator, because cutting such a tensor and taking blocks of the pool would cost more.
 _SMALL_BYTES = 256 * 1024
 
-#: Bytes of all shards from which on others are called for help. To wake a thread takes some 0.05 ms
-#: and then both wait for each other between any two calls of torch; in 0.3 ms one core copies as
-#: much alone. Source: Linux, two cores of an AMD EPYC.
+#: Bytes of all shards from which on other ranks are woken to help. Waking a thread takes about 0.05
+#: ms, and then both threads wait for each other between any two calls of torch; one core copies as
+#: much in 0.3 ms. Source: Linux, two cores of an AMD EPYC.
 _SHARED_BYTES = 4 * 1024 * 1024
 
-#: Bytes of a result that are made at a time; smaller blocks spend more on their calls. If more than
-#: two shards are reduced, what the first come to is still in the cache when the next is added.
+#: Bytes of a result per block; smaller blocks spend more time on calls. If more than two shards are
+#: reduced, the sum of the first two is still in the cache when the next one is added.
 _BLOCK_BYTES = 1024 * 1024
 
-#: A job, and where a block of it starts and how far it reaches along the job's dim.
+#: A job, and the start and extent of a block along the dim of the job.
 _Block = tuple["_Job", int, int]
 
 
 class _Job:
-    """Tensors to reduce elementwise, in order, or the one tensor to copy.
+    """Tensors to reduce elementwise, in order, or one tensor to copy.
 
     Args:
-        parts: Of one shape; slices of the shards, so that only reading them is allowed.
-        out: Where the result is made, of that shape; it may be any of the parts.
+        parts: Tensors of one shape: slices of the shards, which are only read.
+        out: The tensor for the result, of that shape; it may be any of the parts.
         reduction: `sum`, `max` or `min`.
     """
 
@@ -65,7 +65,7 @@ class _Job:
         self._dim = 0
 
     def blocks(self) -> list[_Block]:
-        """Cut the job: along its first dim, whose parts are together, unless that is too short."""
+        """Cut the job into blocks along its first dim, which keeps them contiguous, if possible."""
         if not self._out.numel():
             return []
         num_blocks = -(-self._out.nbytes // _BLOCK_BYTES)
@@ -80,7 +80,7 @@ class _Job:
         return [(self, start, min(size, shape[self._dim] - start)) for start in starts]
 
     def do(self, start: int, extent: int) -> None:
-        """Do one block; all of the job if it has no extent.
+        """Do one block, or the whole job if `extent` is 0.
 
         Any number of threads may do blocks of one job: they write disjoint parts of its result.
         """
@@ -89,22 +89,22 @@ class _Job:
             parts = [part.narrow(self._dim, start, extent) for part in parts]
             out = out.narrow(self._dim, start, extent)
         if len(parts) > 2 and out.data_ptr() in [part.data_ptr() for part in parts[2:]]:
-            # The result is made in a shard that is added third or later. `reduce_in_order` would
-            # write the sum of the first two into it, and then add what it has just overwritten: so
-            # all but the last addend are summed elsewhere.
+            # The result replaces a shard that is added third or later. `reduce_in_order` would
+            # write the sum of the first two into it, and then add the overwritten values. So all
+            # addends except the last are summed in other memory.
             parts = [reduce_in_order(parts[:-1], self._reduction), parts[-1]]
         reduce_in_order(parts, self._reduction, out=out)
 
 
 class SharedStep:
-    """A collective, cut into blocks that any thread may do, and the results that they make.
+    """A collective, cut into blocks that any thread may do, and its results.
 
     Args:
         results: By rank, its part under the step's target once all blocks are done.
-        sent_bytes: By rank, the bytes that the blocks, or who made the results at once, read of it
-            for other ranks; see `share_out`.
-        jobs: That make the results; none if these are made.
-        needs_help: Whether others should be called to do blocks.
+        sent_bytes: By rank, the bytes of its shard that were used for other ranks; see
+            `share_out`.
+        jobs: The jobs that make the results; none if the results are already made.
+        needs_help: Whether other ranks should be woken to do blocks.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class SharedStep:
         self.needs_help = needs_help
         blocks = [block for job in jobs for block in job.blocks()]
         self.num_blocks = len(blocks)
-        # One iterator for all threads: each block is taken once, as taking the next is atomic.
+        # One iterator for all threads: `next` is atomic, so each block is taken once.
         self._next = iter(blocks)
 
     def do(self) -> int:
-        """Do blocks for as long as there are any; return how many."""
+        """Do blocks until none is left; return the number of blocks done."""
         done = 0
         for job, start, extent in self._next:
             job.do(start, extent)
@@ -139,21 +139,21 @@ def share_out(
     donated: Sequence[int],
     pool: BufferPool,
 ) -> SharedStep:
-    """Divide a collective, and count what its ranks hand to each other.
+    """Divide a collective, and count the bytes that its ranks send to each other.
 
-    Counted are the sizes of the very slices of shards that results are made of, whatever the step
-    predicts. Threads share memory: what all ranks get is made once, and whoever does a block reads
-    for others. So the count is that of ranks which share none, by the `TrafficCounter` of their
-    backends: a slice counts for its owner, once for each other rank that gets what is made of it; a
-    sum that all get, of which no rank owns a part here, as the reduce-scatter and all-gather that
-    it is there, and that its price assumes.
+    The count uses the sizes of the slices of shards that results are made of, not the prediction of
+    the step. Threads share memory: a result for all ranks is made once, and a thread that does a
+    block reads shards for other ranks. The count is therefore that of ranks that share no memory,
+    by the `TrafficCounter` of their backends. A slice counts for its owner, once for each other
+    rank that gets a result made of it. An all-reduce counts as a reduce-scatter and an all-gather,
+    as in these backends and in its price.
 
     Args:
-        step: Of any kind but `TRANSFER` and `LOCAL`.
-        group: In mesh order.
-        shards: Of all its ranks.
+        step: A step of any kind except `TRANSFER` and `LOCAL`.
+        group: The ranks of the group, in mesh order.
+        shards: The shards of all ranks of the group.
         donated: The ranks whose shard may be overwritten, and may become the result.
-        pool: Where results are made.
+        pool: The pool for results.
 
     Raises:
         BoxingError: a shard has another shape or dtype than the step gives.
@@ -179,14 +179,14 @@ def _one_sum(
     pool: BufferPool | None,
     counters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
-    """Return the one tensor of an all-reduce, and the jobs that make it: none without a pool."""
+    """Return the result of an all-reduce, and the jobs that make it: none without a pool."""
     parts, reduction = [shards[rank] for rank in group], reduction_of(step)
     for part, counter in zip(parts, counters, strict=True):
         counter.all_reduce(part.numel(), part.element_size())
     if pool is None:
         return dict.fromkeys(group, reduce_in_order(parts, reduction).contiguous()), []
-    # If possible in a shard that was donated, which spares memory, and writing to other memory than
-    # was read. Whichever it is, the order of the sum is that of the mesh (`_Job.do`).
+    # If possible, make the result in a donated shard, which saves memory and does not touch more of
+    # it. For every choice, the order of the sum is the mesh order (`_Job.do`).
     own = [shards[rank] for rank in group if rank in donated and shards[rank].is_contiguous()]
     total = own[0] if own else pool.empty(parts[0].shape, parts[0])
     job = _Job([part.reshape(-1) for part in parts], total.view(-1), reduction)
@@ -201,7 +201,7 @@ def _put_together(
     counters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
     """Return the results of any other collective, and the jobs for them: none without a pool."""
-    # What one rank gets of an all-gather is what each gets: it is made once, for the first.
+    # Each rank gets the same result of an all-gather: it is made once, for the first rank.
     gathers = step.kind is StepKind.ALL_GATHER
     received: dict[int, list[tuple[TransferPiece, torch.Tensor]]]
     received = {rank: [] for rank in (group[:1] if gathers else group)}
@@ -229,6 +229,6 @@ def _put_together(
         results[rank] = result
         if step.kind is not StepKind.REDUCE_SCATTER:
             jobs += [_Job([part], result[piece.target_slices]) for piece, part in pieces]
-        elif pieces:  # each an addend of all of the result, in mesh order; an empty one has none
+        elif pieces:  # the addends of the result, in mesh order; an empty result has none
             jobs.append(_Job([part for _, part in pieces], result, reduction_of(step)))
     return dict.fromkeys(group, results[group[0]]) if gathers else results, jobs

@@ -72,33 +72,33 @@ def capture(
 ) -> LogicalGraph:
     """Capture one whole step as one functional ATen graph: forward, loss, backward, update.
 
-    The graph computes what eager PyTorch computes, bit for bit. Nothing is run and nothing changes
-    on `model` or `optimizer`. Random ops become counter-based ones (see `capture.randomness`): the
-    graph then has the scalar inputs `seed` and `draw`, and `counted_random` makes eager PyTorch
-    draw the same numbers.
+    The graph computes the same as eager PyTorch, bit for bit. Nothing is run, and `model` and
+    `optimizer` do not change. Random ops become counter-based ones (see `randomness`): the graph
+    then has the scalar inputs `seed` and `draw`, and `counted_random` makes eager PyTorch draw the
+    same numbers.
 
     Args:
         model: The one-device program.
-        loss: `loss(model, batch)` returns a 0-d floating tensor; or that and a mapping of metrics;
-            or a mapping with the key `loss`, whose other 0-d tensors are metrics.
+        loss: `loss(model, batch)` returns a 0-d floating tensor; or a pair of it and a mapping of
+            metrics; or a mapping with the key `loss`, whose other 0-d tensors are metrics.
         batch: An example of one micro-batch: tensors, nested in mappings, sequences and
-            dataclasses; only shapes and dtypes matter. The graph's inputs are named as by
+            dataclasses; only shapes and dtypes matter. The graph's inputs have the names of
             `flatten_batch`.
-        optimizer: Over `model.parameters()`; None captures forward and loss only.
-        update: What happens once a step besides the optimizer: clipping, averages, loss scaling.
-        name: What reports call the graph.
+        optimizer: An optimizer of `model.parameters()`; None captures forward and loss only.
+        update: Options of the update next to the optimizer: clipping, averages, loss scaling.
+        name: Name of the graph in reports.
         autocast: Run the forward under `torch.autocast` to this dtype, such as `bfloat16`.
-        per_shard_random: Let every shard draw random numbers from a generator of its own: faster,
-            but other numbers on every mesh.
-        device: Kind of device that the step will run on, `cpu` or `cuda`. The model stays where it
-            is, and no such device is needed here.
-        numbers: Places of floats that forward and loss read, by the names of the scalar inputs that
-            they become, as far as they are used. Forward and loss may calculate with them, and not
-            look at their values: compare the graph by `check_numbers`.
+        per_shard_random: Whether every shard draws random numbers from its own generator, which is
+            faster, but makes the numbers depend on the mesh.
+        device: Kind of device that the step will run on, `cpu` or `cuda`. The model is not moved,
+            and capture does not need the device.
+        numbers: Places of floats that forward and loss read, by the names of their scalar inputs;
+            unused ones become no input. Forward and loss may calculate with these floats, but must
+            not branch on their values: check the graph with `check_numbers`.
 
     Raises:
-        SbpTypeError: `model`, `loss` or `optimizer` is something else.
-        CaptureError: the step cannot be captured, with the line of the user's code.
+        SbpTypeError: `model`, `loss` or `optimizer` has another type.
+        CaptureError: the step cannot be captured; the error names the line of the user's code.
     """
     _check_program(model, optimizer)
     check_loss(as_written(loss))
@@ -124,8 +124,8 @@ def capture(
     try:
         return traced(as_compiling=False)
     except TraceError as stopped:
-        # Some models look at values (of masks, mostly), but not while they are being compiled. What
-        # stops them then is what has to be changed.
+        # Some models read values (mostly of masks), except while they are being compiled. If they
+        # still fail then, the second error is the one to report.
         try:
             return traced(as_compiling=True)
         except TraceError:
@@ -135,10 +135,10 @@ def capture(
 
 
 def _trace_until_stable(make: Callable[..., TraceableStep]) -> TracedStep:
-    """Trace a step whose forward leaves nothing behind, or only once.
+    """Trace a step whose forward has no side effects, or has them only once.
 
-    A side effect that happens once, such as a cache that is filled, is harmless: the second step
-    has no further ones, and computes what the first one does.
+    A side effect that happens once, such as filling a cache, is harmless: the second step has no
+    side effects, and computes the same as the first one.
     """
     step = make()
     traced = trace_step(step)
@@ -154,10 +154,10 @@ def _trace_until_stable(make: Callable[..., TraceableStep]) -> TracedStep:
 
 
 def _check_program(model: object, optimizer: object) -> None:
-    """Check what would otherwise fail deep inside.
+    """Check the types of the arguments, which would otherwise fail later with unclear errors.
 
     Raises:
-        SbpTypeError: one of them is of another type.
+        SbpTypeError: one of them has another type.
     """
     if not isinstance(model, nn.Module):
         raise SbpTypeError(f"model is {kind_told(model)}", accepted="a torch.nn.Module")
@@ -180,14 +180,14 @@ def initial_states(
 
     Args:
         model: The one-device program.
-        optimizer: Over its parameters; None for none of its states.
-        update: As given to `capture`.
-        copy: Whether the tensors are copies. Else they are the model's own and not to be changed,
-            and one that holds one number may be that number, expanded; a session copies what it
-            keeps of them.
+        optimizer: An optimizer of its parameters; None leaves its states out.
+        update: The options that `capture` gets.
+        copy: Whether the tensors are copies. Otherwise they are the model's own tensors, which must
+            not be changed, and a state of one repeated number may be an expanded tensor. A session
+            copies the states that it keeps.
 
     Raises:
-        SbpTypeError: `model` or `optimizer` is something else.
+        SbpTypeError: `model` or `optimizer` has another type.
     """
     _check_program(model, optimizer)
     found = model_tensors(model)
@@ -196,7 +196,7 @@ def initial_states(
     plain = {name: tensor.detach() for name, tensor in found.items()}
     if not copy:
         return plain
-    # A state that is one number, expanded, would keep its strides of 0 in a plain clone.
+    # A plain clone of an expanded number would keep its strides of 0.
     for name, tensor in plain.items():
         is_one = tensor.dim() and not any(tensor.stride())
         form = torch.contiguous_format if is_one else torch.preserve_format
@@ -209,14 +209,14 @@ def copied_states(
     optimizer: torch.optim.Optimizer,
     update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
 ) -> dict[str, tuple[str, torch.dtype]]:
-    """Return the states that begin as copies of a parameter: which parameter, and in which dtype.
+    """Return the states that begin as copies of a parameter, with that parameter and the dtype.
 
-    Such as moving averages, which have to begin anew if the parameters are given other values.
+    For example, moving averages have to begin again if the parameters get other values.
 
     Args:
         model: The one-device program.
-        optimizer: Over its parameters.
-        update: As given to `capture`.
+        optimizer: An optimizer of its parameters.
+        update: The options that `capture` gets.
     """
     updating = Update(model, optimizer, update)
     values, copies = updating.values(), updating.copies()
@@ -232,6 +232,6 @@ def scalar_values(
     optimizer: torch.optim.Optimizer,
     update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
 ) -> dict[str, float]:
-    """Return what the scalar inputs of the update are now: learning rates and other settings."""
-    Update(model, optimizer, update)  # which checks them
+    """Return the present scalar inputs of the update: learning rates and other settings."""
+    Update(model, optimizer, update)  # this checks the arguments
     return current_scalars(optimizer, update)

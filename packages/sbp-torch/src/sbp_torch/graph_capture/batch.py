@@ -1,12 +1,12 @@
-"""Batches of any nested form, as named tensors and back; and where in them the samples lie.
+"""Convert nested batches to named tensors and back, and move the dim of their samples.
 
 before: {"text": (ids, mask), "labels": y}           nested, as the loss takes it
 after:  {"text.0": ids, "text.1": mask, "labels": y}  flat, as graphs and sessions name them
 
 Other values are refused: a number or string would be the same in every step. None stays None.
 
-before: x (time, samples, features)    as a loop has it, and its loss takes it
-after:  x (samples, time, features)    as a step is captured, planned and fed
+before: x (time, samples, features)    in the user's loop and loss
+after:  x (samples, time, features)    in capture, plan and inputs of a step
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from sbp_torch.graph_capture.diagnostics import check_dense
 
 T = TypeVar("T")
 
-#: Plain values, which a batch cannot hold: the captured step would have them baked in.
+#: Plain values, which a batch cannot hold: they would become constants of the captured step.
 _CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 def flatten_batch(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch by name.
 
-    Names are the keys and positions on the way, joined by dots; a batch that is one tensor is
-    called `batch`.
+    A name joins the keys and positions of the path to a tensor by dots; a batch that is one tensor
+    has the name `batch`.
 
     Args:
-        batch: A tensor, or mappings, sequences, named tuples, dataclasses, and what is registered
-            with `torch.utils._pytree`, of tensors and None.
+        batch: A tensor; or tensors and None in mappings, sequences, named tuples, dataclasses, and
+            types that are registered with `torch.utils._pytree`.
 
     Raises:
-        CaptureError: two tensors would have one name; a tensor is sparse, or has attributes that
-            somebody has set; or it holds something else, such as a number or a NumPy array.
+        CaptureError: two tensors would have the same name; a tensor is sparse, or has additional
+            attributes; or the batch holds another value, such as a number or a NumPy array.
     """
     found: dict[str, Tensor] = {}
     for path, tensor in _leaves(batch, ""):
@@ -76,7 +76,7 @@ def rebuild_batch(batch: T, tensors: Mapping[str, Tensor]) -> T:
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the named parts of a container; None if it is none."""
+    """Return the named parts of a container; None for any other value."""
     if isinstance(value, Mapping):
         return [(str(key), part) for key, part in value.items()]
     if isinstance(value, tuple | list | deque):
@@ -106,7 +106,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refusal(value: object, name: str) -> CaptureError:
-    """Return the error for what is neither a tensor nor a container of them."""
+    """Return the error for a value that is neither a tensor nor a container of tensors."""
     what, kind = f"{name!r} of the batch" if name else "the batch", type(value)
     accepted = (
         "tensors and None, in mappings, sequences, dataclasses and nodes that are registered with "
@@ -153,7 +153,7 @@ def _rebuilt(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
-        # Not made anew: what its constructor computes would be computed of other tensors.
+        # Copy it instead of calling its constructor, which would compute from the new tensors.
         made: Any = copy.copy(value)
         for (name, _), part in zip(children, parts, strict=True):
             object.__setattr__(made, name, part)
@@ -167,15 +167,15 @@ class SampleDims:
     """Moves the samples of batches to dim 0, and back.
 
     Args:
-        given: The dim, >= 0, along which samples lie: by the names of `flatten_batch`, others
-            having them along dim 0; or one for all tensors that have it, those of fewer dims having
-            them along dim 0.
+        given: The dim of samples, >= 0. Either a mapping by the names of `flatten_batch`, with
+            samples along dim 0 in all other tensors; or one number, with samples along dim 0 in
+            tensors of fewer dims.
     """
 
     given: int | Mapping[str, int] = 0
 
     def of(self, name: str, tensor: Tensor) -> int:
-        """Return the dim along which the samples of a tensor lie.
+        """Return the dim of the samples in a tensor.
 
         Raises:
             SbpValueError: the tensor has no such dim.
@@ -202,10 +202,10 @@ class SampleDims:
         return self._moved(batch, lambda tensor, dim: tensor.movedim(dim, 0))
 
     def moved_back(self, batch: T) -> T:
-        """Return a batch as a loop had it: the tensors that `in_front` moved are contiguous."""
+        """Return a batch in the form of the user's loop; moved tensors become contiguous."""
         if not self.given:
             return batch
-        # Contiguous, because a loss may look at its batch by `view`.
+        # Contiguous, because a loss may call `view` on its batch.
         return self._moved(batch, lambda tensor, dim: tensor.movedim(0, dim).contiguous())
 
     def _moved(self, batch: T, move: Callable[[Tensor, int], Tensor]) -> T:
@@ -216,7 +216,7 @@ class SampleDims:
         return rebuild_batch(batch, moved)
 
     def loss(self, loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Any]:
-        """Return a loss of batches with samples along dim 0, where `loss` takes those of a loop."""
+        """Return a loss of batches with samples along dim 0, from a loss of the loop's batches."""
         return partial(_on_moved_back, self, loss) if self.given else loss
 
 
@@ -227,7 +227,7 @@ def _on_moved_back(
 
 
 def as_written(loss: object) -> object:
-    """Return the loss that `SampleDims.loss` was given; another one as it is."""
+    """Return the original of a loss that `SampleDims.loss` made; any other loss itself."""
     if isinstance(loss, partial) and loss.func is _on_moved_back:
         return loss.args[1]
     return loss

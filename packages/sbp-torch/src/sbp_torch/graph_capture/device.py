@@ -1,7 +1,7 @@
-"""A captured step for another kind of device: a pass rewrites it, fake tensors say the rest.
+"""Convert a captured step to another kind of device: a pass rewrites it, with fake tensors.
 
 Operators may make other auxiliary results on another device (the offsets that `embedding_bag`
-saves), or have no kernel there. Fake tensors of any kind of device tell, without such a device.
+saves), or have no kernel there. Fake tensors of a device kind show this without such a device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DEVICES = ("cpu", "cuda")
 
 
 def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
-    """Return a graph that was captured on CPUs as it is on another kind of device.
+    """Return a graph that was captured on CPUs in its form for another kind of device.
 
-    What an operator makes of fake tensors follows from how these lie alone, so tensors that lie
-    alike are one object here, and calls on the same objects with the same numbers are one call:
-    layers repeat.
+    The results of an operator on fake tensors depend only on their layouts. So tensors of equal
+    layout are one object here, and calls on the same objects with the same numbers are made once,
+    because layers repeat:
 
         layer 1   mm(t0, t1) -> t2      called
-        layer 2   mm(t0, t1) -> t2      known
+        layer 2   mm(t0, t1) -> t2      reused
 
     Raises:
-        CaptureError: there is no such kind of device, or an operator does not run there; says
-            which, and where it comes from.
+        CaptureError: there is no such kind of device, or an operator does not run there. The error
+            names the operator and its source line.
     """
     if device not in DEVICES:
         raise CaptureError(f"device={device!r}", accepted=", ".join(DEVICES))
@@ -48,12 +48,12 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     tensors: dict[Hashable, torch.Tensor] = {}
     known: dict[Hashable, tuple[Any, ...]] = {}
 
-    def frozen(name: str) -> Hashable:  # tensors, which are kept, are told by their objects
+    def frozen(name: str) -> Hashable:  # tensors are kept alive, so their ids identify them
         value = values[name]
         return (type(value), value) if isinstance(value, int | float) else id(value)
 
     with torch.no_grad(), fake_mode(), frames_told_apart_by_folder():
-        for entry in placed.inputs:  # a fake tensor stands for a tensor, and 1 for a number
+        for entry in placed.inputs:  # a fake tensor for each tensor, and 1 for each number
             kind = types[entry.name]
             value: Any = 1.0 if kind.dtype == "float" else 1
             if isinstance(kind, TensorType):
@@ -81,7 +81,7 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
 
 
 def _interned(value: Any, tensors: dict[Hashable, torch.Tensor]) -> Any:
-    """Return the first tensor that lies as one does; numbers and known values themselves."""
+    """Return the first tensor of the same layout; return numbers and known values themselves."""
     if not isinstance(value, torch.Tensor) or getattr(value, "constant", None) is not None:
         return value
     lies: tuple[Hashable, ...] = (value.dtype, value.device, value.layout, tuple(value.shape))

@@ -1,8 +1,7 @@
-"""What is said of a program that cannot be captured: why, at which line, and what to change.
+"""Errors for programs that cannot be captured: the reason, the line, and what to change.
 
-The line is one of the user's code, past the frames of torch and this package. PyTorch runs a
-capture on tensors without data, for which its operators do not check all that they check in the
-first step: so layouts and dtypes are checked here.
+The line is in the user's code, not in torch or this package. PyTorch traces on fake tensors, for
+which its operators make fewer checks than for real ones, so this module checks layouts and dtypes.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from sbp_torch._torch_compat import OpOverload, base_name
 _OURS = Path(__file__).parent.parent
 _FOREIGN = (str(Path(torch.__file__).parent), str(_OURS), "<")
 
-#: Programs for tests are written as users write theirs.
+#: Programs for tests count as user code.
 _PROGRAMS = str(_OURS / "testing")
 
-#: Where Python's own library lies; what is installed may be in a folder below.
+#: The folder of Python's own library; installed packages may be in a folder below.
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
-#: Where PyTorch computes in Python what users could.
+#: The files of PyTorch with functions in Python that compute with operators, as user code does.
 _WRITTEN_OUT = tuple(
     str(Path(torch.__file__).parent / part)
     for part in ("functional.py", "nn/functional.py", "nn/utils", "distributions")
 )
 
-#: What PyTorch calls for every op: the line of interest is the one that called the op.
+#: Files that PyTorch calls for every op: the line to report is the one that called the op.
 _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: not torch's, Python's or ours, nor made at run time."""
+    """Whether code belongs to the user, not to torch, Python or us, and not generated."""
     return _is_users(code.co_filename, code.co_name)
 
 
@@ -59,14 +58,14 @@ def _is_users(file: str, name: str) -> bool:
 
 
 def user_line() -> str:
-    """Return `file:line` of the innermost frame of the user's code that runs now; or nothing."""
+    """Return `file:line` of the innermost running frame of the user's code, or ""."""
     frames = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
     users = (f"{short(code.co_filename)}:{line}" for code, line in frames if is_users(code))
     return next(users, "")
 
 
 def user_frame(error: BaseException) -> str:
-    """Return `file:line` of the deepest frame of the user's code in a traceback; or nothing."""
+    """Return `file:line` of the deepest frame of the user's code in a traceback, or ""."""
     frames = [one for one in walk_tb(error.__traceback__) if is_users(one[0].f_code)]
     return f"{short(frames[-1][0].f_code.co_filename)}:{frames[-1][1]}" if frames else ""
 
@@ -74,7 +73,7 @@ def user_frame(error: BaseException) -> str:
 def library_call(error: BaseException) -> str:
     """Return the function of PyTorch that the user called and that raised, `f (FILE:LINE)`.
 
-    Only functions that are written in Python and compute something; else nothing.
+    Only functions that are written in Python and compute something count; otherwise return "".
     """
     found = ""
     for frame, line in walk_tb(error.__traceback__):
@@ -87,7 +86,7 @@ def library_call(error: BaseException) -> str:
 
 
 def definition(kind: type) -> str:
-    """Return `file:line` of where a class is written; or nothing, if its text is not at hand."""
+    """Return `file:line` of the definition of a class, or "" if its source is not available."""
     try:
         file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
     except (OSError, TypeError):
@@ -97,7 +96,7 @@ def definition(kind: type) -> str:
 
 @lru_cache(maxsize=4096)
 def short(path: str) -> str:
-    """Return a path without the folders that only this machine has."""
+    """Return a path without the folders that are specific to this machine."""
     parts = Path(path).parts
     for marker in ("site-packages", "src"):
         if marker in parts:
@@ -107,7 +106,7 @@ def short(path: str) -> str:
 
 _GENERAL = "static shapes, no control flow on tensor values, no in-place change of inputs"
 
-#: What does not hold, and the remedy.
+#: The violated requirement, and the remedy.
 _BY_VALUE = (
     "control flow or a Python number depends on the value of a tensor",
     "choose with torch.where instead of if; keep the value a tensor instead of .item(), bool() or "
@@ -122,7 +121,7 @@ _BY_SHAPE = (
     "torch.eye(512)",
 )
 
-#: By a part of PyTorch's message or the name of its exception.
+#: The same, by a part of PyTorch's message or the name of its exception.
 _KINDS = (
     (
         (
@@ -153,7 +152,7 @@ _KINDS = (
 
 
 class TraceError(CaptureError):
-    """A trace that the user's own code stopped: told that it is being compiled, it might not."""
+    """A trace that failed in the user's code, which may succeed under `is_compiling()`."""
 
 
 def refusal(
@@ -162,11 +161,11 @@ def refusal(
     """Return the error for a program whose trace failed.
 
     Args:
-        program: What it is called.
-        error: What the trace raised.
+        program: Name of the program.
+        error: The error of the trace.
         sizes_by_value: The op and the line that made a size, by the name in PyTorch's messages.
     """
-    if isinstance(error, SbpError):  # of the user's own model: it says itself what is accepted
+    if isinstance(error, SbpError):  # raised by the user's model: it names what is accepted
         return error.replaced(
             TraceError,
             what=f"{program} cannot be captured: {error.what}",
@@ -205,7 +204,7 @@ def refusal(
             todo=f"keep {error.name!r} on a module, or pass it in the batch; if you have not set "
             "it, see first that the loss runs in eager PyTorch",
         )
-    # A message such as 'x', of a KeyError, says nothing without its type.
+    # A message such as 'x', of a KeyError, is unclear without its type.
     what = str(error) if isinstance(error, RuntimeError) else text
     return TraceError(
         f"{program} cannot be captured: {what}",
@@ -216,7 +215,7 @@ def refusal(
 
 
 def scaled_loss() -> CaptureError:
-    """Return the error for a loss that is scaled, which `step` would do again or never undo."""
+    """Return the error for a scaled loss: `step` would scale it twice, or never unscale."""
     return CaptureError(
         "the loss is scaled by a GradScaler",
         accepted="a loss as it is",
@@ -227,7 +226,7 @@ def scaled_loss() -> CaptureError:
 
 
 def written_outside(op: OpOverload, where: str) -> CaptureError:
-    """Return the error for a write to what is no state, no input, and not made by the step."""
+    """Return the error for a write to a tensor that is no state or input, nor made by the step."""
     return CaptureError(
         f"{base_name(op)} changes a tensor in place that is no parameter, buffer or input, and "
         "outlives the step",
@@ -241,7 +240,7 @@ def check_modes() -> None:
     """Check that PyTorch is in no mode that would change the captured step.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: such a mode is active.
     """
     if torch.is_inference_mode_enabled():
         raise CaptureError(
@@ -264,11 +263,11 @@ def value_read(op: str, where: str) -> TraceError:
 
 
 def shape_by_value(op: str, where: str) -> TraceError:
-    """Return the error for an op whose result has another shape by what its arguments hold."""
+    """Return the error for an op whose output shape depends on values of its arguments."""
     return TraceError(f"{_BY_SHAPE[0]} ({op})", where=where, accepted=_GENERAL, todo=_BY_SHAPE[1])
 
 
-#: Where PyTorch's messages turn to remedies, which are none here.
+#: The parts of PyTorch's messages that begin remedies, which do not apply here.
 _REMEDIES = (" - erroring out!", " (unhinted:")
 
 
@@ -282,7 +281,7 @@ def _first_line(error: Exception) -> str:
 
 _DENSE = "dense tensors, of torch.strided"
 
-#: What takes tensors of one dtype, but for indices.
+#: Operators that take tensors of one dtype, except indices.
 _OF_ONE_DTYPE = {
     *("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::linear"),
     *("aten::mv", "aten::addmv", "aten::dot", "aten::vdot", "aten::convolution"),
@@ -291,23 +290,23 @@ _OF_ONE_DTYPE = {
     *("aten::grid_sampler_2d", "aten::grid_sampler_3d", "aten::_cdist_forward"),
 }
 
-#: What takes parameters of the dtype of its input; or of float32 if the input has fewer bits.
+#: Operators with parameters of the dtype of their input, or float32 if that has fewer bits.
 _OF_WIDER_PARAMETERS = {
     *("aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"),
     *("aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_functional"),
 }
 
-#: Arguments that have a dtype of their own.
+#: Arguments whose dtype is independent of the other arguments.
 _INDICES = ("indices", "index", "target")
 
 _CLASSES = (torch.int64, torch.uint8)
 
 
 def check_dense(name: str, tensor: Tensor, *, of: str, todo: str) -> None:
-    """See that a tensor is dense.
+    """Check that a tensor is dense.
 
     Raises:
-        CaptureError: it is sparse, or of another layout.
+        CaptureError: the tensor is sparse, or has another layout.
     """
     if tensor.layout is not torch.strided:
         told = f"the {of}" if name == of else f"{name!r} of the {of}"
@@ -315,10 +314,10 @@ def check_dense(name: str, tensor: Tensor, *, of: str, todo: str) -> None:
 
 
 def check_call(node: fx.Node, where: str) -> None:
-    """See that a captured call makes dense tensors, of dtypes that its kernel takes.
+    """Check that a captured call makes dense tensors, and has dtypes that its kernel accepts.
 
     Raises:
-        CaptureError: it does not.
+        CaptureError: a tensor is not dense, or the kernel does not accept the dtypes.
     """
     for made in tree_leaves(node.meta.get("val")):
         if isinstance(made, Tensor) and made.layout is not torch.strided:

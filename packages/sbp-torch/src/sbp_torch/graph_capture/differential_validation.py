@@ -1,13 +1,13 @@
-"""Differential validation of user's optimizers: a few steps of eager PyTorch and of our function.
+"""Differential validation of users' optimizers: a few steps in eager PyTorch and as our function.
 
-Whose code we do not know may keep what we would not see, or begin otherwise than its first step
-shows. So before anything starts, two clones of it take the same steps, over equal stand-ins, with
-equal gradients and learning rates; any difference is refused:
+An unknown optimizer may keep hidden state, or begin differently from what its first step shows. So
+before training, two clones of it take the same steps on equal small stand-ins of parameters, with
+equal gradients and learning rates. Any difference is an error:
 
     step              0    1    2    3    4    5
-    eager clone       x    x    x    x    x    x       as PyTorch runs it
+    eager clone       x    x    x    x    x    x       run by PyTorch
     traced clone      x    x    x    x    x    x       as a function of its states
-    of one that has stepped, from copies of the eager clone's states after step 1:
+    if the optimizer has stepped, from copies of the eager clone's states after step 1:
     traced clone                x    x    x    x
 """
 
@@ -35,50 +35,51 @@ from sbp_torch.graph_capture.optimizer_states import failed_step
 from sbp_torch.graph_capture.traced_optimizer import ParameterGroup, TracedOptimizer, in_place_only
 from sbp_torch.update_options import UpdateOptions
 
-#: Extent of the dims of stand-ins, at most: more than what initial states were told from.
+#: Largest extent of a dim of stand-ins: larger than in the derivation of initial states.
 _EXTENT = SMALL + 2
 
-#: What the learning rate is multiplied by, step by step.
+#: The factors of the learning rate, step by step.
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.25, 1.0)
 
-#: Eager steps that are taken before the traced clone begins, if the user's optimizer has stepped.
+#: Eager steps before the traced clone begins, if the user's optimizer has stepped.
 _WARM_UP = 2
 
-#: Largest difference, in units in the last place of the largest number: both do the same, but the
-#: traced clone counts steps in float64.
+#: Largest difference, in units in the last place of the largest number. Both clones compute the
+#: same, but the traced clone counts steps in float64.
 _ULPS = 256.0
 
 
 def check_against_eager(optimizer: torch.optim.Optimizer) -> None:
-    """Check that our function of an optimizer's states does what the optimizer does, eagerly.
+    """Check that our function of an optimizer's states computes the same as the eager optimizer.
 
     Optimizers of `torch.optim` and of `sbp_torch.optim` are known to, and are not run.
 
     Args:
-        optimizer: Over parameters that may be on the `meta` device; stays as it is.
+        optimizer: The optimizer, which is not changed. Its parameters may be on the `meta` device.
 
     Raises:
-        CaptureError: they differ; a step fails; or it changes what is no state of a parameter.
+        CaptureError: the results differ; a step fails; or a step changes an object that is no state
+            of a parameter.
     """
     if is_known(optimizer):
         return
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     stepped = [bool(optimizer.state.get(parameter)) for parameter in trained]
     with torch.random.fork_rng(devices=()), torch.no_grad():
-        # Parameters that have no states yet go through a first step, others do not: where there are
-        # both, both cases are tried.
+        # Parameters without states will take a first step, parameters with states will not. If an
+        # optimizer has both kinds, both cases are tried.
         if not all(stepped):
             _Comparison(optimizer, warm_up=0).run()
         if any(stepped):
             _Comparison(optimizer, warm_up=_WARM_UP).run()
 
 
-#: An optimizer over small stand-ins, and these by name.
+#: An optimizer over small stand-ins, and the stand-ins by name.
 _SmallClone = tuple[torch.optim.Optimizer, dict[str, Tensor]]
 
 
 def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
-    """Return a clone over one stand-in for each shape, dtype and group; always the same numbers."""
+    """Return a clone over one stand-in for each shape, dtype and group, with fixed numbers."""
     random = torch.Generator().manual_seed(0)
     members: dict[str, Tensor] = {}
 
@@ -86,8 +87,8 @@ def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
         found: dict[object, Tensor] = {}
         for parameter in parameters:
             shape = small_shape(parameter.shape, _EXTENT)
-            # Optimizers look at shapes, dtypes and groups: one stand-in of each kind is enough, of
-            # a model of any size. Both clones draw from a generator of the same seed.
+            # Optimizers depend on shapes, dtypes and groups: one stand-in of each kind is enough
+            # for a model of any size. Both clones draw from generators of the same seed.
             kind = (shape, parameter.dtype, parameter.requires_grad)
             if kind not in found:
                 values = torch.randn(shape, generator=random).to(parameter.dtype)
@@ -104,8 +105,8 @@ class _Comparison:
     """The steps of an eager and a traced clone, side by side.
 
     Args:
-        optimizer: The user's.
-        warm_up: Steps that the eager clone has taken when the traced one begins.
+        optimizer: The user's optimizer.
+        warm_up: Steps of the eager clone before the traced clone begins.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, warm_up: int) -> None:
@@ -122,7 +123,7 @@ class _Comparison:
     def run(self) -> None:
         for index in range(self.warm_up):
             self._step_eager(index, self._gradients())
-        # The traced clone begins with copies of what the eager clone holds now.
+        # The traced clone begins with copies of the present states of the eager clone.
         names = {id(p): name for name, p in self.traced_members.items()}
         for name, member in self.members.items():
             own = self.traced_members[name]
@@ -158,9 +159,9 @@ class _Comparison:
                 for group in groups
                 for name, value in group.scalar_values().items()
             }
-            # The same numbers for both, should a step draw some.
+            # Both get the same random numbers, if a step draws any.
             torch.manual_seed(index)
-            # A step may write to gradients, and those of the eager clone are its own copies, too.
+            # A step may write to gradients, so the eager clone gets its own copies, too.
             copies = {name: grad.clone() for name, grad in grads.items()}
             traced.step(parameters, copies, states, scalars)
             self._compare(index, parameters, states)
@@ -176,7 +177,7 @@ class _Comparison:
         optimizer, members = self.eager, self.members
         for name, member in members.items():
             member.grad = grads[name].clone() if name in grads else None
-        # Changing rates tell an optimizer that reads its setting from one that froze it at first.
+        # Changing rates reveal an optimizer that reads its setting only in the first step.
         for group, rates in zip(optimizer.param_groups, self.rates, strict=True):
             group |= {key: value * _RATES[index] for key, value in rates.items()}
         before = self._not_states()
@@ -198,7 +199,7 @@ class _Comparison:
             )
 
     def _not_states(self) -> dict[str, Any]:
-        """Return what a step must not change, by what it is called."""
+        """Return the objects that a step must not change, by name."""
         optimizer = self.eager
         found = {
             f"{self.name}.{name}": snapshot(value)
@@ -215,7 +216,7 @@ class _Comparison:
     ) -> None:
         for name, member in self.members.items():
             own = self.eager.state.get(member, {}) if member.requires_grad else {}
-            # What is to be equal: what it is, of the eager clone, of the traced one.
+            # Values to compare: the name, the eager clone's value, the traced clone's value.
             pairs = [
                 (f"the state {key!r} of a parameter", value, states.get(f"{name}.{key}"))
                 for key, value in own.items()
@@ -241,7 +242,7 @@ class _Comparison:
 
 
 def _difference(eager: Any, traced: Any) -> str:
-    """Return how two values differ, beyond rounding; or nothing."""
+    """Return how two values differ beyond rounding, or ""."""
     if traced is None:
         return "is missing"
     left, right = torch.as_tensor(eager).detach(), torch.as_tensor(traced).detach()
@@ -252,7 +253,7 @@ def _difference(eager: Any, traced: Any) -> str:
     dtype = left.dtype if left.is_floating_point() or left.is_complex() else torch.float64
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
-    # Relative to the largest number, not to each: sums that cancel may lose all their digits.
+    # Relative to the largest number, because sums that cancel may lose all their digits.
     most = left.abs()[left.isfinite()].amax() if left.isfinite().any() else left.abs().new_zeros(())
     tolerance = _ULPS * torch.finfo(dtype).eps * float(most)
     if torch.allclose(left, right, rtol=0.0, atol=tolerance, equal_nan=True):

@@ -1,13 +1,12 @@
-"""What happens to gradients and parameters in an update, as functions of tensors.
+"""The computations of an update on gradients and parameters, as functions of tensors.
 
-Gradients are unscaled, checked and clipped. Norms are roots of sums, the sums added up parameter by
-parameter in the order of the model: parts of tensors then need one all-reduce of one number,
-whatever they are cut by.
+Norms of gradients are roots of sums, which are added parameter by parameter in the order of the
+model. Sharded gradients then need one all-reduce of one number, for every way of sharding.
 
-Some updates of `torch.optim` cannot be traced as they stand: they branch on the number of the step,
-or read numbers from tensors in the middle of it. Here such branches are arithmetic on numbers, so
-that one trace holds for every step. The number of the step, and all that follows from it, are host
-numbers; where a step may be skipped, 0-d float64 tensors.
+Some updates of `torch.optim` cannot be traced: they branch on the number of the step, or read
+numbers from tensors during the step. Here such branches are arithmetic on numbers, so one trace is
+valid for every step. The number of the step, and everything computed from it alone, are host
+numbers; if a step may be skipped, they are 0-d float64 tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers 
 
 
 def wide(value: Tensor) -> Tensor:
-    """Return the tensor in float32 if it has fewer bits: sums of squares leave half precision."""
+    """Return a tensor in at least float32, because sums of squares overflow half precision."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
@@ -32,8 +31,8 @@ def total_norm(tensors: Iterable[Tensor], order: float) -> Tensor:
     """Return the norm of all elements of all tensors, a 0-d tensor.
 
     Args:
-        tensors: Floating or complex, of any shapes; at least one.
-        order: > 0 and not NaN; infinity for the largest absolute value.
+        tensors: Floating or complex tensors of any shapes; at least one.
+        order: Order of the norm, > 0; infinity for the largest absolute value.
     """
     values = [tensor.abs() if tensor.is_complex() else wide(tensor) for tensor in tensors]
     if math.isinf(order):
@@ -47,21 +46,21 @@ def total_norm(tensors: Iterable[Tensor], order: float) -> Tensor:
 
 
 def added(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors, added up in their order."""
+    """Return the sum of tensors, added in their order."""
     first, *rest = parts
     for part in rest:
         first = first + part
     return first
 
 
-#: A host number as the trace sees it, or a 0-d tensor.
+#: A host number in a trace, or a 0-d tensor.
 Number = Any
 
 Settings = Mapping[str, Any]
 States = Mapping[str, Tensor]
 
 
-#: A parameter after its update, and those of its states that the update changes.
+#: A parameter after its update, and its states that the update changes.
 UpdateResult = tuple[Tensor, dict[str, Tensor]]
 
 #: Updates a parameter: (settings of its group, parameter, gradient, states, number of this step).
@@ -69,7 +68,7 @@ UpdateFunction = Callable[[Settings, Tensor, Tensor, States, Number], UpdateResu
 
 
 def decays(amount: Number) -> bool:
-    """Whether weights may decay by this amount: not if it is the number zero."""
+    """Whether there may be weight decay: false only if the amount is the number zero."""
     return isinstance(amount, torch.SymFloat | Tensor) or bool(amount != 0)
 
 
@@ -89,7 +88,7 @@ def _exceeds(value: Number, bound: float) -> Number:
     """Return 1 if a value is above a bound, else 0; a host number cannot be compared in a trace."""
     if isinstance(value, Tensor):
         return (value > bound).to(value.dtype)
-    # A ramp so steep that it is a step: it is between 0 and 1 only within 1e-300 of the bound.
+    # A ramp that is steep enough for a step: it is between 0 and 1 only within 1e-300 of the bound.
     return _at_least(_minimum(1.0, (value - bound) * 1e300), 0.0)
 
 
@@ -98,7 +97,7 @@ def _ascending(settings: Settings, gradient: Tensor) -> Tensor:
 
 
 def _decayed(settings: Settings, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Decay weights: of the parameter itself if decoupled, else through the gradient."""
+    """Apply weight decay: to the parameter itself if decoupled, else to the gradient."""
     amount = settings["weight_decay"]
     if not decays(amount):
         return p, g
@@ -116,7 +115,7 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
     first = 0.0 ** (step - 1.0)  # 0 ** 0 is 1 in the first step; later powers of 0 are 0
     part = first + (1.0 - first) * (1.0 - settings["dampening"])
     velocity = states["momentum_buffer"] * settings["momentum"]
-    # Rounded once, as there; only a number can be `alpha`.
+    # Rounded once, as in PyTorch; only a number can be `alpha`.
     velocity = velocity + g * part if isinstance(part, Tensor) else velocity.add(g, alpha=part)
     g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
     p = p.add(g, alpha=-settings["lr"])
@@ -164,7 +163,7 @@ def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
 
 
 def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
-    """`torch.optim.RAdam`, which adapts only once the length rho of the average is above 5.
+    """`torch.optim.RAdam`, which adapts only after the length rho of the average exceeds 5.
 
     Source: torch 2.13, torch/optim/radam.py, `_single_tensor_radam`.
     """
@@ -175,7 +174,7 @@ def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     longest = 2 / (1 - beta2) - 1
     rho = longest - 2 * step * (beta2**step) / correction
     adapts = _exceeds(rho, 5.0)
-    # An average that never gets longer than 5 never adapts; then the quotient is of no use.
+    # An average that never gets longer than 5 never adapts, so the quotient is not used.
     divisor = _at_least(longest - 4, 0.5) * _at_least(longest - 2, 0.5) * rho
     square = ((rho - 4) * (rho - 2) * longest) / divisor
     rectified = _at_least(square, 0.0) ** 0.5 * correction**0.5
@@ -261,7 +260,7 @@ def fused_adagrad(
     return first, {"sum": total}
 
 
-#: Optimizers of which no setting can be traced as it stands.
+#: Optimizers whose own code cannot be traced under any settings.
 UNTRACEABLE: Mapping[type, UpdateFunction] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.NAdam: nadam,
@@ -288,9 +287,9 @@ def functional_update(
     """Return the functional form of an optimizer's update; None if its own code is traced.
 
     Args:
-        optimizer: Any.
-        settings: Of the group.
-        fused: Whether PyTorch's fused kernel is taken; see `takes_kernel`.
+        optimizer: Any optimizer.
+        settings: Settings of the group.
+        fused: Whether to use PyTorch's fused kernel; see `takes_kernel`.
         may_skip: Whether steps may be skipped, so that the number of the step is a tensor.
         stepped: Whether the parameter has been updated before.
     """

@@ -1,16 +1,16 @@
-"""Which of PyTorch's fused kernels compute what their optimizers say: each is tried once.
+"""Test whether PyTorch's fused optimizer kernels are correct: each is tried once.
 
-A kernel takes a few steps on a small parameter, next to the plain code of its optimizer:
+A kernel takes a few steps on a small parameter, and so does the plain code of its optimizer:
 
-    SGD, bfloat16, torch 2.13     of 131 elements 128 stay as they are, and 3 are updated
+    SGD, bfloat16, torch 2.13     of 131 elements 128 do not change, and 3 are updated
 
-Whole vectors and the remainder are different code, so there are enough elements for both. What a
-kernel may be taken for follows from how far off it is:
+A kernel has different code for whole vectors and for the remainder, so there are enough elements
+for both. The verdict on a kernel follows from its error:
 
-    EQUAL       from the plain code, by no more than float32 rounds
-    ROUNDED     from exact numbers, by no more than the dtype rounds; plain code, which rounds each
-                intermediate result to 16 bits, is farther off, and drifts away step by step
-    WRONG       farther
+    EQUAL       differs from the plain code by at most rounding in float32
+    ROUNDED     differs from exact numbers by at most rounding in the dtype; plain code, which
+                rounds each intermediate result to 16 bits, is less exact and drifts step by step
+    WRONG       differs more
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, optim
 from sbp_torch.graph_capture.optimizer_clones import kind_of
 from sbp_torch.update_options import UpdateOptions
 
-#: Elements of the parameter: of up to 64 to a vector, whole vectors and a remainder.
+#: Elements of the parameter: whole vectors, of up to 64 elements each, and a remainder.
 _NUMEL = 131
 
 _STEPS = 3
@@ -36,7 +36,7 @@ _STEPS = 3
 #: dtype, if it is finer) for EQUAL, and of the dtype for ROUNDED.
 _EQUAL_ULPS, _ROUNDED_ULPS = 64.0, 4.0
 
-#: Settings under which each kernel is tried, and which it has code of its own for.
+#: Settings under which each kernel is tried: kernels have special code for them.
 _SETTINGS: Mapping[type[optim.Optimizer], Sequence[Mapping[str, Any]]] = {
     optim.Adagrad: ({}, {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
     optim.Adam: ({}, {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
@@ -50,7 +50,7 @@ _SETTINGS: Mapping[type[optim.Optimizer], Sequence[Mapping[str, Any]]] = {
 
 
 class Verdict(Enum):
-    """What a fused kernel computes; see the module."""
+    """The verdict on a fused kernel; see the module."""
 
     EQUAL = "equal"
     ROUNDED = "rounded"
@@ -66,19 +66,19 @@ def takes_kernel(
 ) -> bool:
     """Whether a parameter is updated by the fused kernel of its optimizer.
 
-    What the optimizer says wins: `fused=False` and a choice by `foreach`, and `fused=True` unless
-    the kernel is wrong, of which a warning tells once. If it says nothing, the options may ask for
-    the kernel; then it has to be equal to the plain code.
+    Settings of the optimizer take precedence: `fused=False`, a choice by `foreach`, and
+    `fused=True` unless the kernel is wrong, which is warned of once. Without such a setting, the
+    options may ask for the kernel, but only if it is equal to the plain code.
 
     Args:
-        optimizer: Any.
-        settings: Of the group of the parameter.
+        optimizer: Any optimizer.
+        settings: Settings of the group of the parameter.
         options: See `UpdateOptions`.
-        dtype: Of the parameter.
-        device: Kind of device that the step will run on; None if nothing will. The kernels of CPUs
-            are tried; those of other devices are believed.
+        dtype: Dtype of the parameter.
+        device: Kind of device that the step will run on; None if nothing will run. Only kernels of
+            CPUs are tried; kernels of other devices are trusted.
     """
-    kind: Any = kind_of(optimizer)  # mypy takes no class for hashable
+    kind: Any = kind_of(optimizer)  # mypy does not regard a class as hashable
     said = settings.get("fused")
     if kind not in _SETTINGS or said is False or options.fused is False:
         return False
@@ -93,7 +93,7 @@ def takes_kernel(
 
 @cache
 def verdict(kind: type[optim.Optimizer], dtype: torch.dtype) -> Verdict:
-    """Try the fused kernel of an optimizer on the CPU, in a few milliseconds, once a process."""
+    """Try the fused kernel of an optimizer on the CPU, once per process: a few milliseconds."""
     fine = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     found = set()
     try:
@@ -107,7 +107,7 @@ def verdict(kind: type[optim.Optimizer], dtype: torch.dtype) -> Verdict:
                 found.add(Verdict.ROUNDED)
             else:
                 found.add(Verdict.WRONG)
-    except (RuntimeError, TypeError):  # there is none for this dtype
+    except (RuntimeError, TypeError):  # there is no kernel for this dtype
         return Verdict.WRONG
     return next(one for one in reversed(Verdict) if one in found)
 
@@ -124,20 +124,20 @@ def _stepped(
 
     Args:
         kind: The optimizer.
-        settings: Others than the learning rate.
-        dtype: Of the numbers.
-        computed_in: What these are converted to before the first step; None to leave them.
-        is_fused: Whether the kernel takes the steps, or plain code.
+        settings: Settings except the learning rate.
+        dtype: Dtype of the numbers.
+        computed_in: Dtype to which they are converted before the first step; None keeps `dtype`.
+        is_fused: Whether to use the kernel instead of plain code.
     """
     places = torch.arange(_NUMEL, dtype=torch.float64, device="cpu")
     signs = 1.0 - 2.0 * (places % 2)
 
     def numbers(phase: float) -> Tensor:
-        # Between 0.5 and 1.5, so that squares are as exact in float16 as anything.
+        # Between 0.5 and 1.5, so that squares do not lose precision in float16.
         value = (signs * (1.0 + 0.5 * torch.sin(places + phase))).to(dtype)
         return value if computed_in is None else value.to(computed_in)
 
-    # In whatever surroundings, such as a model that is made on the device `meta`.
+    # Independent of the caller's context, such as a model that is made on the device `meta`.
     with torch.device("cpu"), torch.no_grad():
         parameter = numbers(-1.0)
         optimizer: Any = kind([parameter], lr=0.1, fused=is_fused, **settings)  # type: ignore[call-arg] # all have a rate
@@ -151,7 +151,7 @@ def _stepped(
 def _is_near(made: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> bool:
     """Whether tensors are equal up to a difference relative to the largest element of each."""
     pairs = [(one.double(), other.double()) for one, other in zip(made, wanted, strict=True)]
-    # Written so that NaN, which compares as false with everything, is not near.
+    # This form returns False for NaN, for which every comparison is false.
     return all(
         float((one - other).abs().max()) <= tolerance * float(other.abs().max())
         for one, other in pairs
@@ -160,7 +160,7 @@ def _is_near(made: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float)
 
 @cache
 def _warn(kind: type[optim.Optimizer], dtype: torch.dtype) -> None:
-    """Warn of a kernel that the user asked for; once a process."""
+    """Warn, once per process, that a kernel that the user asked for is wrong."""
     warnings.warn(
         f"the fused kernel of {kind.__name__} for {dtype} on CPUs computes other numbers than "
         f"{kind.__name__} in PyTorch {torch.__version__}; although the optimizer says fused=True, "

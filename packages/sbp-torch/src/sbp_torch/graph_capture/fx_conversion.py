@@ -1,7 +1,7 @@
 """Turn a traced FX graph into our `LogicalGraph`: names, types, tags, host scalars.
 
-FX stops here. Tuple results become several values of one node; symbols of torch (dtypes, devices)
-become `Symbol`s; arithmetic on host numbers becomes `host.*` nodes.
+Later passes do not use FX. Tuple results become several values of one node; symbols of torch
+(dtypes, devices) become `Symbol`s; arithmetic on host numbers becomes `host.*` nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sbp_torch.graph_capture.step import DRAW, SEED
 from sbp_torch.graph_capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
 
-#: Python operators on host numbers, by the name they get.
+#: Python operators on host numbers, with their names in graphs.
 HOST_OPS = {
     operator.add: "add",
     operator.sub: "sub",
@@ -59,7 +59,7 @@ HOST_OPS = {
     torch.sym_max: "max",
 }
 
-#: Elements that a constant may have which is written into the graph.
+#: The greatest number of elements of a constant that is written into the graph.
 MAX_CONSTANT = 4096
 
 _TAGS = {
@@ -72,7 +72,7 @@ def to_logical(step: TracedStep, name: str) -> LogicalGraph:
     """Convert a traced step.
 
     Raises:
-        CaptureError: a node is not functional ATen, or makes something that is no tensor.
+        CaptureError: a node is not functional ATen, or has a result that is no tensor.
     """
     return _Conversion(step, name).run()
 
@@ -89,11 +89,11 @@ class _Conversion:
         self.taken: Counter[str] = Counter()
         self.forward_names: dict[int, str] = {}
         self.owners: dict[str, str] = {}
-        #: Of each value of the backward phase, the forward node it belongs to.
+        #: The forward node of each value of the backward phase.
         self.links: dict[str, str] = {}
         #: Module and source line of each forward node.
         self.places: dict[str, dict[str, str]] = {}
-        #: The inputs that random ops count with, if there are any.
+        #: The inputs of counter-based random ops, if there are any.
         self.counted: tuple[GraphInput, ...] = ()
 
     def run(self) -> LogicalGraph:
@@ -128,7 +128,7 @@ class _Conversion:
         )
 
     def _constant(self, node: fx.Node) -> None:
-        """Make a tensor of the program's own, such as `torch.tensor(0.5)`, where it is used."""
+        """Add a node for a constant tensor of the program, such as `torch.tensor(0.5)`."""
         value = self.step.constants[str(node.target)]
         if value.numel() > MAX_CONSTANT:
             raise CaptureError(
@@ -143,7 +143,7 @@ class _Conversion:
         flat = value.detach().reshape(-1).tolist()
         dtype = Symbol("dtype", str(value.dtype).removeprefix("torch."))
         shape = tuple(value.shape)
-        # By their text, as 0.0 == -0.0.
+        # Compared by `repr`, too, because 0.0 == -0.0.
         same = bool(flat) and all(part == flat[0] and repr(part) == repr(flat[0]) for part in flat)
         made = Node(
             name=name,
@@ -161,15 +161,14 @@ class _Conversion:
         found = []
         for part, (name, kind) in zip(flat, self.step.outputs, strict=True):
             value = self.values[part].name
-            # A state that comes out as it went in is not replaced.
+            # A state that is returned unchanged is not replaced.
             if kind is not OutputKind.STATE or value != name:
                 found.append(GraphOutput(name=name, kind=kind, value=value))
         return tuple(found)
 
     def _stands_for_another(self, node: fx.Node) -> bool:
-        # Three targets make no node: the parts of a tuple, a host number that is read from what is
-        # one already, and the copy that PyTorch makes of a constant, as constants are made where
-        # they are used.
+        # Three targets make no node: the parts of a tuple, a host number that is read from a host
+        # number, and PyTorch's copy of a constant, because each constant is already a new tensor.
         if node.target is operator.getitem:
             whole, index = node.args
             assert isinstance(whole, fx.Node) and isinstance(index, int), "an op's result is taken"
@@ -195,7 +194,7 @@ class _Conversion:
         extents = [n for one in leaves if isinstance(one, torch.Tensor) for n in one.shape]
         if any(not isinstance(n, int) for n in extents):
             raise shape_by_value(str(node.target), note.get("source", ""))
-        # Host numbers that forward uses come there at the end; see `at_forward`.
+        # Host numbers that forward uses are moved there at the end; see `at_forward`.
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
         source = note.get("source", "")
         for value in (*node.args, *node.kwargs.values()):
@@ -219,7 +218,7 @@ class _Conversion:
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
-        if op.startswith("sbp.random_"):  # it counts with the seed and the draw of the step
+        if op.startswith("sbp.random_"):  # it takes the seed and the draw of the step
             self.counted = (
                 GraphInput(name=SEED, kind=InputKind.SCALAR),
                 GraphInput(name=DRAW, kind=InputKind.RNG),
@@ -229,7 +228,7 @@ class _Conversion:
         if "checkpoint" in note:
             tags = (*tags, "recompute", f"recompute:{note['checkpoint']}")
         # In this order: outputs are named after the node, links need the outputs, and a backward
-        # node that has no module of its own stands where its forward node does.
+        # node without a module gets module and source line of its forward node.
         name = self._name(op, phase, note, args)
         outputs = self._add_outputs(node, name)
         forward = self._forward(note, phase, args)
@@ -254,7 +253,7 @@ class _Conversion:
             tags=tags,
         )
         if phase is Phase.FORWARD and "id" in note:
-            # One call of the program may be traced to several nodes: the first stands for it.
+            # One call of the program may be traced to several nodes: the first represents it.
             self.forward_names.setdefault(note["id"], name)
             self.places[name] = {"module": made.module, "source": made.source}
         self.nodes.append(made)
@@ -262,14 +261,14 @@ class _Conversion:
     def _forward(self, note: Mapping[str, Any], phase: Phase, args: Argument) -> str:
         """Return the first surviving forward node of the call that a backward node belongs to.
 
-        What autograd does between calls, such as the sum of two gradients, belongs to the call
-        whose gradient it takes.
+        An operator of autograd between calls, such as the sum of two gradients, belongs to the call
+        whose gradient is its argument.
         """
         if phase is not Phase.BACKWARD:
             return ""
-        # `forward` of a note numbers the ops of the call that is differentiated, in order. Some of
-        # them left no node in the graph: the first that did is taken, and without any, what the
-        # node's arguments belong to.
+        # `forward` of a note numbers the ops of the differentiated call, in order. Some of them
+        # have no node in the graph: take the first that has one, else the forward node of an
+        # argument.
         found = (self.forward_names.get(number) for number in note.get("forward", ()))
         # A value belongs to a forward node as its gradient, or as its result.
         given = [ref.name for ref in refs(args)]
@@ -300,8 +299,8 @@ class _Conversion:
     def _name(self, op: str, phase: Phase, note: Mapping[str, Any], args: Argument) -> str:
         kind = op.split(".")[1]
         if phase is Phase.OPTIMIZER:
-            # A node of the update belongs to the parameter of its first argument that belongs to
-            # one; results inherit the owner, so `w.update.mul_1` says of which parameter it is.
+            # A node of the update belongs to the parameter of its first argument that has an
+            # owner; results inherit the owner, so `w.update.mul_1` names the parameter.
             owner = next((o for ref in refs(args) if (o := self.owners.get(ref.name))), "")
             base = (
                 f"{owner}.update.{kind}" if owner and not op.startswith("host") else f"step.{kind}"
@@ -345,7 +344,7 @@ class _Conversion:
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return Symbol(type(value).__name__, str(value).removeprefix("torch."))
         if isinstance(value, float):
-            return float(value)  # of NumPy, too
+            return float(value)  # converts NumPy's numbers, too
         if value is None or isinstance(value, bool | int | str):
             return value
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")

@@ -1,4 +1,4 @@
-"""What users write: the loss of a batch. Whether it can be called, and what it may return."""
+"""The loss function of the user: check that it can be called, and split its results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _ACCEPTED = (
 
 
 def kind_told(value: object) -> str:
-    """Return what messages say of a value of a wrong type."""
+    """Describe a value of a wrong type for messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"of type {type(value).__name__}"
 
 
 def check_loss(loss: object) -> None:
-    """Check that a loss can be called with a model and a batch; criteria of PyTorch take tensors.
+    """Check that a loss can be called with a model and a batch; criteria of PyTorch cannot.
 
     Raises:
-        SbpTypeError: it is something else.
+        SbpTypeError: the loss cannot be called with a model and a batch.
     """
     if not callable(loss) or type(loss).__module__ == nn.MSELoss.__module__:
         raise SbpTypeError(
@@ -41,14 +41,14 @@ def check_loss(loss: object) -> None:
             accepted="a function loss(model, batch) that calls the model and returns its loss",
             todo='such as lambda model, batch: criterion(model(batch["x"]), batch["y"])',
         )
-    function: Any = loss  # the one of Python that a call of it ends in, if there is one
+    function: Any = loss  # the Python function that a call of it reaches, if there is one
     while type(function) is partial:
         function = function.func
     if not inspect.isroutine(function) and not inspect.isclass(function):
         function = inspect.getattr_static(type(function), "__call__")
     function = function.__func__ if inspect.ismethod(function) else function
     claims = hasattr(function, "__signature__") or hasattr(loss, "__signature__")
-    if not inspect.isfunction(function) or claims:  # of another function: nothing can be told
+    if not inspect.isfunction(function) or claims:  # its parameters are unknown
         return
     # A wrapper may take other arguments than the function that it wraps.
     signature = inspect.signature(loss, follow_wrapped=False)
@@ -66,13 +66,13 @@ def check_loss(loss: object) -> None:
 
 
 def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the loss and the metrics in what a loss function returned.
+    """Return the loss and the metrics from the result of a loss function.
 
-    Of a mapping without a pair around it (such as a model's own output) the other 0-d tensors are
-    the metrics.
+    If the result is a mapping (such as a model's own output), its other 0-d tensors are the
+    metrics.
 
     Raises:
-        CaptureError: it holds no loss, or a metric that is no tensor.
+        CaptureError: the result holds no loss, or a metric that is no tensor.
     """
     metrics: Mapping[str, Any] = {}
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
@@ -94,7 +94,7 @@ def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
 
 
 def _no_loss(made: object) -> CaptureError:
-    """Return the error for what a loss function returned in the place of a loss."""
+    """Return the error for a result of a loss function that is no loss."""
     what, todo = type(made).__name__, "return the loss, a 0-d tensor that was computed by the model"
     if isinstance(made, Tensor):
         what = f"{made.dtype} of shape {tuple(made.shape)}"

@@ -1,11 +1,11 @@
 """Numbers of Python that forward and loss read, as scalar inputs of a step.
 
     before: loss = kl * beta               beta is 0.1 in a variable, an attribute or an entry
-    after:  loss = mul(kl, %number.beta)   and a step is told what is there now
+    after:  loss = mul(kl, %number.beta)   and each step gets the present value of beta
 
-While the forward is traced, a symbolic number of PyTorch takes its place; arithmetic on it
-becomes `host.*` nodes. A program that looks at its value cannot be traced so. One that does
-something else for a symbolic number than for a float is found by `check_numbers`, which puts values
+While the forward is traced, a symbolic number of PyTorch takes its place; arithmetic on it becomes
+`host.*` nodes. A program that branches on its value cannot be traced this way. A program that
+treats a symbolic number differently from a float is found by `check_numbers`, which puts values
 into the graph and compares it with graphs that were captured with these values.
 """
 
@@ -29,7 +29,7 @@ from sbp_core.graph import (
 )
 from sbp_torch.ops.operators import operator_of
 
-#: What host operators raise of numbers that they do not take.
+#: The errors of host operators for numbers that they do not accept.
 _FAILURES = (ArithmeticError, ValueError, TypeError)
 
 
@@ -38,11 +38,11 @@ class NumberPlace:
     """A place where a program keeps a number: a variable, an attribute, an entry.
 
     Args:
-        label: As messages call it: `beta`, `model.temperature`, `config['beta']`.
-        at: What tells it from other places: the id of what holds it, which `read` keeps alive, and
-            the key there.
-        read: Returns what is there.
-        write: Puts something else there.
+        label: Its name in messages: `beta`, `model.temperature`, `config['beta']`.
+        at: Its identity: the id of the object that contains it, which `read` keeps alive, and the
+            key in that object.
+        read: Returns the present value.
+        write: Replaces the value.
     """
 
     label: str
@@ -51,17 +51,17 @@ class NumberPlace:
     write: Callable[[Any], None]
 
 
-#: That no number is an input.
+#: No number is an input.
 NO_NUMBERS: Mapping[str, NumberPlace] = MappingProxyType({})
 
 
 @contextmanager
 def placed(places: Mapping[str, NumberPlace], values: Mapping[str, Any]) -> Iterator[None]:
-    """Put values into places inside the `with` block; what was there is there again afterwards.
+    """Put values into places inside the `with` block, and restore the old values at its end.
 
     Args:
-        places: By the names of inputs.
-        values: By the same names: floats, or symbolic numbers.
+        places: Places by the names of inputs.
+        values: Values by the same names: floats, or symbolic numbers.
 
     Raises:
         CaptureError: a place cannot be written, or the block has written to it.
@@ -85,7 +85,7 @@ def placed(places: Mapping[str, NumberPlace], values: Mapping[str, Any]) -> Iter
 
 
 def at_forward(nodes: list[Node]) -> list[Node]:
-    """Return nodes with the arithmetic on host numbers in the phase in which it is used.
+    """Return nodes with host arithmetic moved to the phase that uses it.
 
     before: n = host.mul(2.0, number.beta) [step]; y = mul(x, n) [micro]
     after:  n = host.mul(2.0, number.beta) [micro]; y = mul(x, n) [micro]
@@ -102,14 +102,14 @@ def at_forward(nodes: list[Node]) -> list[Node]:
 
 
 def host_numbers(nodes: Iterable[Node], values: Mapping[str, float]) -> dict[str, Argument]:
-    """Return numbers, and those that follow from them alone, by name.
+    """Return numbers, and all numbers that are computed from them alone, by name.
 
     Args:
-        nodes: In their order; those that also need something else are left out.
-        values: By the names of inputs.
+        nodes: Nodes in their order; nodes with other arguments are skipped.
+        values: The numbers, by the names of inputs.
 
     Raises:
-        CaptureError: a host operator does not take them.
+        CaptureError: a host operator does not accept the numbers.
     """
     known: dict[str, Argument] = dict(values)
     for node in nodes:
@@ -139,19 +139,19 @@ def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
 
 
 def check_numbers(graph: LogicalGraph, values: Mapping[str, float], captured: LogicalGraph) -> None:
-    """See that a step with numbers as inputs is, with their values, one that has them in it.
+    """Check that a graph with numbers as inputs equals, for given values, a graph of these values.
 
     before: n = host.mul(2.0, number.beta); y = mul(x, n)
     after:  y = mul(x, 0.2)                                    this is compared
 
     Args:
-        graph: Has an input for each number.
-        values: By the names of the inputs.
-        captured: Was captured with these values.
+        graph: A graph with an input for each number.
+        values: The values, by the names of the inputs.
+        captured: A graph that was captured with these values.
 
     Raises:
-        CaptureError: they differ; names the first node that does. Or a host operator does not take
-            the values.
+        CaptureError: the graphs differ, and the error names the first different node; or a host
+            operator does not accept the values.
     """
     known = host_numbers(graph.nodes, values)
 
@@ -176,9 +176,9 @@ def check_numbers(graph: LogicalGraph, values: Mapping[str, float], captured: Lo
 
 
 def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
-    """Return where two graphs differ first, but for the names of their values; None if nowhere.
+    """Return the first difference of two graphs, ignoring names of values; None if they are equal.
 
-    Arguments are compared by their text: nan is nan, 0.0 is not -0.0, and 1 is not 1.0.
+    Arguments are compared by their text: nan equals nan, 0.0 differs from -0.0, and 1 from 1.0.
     """
     types = [[graph.types[entry.name] for entry in graph.inputs] for graph in (one, other)]
     if one.inputs != other.inputs or types[0] != types[1]:
@@ -202,7 +202,7 @@ def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
 def _told(
     graph: LogicalGraph, node: Node, change: Callable[[Ref], Argument] = lambda ref: ref
 ) -> tuple[object, ...]:
-    """Return what a node is, but for its name and the names of what it makes."""
+    """Return a node in comparable form, without its name and the names of its results."""
     kwargs = {key: map_refs(value, change) for key, value in sorted(node.kwargs.items())}
     return (
         node.op,

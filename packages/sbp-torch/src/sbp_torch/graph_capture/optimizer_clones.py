@@ -1,7 +1,7 @@
-"""Clones of the user's optimizer over other parameters, and which optimizers may be cloned.
+"""Clone the user's optimizer over other parameters, and refuse optimizers that cannot be cloned.
 
-A clone has the settings and attributes of an optimizer, and parameters and states of its own: small
-stand-ins, or the tensors that are traced.
+A clone has the settings and attributes of an optimizer, but other parameters and states: small
+stand-ins, or the tensors of a trace.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from sbp_core.errors import CaptureError
 from sbp_torch._torch_optim_compat import replaced_step, step_hooks
 from sbp_torch.optim.combined import CombinedOptimizer
 
-#: Settings of groups that choose between implementations of one update: we take the plain one.
+#: Settings of groups that choose an implementation of the update: we set them to the plain one.
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
-#: Extent of the dims of small stand-ins, at most.
+#: Largest extent of a dim of small stand-ins.
 SMALL = 3
 
 Step = Callable[[torch.optim.Optimizer], Any]
 
-#: What a subclass may define and still step as its parent does.
+#: Names that a subclass may define without changing the step of its parent.
 _HARMLESS = {
     *("__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__qualname__"),
     *("__repr__", "__static_attributes__", "load_state_dict", "state_dict", "zero_grad"),
 }
 
-#: Where wrappers come from that PyTorch itself puts around steps: the profiler's, `no_grad`.
+#: Files of the wrappers that PyTorch itself puts around steps: the profiler's, `no_grad`.
 _WRAPPERS = "torch/optim/optimizer.py"
 _CONTEXTS = "torch/utils/_contextlib.py"
 
-#: How deep we look into the attributes of an optimizer.
+#: Depth to which the attributes of an optimizer are searched.
 _DEPTH = 6
 
 
@@ -47,7 +47,7 @@ def small_shape(shape: Sequence[int], most: int = SMALL) -> tuple[int, ...]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class that says how an optimizer steps: a parent's, if its own adds nothing."""
+    """Return the class that defines an optimizer's step: a parent, if subclasses add nothing."""
     kind = type(optimizer)
     while True:
         parent = kind.__base__
@@ -70,9 +70,9 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Step:
-    """Return `step` of an optimizer's class without the profiler; of known ones without `no_grad`.
+    """Return `step` of an optimizer's class without its wrapper for the profiler.
 
-    Users' own decorators stay.
+    Known optimizers also lose `no_grad`. Users' own decorators stay.
     """
     if is_known(optimizer):
         return _unwrapped(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
@@ -80,7 +80,7 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Step:
 
 
 def _unwrapped(step: Any, *files: str) -> Step:
-    """Return what is within the wrappers that code of some files has put around a step."""
+    """Return the function inside the wrappers that code of some files has put around a step."""
     while hasattr(step, "__wrapped__"):
         code = getattr(step, "__code__", None)
         if code is None or not code.co_filename.endswith(files):
@@ -92,16 +92,16 @@ def _unwrapped(step: Any, *files: str) -> Step:
 def clone_of(
     optimizer: torch.optim.Optimizer, *, own_attributes: bool = False
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings and attributes, without parameters and states.
+    """Return an optimizer with the same settings and attributes, without parameters and states.
 
     Args:
-        optimizer: Any; stays as it is.
-        own_attributes: Copy the attributes, too, so that steps of the clone do not change them.
+        optimizer: Any optimizer; it is not changed.
+        own_attributes: Copy the attributes, so that steps of the clone do not change the originals.
     """
     kind = type(optimizer)
     clone = kind.__new__(kind)
     clone.__dict__.update(vars(optimizer))
-    clone.__dict__.pop("step", None)  # what a scheduler has wrapped
+    clone.__dict__.pop("step", None)  # the wrapper of a scheduler
     if own_attributes:
         for name, value in attributes_of(optimizer).items():
             setattr(clone, name, _deep_copy(value))
@@ -113,7 +113,7 @@ def clone_of(
 def clone_over(
     optimizer: torch.optim.Optimizer, parameters_for: Callable[[list[Tensor]], list[Any]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings over other parameters, that has not stepped."""
+    """Return an optimizer with the same settings over other parameters, before its first step."""
     clone = clone_of(optimizer, own_attributes=not isinstance(optimizer, CombinedOptimizer))
     if isinstance(optimizer, CombinedOptimizer) and isinstance(clone, CombinedOptimizer):
         clone.optimizers = tuple(clone_over(one, parameters_for) for one in optimizer.optimizers)
@@ -132,7 +132,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has besides those of every optimizer."""
+    """Return the attributes of an optimizer that not every optimizer has."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -150,16 +150,16 @@ _COMMON_ATTRIBUTES = {
 def _deep_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # a handle of something outside, which nobody can copy
+    except Exception:  # a handle of an external object, which cannot be copied
         return value
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose steps do more than its `step`, on its groups and their states.
+    """Refuse an optimizer that does more in a step than running its `step` on groups and states.
 
     Raises:
         CaptureError: it has hooks; its step was replaced; or it keeps parameters, optimizers or
-            states where no graph would see them.
+            states in places that no graph can capture.
     """
     name = type(optimizer).__name__
     for how in step_hooks(optimizer):
@@ -196,10 +196,10 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that keeps states of anything but its parameters.
+    """Refuse an optimizer that keeps states under keys that are not its parameters.
 
     Raises:
-        CaptureError: so it does.
+        CaptureError: it has such a key.
     """
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key in optimizer.state:
@@ -213,7 +213,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reference(value: Any, parameters: set[int], depth: int) -> str:
-    """Return what in an attribute has a life of its own: a parameter, an optimizer, a module."""
+    """Describe a parameter, optimizer or module inside an attribute; return "" without one."""
     if isinstance(value, Tensor):
         return "a parameter" if id(value) in parameters else ""
     if isinstance(value, torch.optim.Optimizer | nn.Module):
@@ -232,7 +232,7 @@ def _reference(value: Any, parameters: set[int], depth: int) -> str:
 
 
 def snapshot(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what can be compared later to see whether something was changed in between."""
+    """Return a comparable copy of a value, to detect later changes."""
     if isinstance(value, Tensor):
         plain = value.detach()
         return (id(value), plain.dtype, plain.shape, [] if plain.is_meta else plain.tolist())

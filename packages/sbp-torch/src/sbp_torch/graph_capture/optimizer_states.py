@@ -1,16 +1,16 @@
-"""The states of an optimizer before its first step, without taking one on the model.
+"""Find the states of an optimizer before its first step, without a step on the model.
 
-Optimizers make their states in their first step, by `state[key] = value`. So they take that step on
-small stand-ins of a parameter, in two sizes and with different numbers, and a recorder notes what
-each key is first set to:
+Optimizers make their states in their first step, by `state[key] = value`. So a clone takes that
+step on small stand-ins of a parameter, in two sizes and with different numbers, and a recorder
+keeps the first value of each key:
 
     stand-in (3, 3), numbers a     exp_avg: zeros (3, 3)   slow: a            step: 0
     stand-in (4, 4), numbers b     exp_avg: zeros (4, 4)   slow: b            step: 0
     the parameter's shape, meta    exp_avg: (768, 768)     slow: (768, 768)   step: ()
-    what follows                   filled with 0           a copy of p        filled with 0
+    derived rule                   filled with 0           a copy of p        filled with 0
 
-What goes by neither rule is made by a step on the parameter's own values. The rules are told from a
-first step; whether they tell the truth is for `differential_validation` to find out.
+States that follow neither rule are made by a step on the parameter's own values. The rules are
+derived from a first step only; `differential_validation` checks them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sbp_torch.graph_capture.optimizer_clones import (
     small_shape,
 )
 
-#: What SGD calls the momentum of a parameter.
+#: SGD's key for the momentum of a parameter.
 VELOCITY = "momentum_buffer"
 
 #: Steps of a trial: the third shows whether a number grows by the same amount again.
@@ -47,13 +47,13 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialStates:
-    """What an optimizer keeps for one parameter before its first step.
+    """The states of one parameter before the first step of its optimizer.
 
     Args:
-        tensors: By key. One that is filled with one number is that number, expanded, and takes no
-            memory; it is on the CPU if the parameter is on the `meta` device.
-        copies: Keys of the tensors that are copies of the parameter, in a dtype of their own.
-        numbers: Python numbers by key: the first value, and what each step adds to it.
+        tensors: Tensors by key. A tensor that is filled with one number is an expanded scalar,
+            which takes no memory; it is on the CPU if the parameter is on the `meta` device.
+        copies: Keys of the tensors that are copies of the parameter, possibly in another dtype.
+        numbers: Python numbers by key: the first value, and the increment of each step.
     """
 
     tensors: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class InitialStates:
 
 
 class _Recorder(dict[str, Any]):
-    """The states of a parameter; remembers what each key was first set to."""
+    """The states of a parameter, which also keeps the first value of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class _Recorder(dict[str, Any]):
             self[key] = value
 
 
-#: What an optimizer keeps of a stand-in: what each key was first set to; and what is no tensor
-#: after each step, by key, from the step on that makes it.
+#: The states of a stand-in: the first value of each key; and, by key, the values that are no
+#: tensors after each step, from the step that makes them.
 _Trial = tuple[Mapping[str, Any], Mapping[str, list[Any]]]
 
 
@@ -100,8 +100,8 @@ class _Rules:
 
     Args:
         fills: The number that each tensor is filled with, by key; None for a copy of the parameter.
-        shapes: Tensors without data, by key, or with data if the optimizer looks at it.
-        numbers: As in `InitialStates`.
+        shapes: Tensors without data by key, or with data if the optimizer reads values.
+        numbers: See `InitialStates`.
     """
 
     fills: Mapping[str, Number | None]
@@ -122,8 +122,8 @@ class InitialStateProbe:
         """Return the states of a parameter.
 
         Raises:
-            CaptureError: the states depend on the first gradient, or are no tensors and counters;
-                or a step on a stand-in fails.
+            CaptureError: a state depends on the first gradient, or is neither a tensor nor a
+                counter; or a step on a stand-in fails.
         """
         device = torch.device("cpu") if parameter.is_meta else parameter.device
         if kind_of(self.optimizer) is torch.optim.SGD:
@@ -137,8 +137,8 @@ class InitialStateProbe:
         rules = self._known[looks]
         copies = () if rules is None else [key for key, fill in rules.fills.items() if fill is None]
         if rules is None or (copies and not parameter.is_meta):
-            # Only the parameter's own values tell. What looks like a copy on stand-ins might be
-            # clipped on larger numbers, so that where there are values, they are asked.
+            # Use the parameter's own values. A state that looks like a copy on stand-ins might be
+            # clipped for larger numbers, so real values are used if there are any.
             first, after = self._trial(parameter, 0.5)
             numbers = self._counters(after)
             return InitialStates(tensors=_tensors(first), copies=frozenset(copies), numbers=numbers)
@@ -148,13 +148,13 @@ class InitialStateProbe:
             if fill is None:
                 tensors[key] = parameter.detach().to(like.dtype, copy=True)
                 continue
-            # Counters of steps stay on the host, wherever the parameter is.
+            # Counters of steps stay on the host for parameters on any device.
             where = torch.device("cpu") if like.device.type == "cpu" else device
             tensors[key] = torch.full((), fill, dtype=like.dtype, device=where).expand(like.shape)
         return InitialStates(tensors=tensors, copies=frozenset(copies), numbers=rules.numbers)
 
     def numbers_of(self, parameter: Tensor) -> Mapping[str, tuple[Number, Number]]:
-        """Return the Python numbers of a parameter, whatever its tensors begin with."""
+        """Return the Python numbers of a parameter, for any initial values of its tensors."""
         return self._counters(self._trial(_stand_in(parameter), 0.5)[1])
 
     def _rules(self, parameter: Tensor) -> _Rules | None:
@@ -165,11 +165,11 @@ class InitialStateProbe:
         meta = torch.empty_like(parameter, device="meta")
         try:
             shapes = self._stepped(meta, 0.5)[0]
-        except Exception:  # it looks at values, in whichever way; deferred ones have none
+        except Exception:  # it reads values, which tensors on `meta` do not have
             real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
             shapes = self._trial(real, 0.5)[0]
         if not first.keys() == second.keys() == shapes.keys():
-            return None  # which states there are goes by the shape
+            return None  # the set of states depends on the shape
         fills: dict[str, Number | None] = {}
         for key, value in _tensors(first).items():
             one, moved = value.flatten()[:1], second[key]
@@ -207,7 +207,7 @@ class InitialStateProbe:
             if index == self.index:
                 recorder.update(constructed_states(self.optimizer, group, stand_in.detach()))
                 clone.param_groups.append({**settings_of(group), **plain, "params": [stand_in]})
-            elif not is_known(self.optimizer):  # its code may look at all groups
+            elif not is_known(self.optimizer):  # its code may read all groups
                 others = [_stand_in(p).to(value.device) for p in group["params"][:1]]
                 members += [other.requires_grad_() for other in others]
                 clone.param_groups.append({**settings_of(group), **plain, "params": others})
@@ -223,7 +223,7 @@ class InitialStateProbe:
         return recorder.first, after
 
     def _is_velocity(self, key: str) -> bool:
-        """Whether a state is the velocity of SGD: made of the first gradient, as if from zero."""
+        """Whether a state is SGD's velocity, which starts with the first gradient as if from 0."""
         return key == VELOCITY and isinstance(self.optimizer, torch.optim.SGD)
 
     def _check_gradient_free(
@@ -245,7 +245,7 @@ class InitialStateProbe:
                 )
 
     def _counters(self, after: Mapping[str, list[Any]]) -> dict[str, tuple[Number, Number]]:
-        """Return the numbers among the states: before the first step, and what each step adds."""
+        """Return the numbers among the states: the first values, and the increments per step."""
         found: dict[str, tuple[Number, Number]] = {}
         for key, values in after.items():
             if any(not isinstance(value, int | float) for value in values):

@@ -1,23 +1,23 @@
-"""Every traced op: its provenance, and what is called in its place.
+"""Record the provenance of every traced op, and replace some ops.
 
-`Notes` is a dispatch mode, active while the user's step is traced. It notes the phase, module path,
-source line, forward op and checkpoint of each op, which FX keeps on the nodes. Random ops count
-(`randomness`), and two kinds of ops are restated.
+`Notes` is a dispatch mode, active while the user's step is traced. It attaches the phase, module
+path, source line, forward op and checkpoint of each op to the node, where FX keeps them. Random ops
+become counter-based (`randomness`), and two kinds of ops are replaced.
 
-Operators that write to their arguments although their schema does not say so, because
-functionalisation goes by schemas:
+The first kind writes to arguments although the schema does not declare it, and functionalisation
+relies on schemas:
 
 before: y, m, r = native_batch_norm(x, w, b, mean, var, training)      writes mean and var
 after:  y, m, r, mean', var' = _native_batch_norm_legit_functional(..); mean.copy_(mean'); ...
 
-Choices by a mask that is made of sizes alone, so that the shape is known when a step is captured:
+The second kind selects by a mask that depends only on sizes, so its shape is known at capture:
 
 before: aten.index.Tensor(x, [mask])      mask = ~torch.eye(3, dtype=torch.bool): a shape by value
 after:  rows, columns = aten.nonzero_static(mask, size=6).unbind(1)
         aten.index.Tensor(x, [rows, columns])
 
-Such masks are real tensors in a trace, so that it can count what they choose. What follows from the
-batch or a state has no values there, and is left as it is.
+Such masks are real tensors in a trace, so the selected elements can be counted. Masks that depend
+on the batch or on a state have no values in a trace, and are not replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sbp_torch.graph_capture.randomness import Draws
 
 _aten = torch.ops.aten
 
-#: Their second argument is a list of indices, some of which may be masks.
+#: Operators whose second argument is a list of indices, some of which may be masks.
 _BY_INDICES = (
     _aten.index.Tensor,
     _aten.index_put.default,
@@ -59,14 +59,14 @@ _BY_INDICES = (
     _aten._index_put_impl_.default,
 )
 
-#: They find positions, which are counted here and found in each step.
+#: Operators that find positions: capture counts them, and each step finds them.
 _COUNTED = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
 
 
 def chosen_by_constants(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[OpOverload, Sequence[Any], Mapping[str, Any]]:
-    """Return a call that does the same with a shape that is known, where a mask has values."""
+    """Return an equal call with a known output shape, if a mask has values."""
     if func is _aten.masked_select.default and _is_constant(args[1]):
         value, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call] # torch's
         func, args = _aten.index.Tensor, (value, [mask])
@@ -80,7 +80,7 @@ def chosen_by_constants(
             indices.append(one)
         elif args[0].shape[len(indices) :][: one.dim()] == one.shape:
             indices += _aten.nonzero_static.default(one, size=_count(one)).unbind(1)
-        else:  # as PyTorch says it, which does not look here for all of them
+        else:  # PyTorch's own error, which it does not raise for all operators here
             raise IndexError(
                 f"the shape of the mask {[*one.shape]} at index {len(indices)} does not match the "
                 f"shape of the indexed tensor {[*args[0].shape]}"
@@ -89,7 +89,7 @@ def chosen_by_constants(
 
 
 def found_in_constants(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return what an operator finds whose result is a constant of the graph; else None."""
+    """Return the result of an operator if it is a constant of the graph; else None."""
     if torch.Tag.dynamic_output_shape not in func.tags or func in _COUNTED:
         return None
     given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -114,7 +114,7 @@ def _count(mask: Tensor) -> int:
 
 
 def make_mutations_explicit(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator, with its hidden writes as `copy_`; None if its schema names all writes."""
+    """Call an operator with hidden writes as `copy_`; None if its schema declares all writes."""
     if func is not _aten.native_batch_norm.default or kwargs:
         return None
     _, _, _, mean, var, training, *_ = args
@@ -126,12 +126,12 @@ def make_mutations_explicit(func: Any, args: Sequence[Any], kwargs: Mapping[str,
     return tuple(made)
 
 
-#: What autograd asks of every tensor that it meets.
+#: The operator that autograd calls on every tensor.
 _DEVICE = torch.ops.prim.device.default
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Attach a note to every traced op, and make random ops count instead of drawing."""
+    """Attaches a note to every traced op, and replaces random ops by counter-based ones."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -142,14 +142,14 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         self.num_checkpoints = 0
         self.checkpoint = 0
         self.draws = draws
-        #: Storages of real tensors that were made on the way, by key; kept, so that keys are.
+        #: Storages of real tensors that the trace made, by key; kept alive, so keys stay valid.
         self.made: dict[int, torch.UntypedStorage] = {}
-        #: Which op has made a size that goes by values, and where, by the name of the size.
+        #: By the name of a size that depends on values: the op that made it, and its line.
         self.sizes_by_value: dict[str, tuple[str, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # most calls by far, and none that is traced
+            return args[0].device  # the most frequent call, which is never traced
         if kwargs and kwargs.get("generator") is not None:
             raise CaptureError(
                 f"{func} draws from a generator of the program's own",
@@ -158,7 +158,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
                 todo="leave generator= out: the numbers follow from the seed of the run",
             )
         for tensor in written_arguments(func, args, kwargs or {}):
-            # What was there before would be changed here and now.
+            # The write would change an existing tensor during the trace.
             real = type(tensor) in (Tensor, nn.Parameter)
             if real and storage_key(tensor) not in self.made:
                 raise written_outside(func, user_line())
@@ -211,12 +211,12 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
 
     @contextmanager
     def _checkpointed(self, model: nn.Module) -> Iterator[None]:
-        """Mark ops as what the user wants to be rematerialised in the backward phase.
+        """Mark ops that the user wants to rematerialise in the backward phase.
 
         Raises:
-            CaptureError: they change a buffer, which PyTorch would then change twice.
+            CaptureError: the ops change a buffer, which PyTorch would then change twice.
         """
-        if self.checkpoint:  # one within another: the outer one decides
+        if self.checkpoint:  # nested checkpoints: the outer one decides
             yield
             return
         self.num_checkpoints += 1
@@ -233,7 +233,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Keep track of the module that is running, and of `torch.utils.checkpoint`."""
+        """Track the module that is running, and uses of `torch.utils.checkpoint`."""
 
         def enter(path: str) -> Callable[..., None]:
             return lambda *_: self.modules.append(path)

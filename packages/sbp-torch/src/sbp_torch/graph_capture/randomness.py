@@ -1,12 +1,12 @@
 """Counter-based random ops in place of PyTorch's: the same numbers on one device and on any mesh.
 
 before: mask = bernoulli_(empty_like(x), 0.9)              draws from a stream that every op shares
-after:  mask = sbp.random_bernoulli(size, seed, draw, 3)   the number of an element follows from the
-                                                           seed, the draw, the op, and its place
+after:  mask = sbp.random_bernoulli(size, seed, draw, 3)   an element depends on the seed, the draw,
+                                                           the op, and its place
 
-`seed` and `draw` (step times micro-batches plus the micro-batch) are inputs of the graph; the op is
-numbered in the order of the program. `counted_random` does the same to an eager program, which then
-is the one-device program that a plan is compared with.
+`seed` and `draw` (step times micro-batches plus the micro-batch) are inputs of the graph; ops are
+numbered in the order of the program. `counted_random` replaces the random ops of an eager program
+in the same way. A plan is compared with that program.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CounterBased = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Numbers the random ops of one step, and calls their counter-based forms.
 
-    As a context, it does so to the ops of an eager program.
+    As a context, it replaces the random ops of an eager program.
 
     Args:
-        seed: Of the program.
-        draw: Which draw of every op it is, in [0, 2^32).
-        per_shard: Let every shard draw from a generator of its own: faster, and other numbers on
-            every mesh.
+        seed: Seed of the program.
+        draw: Number of the draw, in [0, 2^32).
+        per_shard: Whether every shard draws from its own generator, which is faster, but makes the
+            numbers depend on the mesh.
     """
 
     def __init__(self, seed: int = 0, draw: int = 0, *, per_shard: bool = False) -> None:
@@ -53,12 +53,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         return counter_based(self, args, kwargs)
 
     def make(self, kind: str, size: Sequence[int], like: Mapping[str, Any], **own: Any) -> Tensor:
-        """Return fresh numbers.
+        """Return new random numbers.
 
         Args:
             kind: `uniform`, `normal`, `bernoulli` or `integers`.
-            size: Shape.
-            like: `dtype` and `device` of what is made.
+            size: Shape of the result.
+            like: `dtype` and `device` of the result.
             **own: Arguments of that kind.
         """
         site, self.num_sites = self.num_sites, self.num_sites + 1
@@ -72,13 +72,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
 
 @contextmanager
 def counted_random(seed: int, draw: int) -> Iterator[None]:
-    """Let an eager step draw the numbers that a captured one draws.
+    """Let an eager step draw the same numbers as a captured step.
 
-    What `torch.utils.checkpoint` would rematerialise in the backward phase is saved instead, since
+    `torch.utils.checkpoint` then saves activations instead of rematerialising them, because
     rematerialisation would draw other numbers.
 
     Args:
-        seed: What the plan is run with.
+        seed: The seed of the run of the plan.
         draw: Step times micro-batches plus micro-batch.
     """
     with checkpoints_inlined(nullcontext), Draws(seed, draw):
@@ -121,7 +121,7 @@ def _dropout(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _exponential(draws: Draws, tensor: Tensor, rate: float) -> Tensor:
-    # Of 1 - u, which is never 0.
+    # The logarithm of 1 - u, which is never 0.
     return torch.log(1 - _uniform_of(draws, tensor)) / -rate
 
 
@@ -132,7 +132,7 @@ def _permutation(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _multinomial(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the places of the largest p / e, e being exponential: a draw of each row.
+    """Return, for each row, the indices of the largest p / e, where e is exponential.
 
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006.
     """
@@ -170,7 +170,7 @@ def _filling(kind: str, **arguments: tuple[str, float]) -> _CounterBased:
 
     Args:
         kind: See `Draws.make`.
-        arguments: Of that kind, in order: the name and default that each has in the op.
+        arguments: Arguments of the kind, in order: the name and default of each in the op.
     """
 
     def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -1,13 +1,12 @@
-"""What a forward leaves behind: side effects, which are undone, and states bound to other tensors.
+"""Detect and undo side effects of a forward, and find states that it assigned to.
 
-A graph remembers nothing but its states. So a number that a module counts up, a tensor that it
-keeps in a list, or a draw from Python's own generator would be lost, and the graph would do the
-first step for ever. Compared are the attributes of all modules, lists, mappings, sets and
-NumPy arrays in them, and the generators of Python, NumPy and PyTorch; other objects are not looked
-into.
+A graph keeps only its states. If a module counts up a number, keeps a tensor in a list, or draws
+from Python's generator, the graph would lose this, and repeat the first step forever. Compared are
+the attributes of all modules, the lists, mappings, sets and NumPy arrays in them, and the random
+generators of Python, NumPy and PyTorch. Other objects are not searched.
 
-A buffer may be assigned a detached tensor of its form, which then is its new value. Parameters stay
-the tensors that they are.
+A forward may assign a detached tensor of the same shape and dtype to a buffer, which becomes its
+new value. It must not assign to parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import storage_key
 
-#: Where modules keep what is registered, and what that is called.
+#: The attributes in which modules keep registered objects, and the kinds of these.
 REGISTERS: Mapping[str, str] = {
     "_parameters": "parameter",
     "_buffers": "buffer",
@@ -39,14 +38,14 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An attribute of a module that is not what it was.
+    """A changed attribute of a module.
 
     Args:
         module: Path of the module.
         owner: Name of its class.
-        key: The attribute, and the way into it: `cache['k'][0]`.
-        before: What it was; None if there was none.
-        after: What it is; None if there is none.
+        key: The attribute, and the path inside it: `cache['k'][0]`.
+        before: The old value; None if there was none.
+        after: The new value; None if there is none.
         registered: `parameter`, `buffer` or `module` if it is registered; else empty.
     """
 
@@ -66,7 +65,7 @@ class Change:
 
     @property
     def is_mode(self) -> bool:
-        """Whether the mode of a module is another one."""
+        """Whether this is the training mode of a module."""
         return self.key == "training"
 
     def refusal(self) -> CaptureError:
@@ -111,20 +110,20 @@ class Change:
 
 
 class AttributeSnapshot:
-    """The attributes of all modules and what is in them, at one moment."""
+    """The attributes of all modules and their contents, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
-        #: Attributes of modules, and containers in them, by id: itself, what it held, number of the
-        #: module, the way to it; of attributes, the way is empty.
+        #: Dicts of attributes, and containers in them, by id: the object, its content, the number
+        #: of the module, the path to it; the path of a dict of attributes is empty.
         self._held: dict[int, tuple[Any, Any, int, str]] = {}
         self._stand_ins: Mapping[int, Tensor] = {}
         for number, (_, module) in enumerate(self._modules):
             self._hold(vars(module), number, "")
 
     def _hold(self, value: Any, number: int, way: str) -> None:
-        # Once each: containers may hold each other, and themselves. `_held` keeps the container
-        # alive, so that its id stays its own.
+        # Visit each once, because containers may contain each other and themselves. `_held` keeps
+        # the container alive, so that its id is not reused.
         if id(value) in self._held or type(value) in PLAIN or isinstance(value, Tensor):
             return
         content = content_of(value)
@@ -136,11 +135,11 @@ class AttributeSnapshot:
             self._hold(part, number, f"{way}[{key!r}]" if way else key)
 
     def changes(self, stand_ins: Mapping[int, Tensor]) -> list[Change]:
-        """Return what is not as it was, attributes first.
+        """Return all changes, those of attributes first.
 
         Args:
-            stand_ins: By the id of a tensor that stood for a state meanwhile, that state: a list of
-                a module's own weights that it makes anew is the same list.
+            stand_ins: The state for the id of each tensor that replaced a state in the trace. With
+                it, a list of its own weights that a module makes again counts as unchanged.
         """
         self._stand_ins = stand_ins
         found: list[Change] = []
@@ -174,10 +173,10 @@ class AttributeSnapshot:
         return found
 
     def _is_same(self, before: Any, after: Any) -> bool:
-        """Whether a value is what it was: itself, or an equal number, string, or list of such.
+        """Whether a value is unchanged: the same object, or an equal number, string, or list.
 
-        What a container held is asked for each container once; so here, one that is itself is the
-        same. Of objects of unknown kinds nobody knows what makes them equal: they are the same.
+        The content of each container is compared elsewhere, so here the same container object is
+        unchanged. Objects of unknown types count as unchanged, because they cannot be compared.
         """
         after = self._stand_ins.get(id(after), after)
         if before is after:
@@ -185,12 +184,12 @@ class AttributeSnapshot:
         if type(before) is not type(after):
             return False
         if isinstance(before, PLAIN):
-            # By text: nan is nan, and 0.0 is not -0.0.
+            # By text: nan equals nan, and 0.0 differs from -0.0.
             return repr(before) == repr(after)
-        # A tensor that was not there before, even of equal numbers: the graph would not keep it.
+        # A new tensor, even with equal numbers, is a change: the graph would not keep it.
         if isinstance(before, Tensor):
             return False
-        # What it held at the snapshot: a container that was replaced may have been changed as well.
+        # Its content at the snapshot, because a replaced container may have been changed as well.
         old = self._held[id(before)][1] if id(before) in self._held else content_of(before)
         new = content_of(after)
         if isinstance(old, dict) and new is not None:
@@ -200,7 +199,7 @@ class AttributeSnapshot:
         return bool(old == new)
 
     def with_real_tensors(self, traced: Iterable[Tensor]) -> list[Tensor]:
-        """Put real tensors, of zeros, in the places of some, and return them in order."""
+        """Replace tensors of a trace by real tensors of zeros, and return these in order."""
         made = {
             id(old): torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in traced
         }
@@ -217,13 +216,13 @@ class AttributeSnapshot:
         return list(made.values())
 
     def restore(self) -> None:
-        """Set everything back to what it was."""
+        """Restore all attributes and contents."""
         for value, content, _, _ in self._held.values():
             refill(value, content)
 
 
 class MissingAttribute:
-    """Stands for what is not there."""
+    """A placeholder for a missing attribute."""
 
     def __init__(self, told: str) -> None:
         self._told = told
@@ -236,15 +235,15 @@ _MISSING: Any = MissingAttribute("nothing")
 
 
 def items_of(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what a mapping holds; of a kind of dict, without its own `__getitem__`.
+    """Return the items of a mapping, without calling the `__getitem__` of a subclass of dict.
 
-    That of `transformers.activations.ACT2FN` makes a module of what it holds.
+    The `__getitem__` of `transformers.activations.ACT2FN` makes a module from an item.
     """
     return dict(dict.items(value)) if isinstance(value, dict) else dict(value)
 
 
 def content_of(value: Any) -> Any:
-    """Return a copy of what a container holds: a list, dict, set or bytes; None if it is none."""
+    """Return a copy of the content of a container: list, dict, set or bytes; None for others."""
     if isinstance(value, MutableMapping):
         return items_of(value)
     if isinstance(value, tuple | MutableSequence) and not isinstance(value, bytearray | nn.Module):
@@ -258,7 +257,7 @@ def content_of(value: Any) -> Any:
 
 
 def refill(value: Any, content: Any) -> None:
-    """Let a container hold again what it held."""
+    """Restore the content of a container."""
     if isinstance(value, tuple | frozenset):
         return
     if isinstance(content, bytes):
@@ -268,7 +267,7 @@ def refill(value: Any, content: Any) -> None:
         return
     now = content_of(value)
     if isinstance(value, MutableMapping):
-        # Left alone if nothing changed: a class of the user's may do more than hold what it gets.
+        # Do nothing without a change, because a class of the user may have side effects itself.
         alike = list(now) == list(content) and all(now[key] is content[key] for key in content)
         if not alike:
             value.clear()
@@ -287,7 +286,7 @@ def refill(value: Any, content: Any) -> None:
 
 
 def shortened(value: object) -> str:
-    """Return a value as text, of 60 characters at most."""
+    """Return a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -301,10 +300,10 @@ class Generators:
         self._torch = torch.default_generator.get_state()
 
     def check(self) -> None:
-        """Refuse a program that has drawn from Python's or NumPy's generator since.
+        """Refuse a program that has drawn from Python's or NumPy's generator since this moment.
 
         Raises:
-            CaptureError: it has.
+            CaptureError: a generator has changed.
         """
         for name, is_same in (
             ("random", random.getstate() == self._python),
@@ -320,7 +319,7 @@ class Generators:
                 )
 
     def restore(self) -> None:
-        """Set them back."""
+        """Restore the generators."""
         random.setstate(self._python)
         if self._numpy is not None:
             name, keys, *rest = self._numpy
@@ -347,13 +346,13 @@ def replaced_states(
 
     Args:
         own: The model's states by name.
-        before: What stood for them in the forward.
-        after: What the modules held in their places at the end.
-        storages: The storage of each of `before`, before the forward.
+        before: The tensors in their places at the beginning of the forward.
+        after: The objects in their places at its end.
+        storages: The storage of each tensor of `before`, before the forward.
 
     Raises:
-        CaptureError: a parameter, or a tensor of another form or that is another state, too, was
-            assigned; or the forward assigned to `.data`, or called backward.
+        CaptureError: the forward assigned to a parameter, assigned a tensor of another form or
+            another state, assigned to `.data`, or called backward.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in before.items():
@@ -404,7 +403,7 @@ def replaced_states(
 
 
 def shared_memory(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the pairs of states that are two tensors with elements in common."""
+    """Return the pairs of states that are different tensors with common elements."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.layout is torch.strided and tensor.numel():
@@ -414,7 +413,7 @@ def shared_memory(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors on one storage have an element in common."""
+    """Whether two tensors on one storage have a common element."""
     # The first byte of each in the storage, and the byte after its last.
     spans = []
     for one in (left, right):

@@ -1,4 +1,4 @@
-"""The training step as a function of its states: what the first trace runs.
+"""The training step as a function of its states, which the first trace runs.
 
 (parameters and buffers, states of the update, batch, scalars)
     -> (losses and metrics, new parameters and buffers, new states of the update)
@@ -43,23 +43,23 @@ from sbp_torch.graph_capture.side_effects import (
 )
 from sbp_torch.graph_capture.update import Update
 
-#: Scalar inputs that random ops count with.
+#: Scalar inputs of counter-based random ops.
 SEED, DRAW = "seed", "draw"
 
-#: What passes call the step counters of all parameters, tied together.
+#: The name that passes give to the tied step counters of all parameters.
 _STEP_COUNTER = "step_counter"
 
-#: What `torch.autocast` converts to.
+#: The dtypes of `torch.autocast`.
 _AUTOCAST = ("bfloat16", "float16")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, buffers, and tensors that modules hold unregistered, by name.
 
-    Tied tensors come once. A constant that a module keeps as a plain attribute is a buffer, too.
+    Tied tensors are returned once. A tensor in a plain attribute of a module counts as a buffer.
 
     Raises:
-        CaptureError: one has no shape yet.
+        CaptureError: a tensor has no shape yet.
     """
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in found.items():
@@ -80,7 +80,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def trainable(parameters: Collection[Tensor]) -> Iterator[None]:
-    """Let parameters be trained meanwhile, whether they are frozen or not."""
+    """Make parameters trainable inside the block, even frozen ones."""
     frozen = [one for one in parameters if not one.requires_grad]
     try:
         for one in frozen:
@@ -97,14 +97,14 @@ class TraceableStep:
     Args:
         model: The one-device program.
         loss: See `capture`.
-        batch: An example.
-        update: What is done with gradients; None for forward and loss only.
+        batch: An example batch.
+        update: The update; None for forward and loss only.
         autocast: dtype name for `torch.autocast` around the forward phase; empty for none.
         per_shard_random: See `Draws`.
-        as_compiling: Tell the model that it is being compiled, while its forward runs.
+        as_compiling: Whether `is_compiling()` returns True while the forward runs.
         previous: A traced step whose forward had side effects: this forward begins with the
-            attributes that it has left; None to begin with the attributes as they are now.
-        numbers: Numbers that the forward reads and that are scalar inputs, by the names of these.
+            attributes after that one; None to begin with the present attributes.
+        numbers: Places of numbers that the forward reads, by the names of their scalar inputs.
     """
 
     def __init__(
@@ -138,19 +138,19 @@ class TraceableStep:
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
         #: The side effects of the forward, known after the first call; the attributes of all
-        #: modules then; and the real tensors that are in those for the tensors of the trace.
+        #: modules after it; and the real tensors that replace tensors of the trace in these.
         self.side_effects: list[Change] = []
         self.attributes_after: AttributeSnapshot | None = None
         self.side_effect_constants: list[Tensor] = []
-        #: States that the forward replaced by a tensor that still has a graph behind it.
+        #: States that the forward replaced by a tensor that is still attached to autograd.
         self.differentiable: list[str] = []
         self._check()
 
     def _check(self) -> None:
-        """See that options are known, and that the tensors of the model can be trained.
+        """Check that options are known, and that the tensors of the model can be trained.
 
         Raises:
-            CaptureError: one is of no use, not dense, hooked, or called as an input is.
+            CaptureError: an option is unknown, or a tensor is not dense, has hooks or a used name.
         """
         for name, tensor in self.tensors.items():
             check_dense(name, tensor, of="model", todo="keep it dense: .to_dense()")
@@ -220,7 +220,7 @@ class TraceableStep:
         rates = dict(zip(self.scalars, scalars, strict=True))
         with self.notes:
             with torch.enable_grad():
-                leaves: dict[str, Tensor] = {}  # what the loss is differentiated by
+                leaves: dict[str, Tensor] = {}  # the loss is differentiated by these
                 for name in self.moving:
                     leaves[name] = leaf = held[name].detach().requires_grad_()
                     for hook in gradient_hooks(self.tensors[name])[0]:
@@ -228,7 +228,7 @@ class TraceableStep:
                 numbers = {name: rates[name].item() for name in self.numbers}
                 loss, metrics, replaced = self._forward(held | leaves, batch, numbers)
                 held |= replaced
-                # The update cannot change a metric: one that looks at a state is copied.
+                # The update must not change a metric, so copy a metric that is a view of a state.
                 memory = {storage_key(tensor) for tensor in held.values()}
                 metrics = {
                     name: value.detach().clone() if storage_key(value) in memory else value
@@ -273,7 +273,7 @@ class TraceableStep:
     def _forward(
         self, tensors: Mapping[str, Tensor], batch: list[Tensor], numbers: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the loss, metrics, and the states that the forward put in the place of others."""
+        """Return the loss, metrics, and the new tensors that the forward assigned to states."""
         parts = dict(zip(self.flat_batch, batch, strict=True))
         given = rebuild_batch(self.batch, parts)
         device = next(iter(tensors.values())).device.type if tensors else "cpu"
@@ -300,7 +300,7 @@ class TraceableStep:
                 hint,
                 placed(self.numbers, numbers),
             ):
-                for name, tensor in now.items():  # such as p.weight_decay, which somebody has set
+                for name, tensor in now.items():  # attributes such as p.weight_decay
                     for key, value in vars(self.tensors[name]).items():
                         vars(tensor).setdefault(key, value)
                 loss, metrics = split_losses(self.loss(self.model, given))
@@ -326,10 +326,10 @@ class TraceableStep:
         return loss, metrics, {name: tensor.detach() for name, tensor in replaced.items()}
 
     def _check_trained(self, tensors: Mapping[str, Tensor]) -> None:
-        """See that the loss has frozen no parameter, and unfrozen none.
+        """Check that the loss has neither frozen nor unfrozen a parameter.
 
         Raises:
-            CaptureError: it has: gradients are of those that were trained before.
+            CaptureError: it has; gradients are computed for the parameters trained before it.
         """
         trained = set(self.moving)
         for name, tensor in tensors.items():

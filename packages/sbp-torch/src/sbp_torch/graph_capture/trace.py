@@ -1,16 +1,16 @@
 """Trace a whole training step to one functional FX graph.
 
 `make_fx` runs the user's Python (forward, loss, `autograd.grad`, the update) on fake tensors with
-all states swapped in. The graph computes what eager computes, bit for bit, but for random numbers
-(see `randomness`). Then mutations are removed, so that every op makes new tensors only:
+all states swapped in. The graph computes the same as eager mode, bit for bit, except for random
+numbers (see `randomness`). Then mutations are removed, so that every op only makes new tensors:
 
 before: h = mul_(w, 0.9); add_(h, g); return w        w, h and the result of add_ are one tensor
 after:  h = mul(w, 0.9);  i = add(h, g); return i
 
-Two ways. `rewrite_mutations` renames: what reads a tensor after a write reads what the write made.
-It is quick, and declines where a tensor is written to through a view, or a view of it is read after
-the write. `retrace` lets PyTorch do it by tracing once more, which is right for everything.
-`capture.fx_conversion` turns the result into our IR.
+There are two ways. `rewrite_mutations` renames: a node that reads a tensor after a write reads the
+result of the write. It is quick, but gives up if a tensor is written to through a view, or a view
+of it is read after the write. `retrace` lets PyTorch remove mutations by tracing again, which
+always works. `fx_conversion` turns the result into our IR.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sbp_torch.graph_capture.diagnostics import check_dense, refusal, written_ou
 from sbp_torch.graph_capture.side_effects import shared_memory
 from sbp_torch.graph_capture.step import TraceableStep
 
-# Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
+# Tracing and constructing an optimizer load it. Import it here, while collection is paused.
 
 
 _aten = torch.ops.aten
@@ -50,12 +50,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A functional FX graph and what its placeholders and outputs are, in order.
+    """A functional FX graph, and descriptions of its placeholders and outputs, in order.
 
-    `constants` are the tensors that the program made outside of what is traced, by the name of the
-    graph's attribute. `update_source` is where the optimizer is written, as `file:line`. `form` is
-    what the graph computes, to be compared; only of a step that leaves something on its modules, or
-    that is traced with what an earlier one has left there.
+    `constants` are the tensors that the program made before the trace, by the name of the graph's
+    attribute. `update_source` is the `file:line` of the optimizer's definition. `form` is the
+    graph in comparable form; only for a step whose forward has side effects, or a step that is
+    traced after the side effects of an earlier one.
     """
 
     module: fx.GraphModule
@@ -70,13 +70,13 @@ def trace_step(step: TraceableStep) -> TracedStep:
     """Trace a step as one FX graph.
 
     Raises:
-        CaptureError: the step cannot be traced; says which line of the user's code stopped it, and
+        CaptureError: the step cannot be traced; the error names the line of the user's code, and
             what to change.
     """
     mode = fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:  # of a deferred model, which has no values yet
+        if tensor.is_meta:  # in a deferred model, which has no values yet
             with mode:
                 return torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
@@ -85,7 +85,7 @@ def trace_step(step: TraceableStep) -> TracedStep:
 
     def fake_state(tensor: Tensor) -> Tensor:
         if tensor.dim() and not any(tensor.stride()):
-            # One number, expanded, as states begin: the step sees a tensor that it can write to.
+            # New states may be expanded numbers: give the step a tensor that it can write to.
             with mode:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return fake(tensor)
@@ -109,9 +109,8 @@ def trace_step(step: TraceableStep) -> TracedStep:
     inputs = step.inputs()
     states = [(entry.name, OutputKind.STATE) for entry in inputs if entry.kind.is_state]
     outputs = (*step.reported, *(states if step.update is not None else ()))
-    # Outputs that side effects stored on modules are dropped. Those that follow from nothing that
-    # changes are constants: the program makes them in its first step and keeps them, the graph
-    # makes them in each.
+    # Outputs that side effects stored on modules are dropped. They have to be constants: the
+    # program makes them in its first step and keeps them, the graph makes them in each step.
     result = next(node for node in module.graph.nodes if node.op == "output")
     flat = tree_leaves(result.args[0])
     removed = flat[len(outputs) :]
@@ -121,7 +120,7 @@ def trace_step(step: TraceableStep) -> TracedStep:
     form: tuple[Any, ...] = ()
     if step.side_effects:
         form = _form(module, {node: at for at, node in enumerate(removed)})
-    if step.attributes_before is not None:  # the constants that the step before has left
+    if step.attributes_before is not None:  # use the constants of the previous step
         numbers = {storage_key(one): at for at, one in enumerate(step.constants_before)}
         keys = {
             node: storage_key(getattr(module, node.target))
@@ -142,9 +141,9 @@ def trace_step(step: TraceableStep) -> TracedStep:
 
 
 def _form(module: fx.GraphModule, numbered: Mapping[object, int]) -> tuple[Any, ...]:
-    """Return what a graph computes of its placeholders and of some of its nodes, which it numbers.
+    """Return the computation of a graph on its placeholders and some numbered nodes.
 
-    Two graphs of one form compute the same if those nodes hold the same.
+    Two graphs of equal form compute the same if their numbered nodes have equal values.
     """
     result = next(node for node in module.graph.nodes if node.op == "output")
     names: dict[object, Any] = {node: ("numbered", at) for node, at in numbered.items()}
@@ -168,7 +167,7 @@ def _form(module: fx.GraphModule, numbered: Mapping[object, int]) -> tuple[Any, 
 
 
 def _is_constant(value: object) -> bool:
-    """Whether a value follows from no placeholder and no random number."""
+    """Whether a value depends on no placeholder and no random number."""
     seen, waiting = set[fx.Node](), [value]
     while waiting:
         node = waiting.pop()
@@ -192,12 +191,12 @@ def _check_states(
     outputs: Collection[tuple[str, OutputKind]],
     held: Mapping[str, Tensor],
 ) -> None:
-    """Refuse states that change while something else looks at their memory.
+    """Refuse states that change while another tensor shares their memory.
 
     Raises:
-        CaptureError: two states are different tensors on the same memory; or the program reaches a
-            state otherwise than through its module; or a later step would differentiate through
-            an earlier one.
+        CaptureError: two states are different tensors on the same memory; or the program accesses
+            a state in another way than through its module; or a later step would differentiate
+            through an earlier one.
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     placeholders = {entry.name: node for entry, node in zip(inputs, nodes, strict=True)}
@@ -238,11 +237,11 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
     """Return the graph without mutations, without copies of its inputs, and without `detach`.
 
     Args:
-        first: As traced; left as it is, or used up.
-        num_states: How many of its placeholders, the first ones, may be written to.
+        first: The traced graph; it may be changed.
+        num_states: Number of its first placeholders that may be written to.
 
     Raises:
-        CaptureError: it writes to a tensor that is none of its arguments, and that outlives it.
+        CaptureError: it writes to a tensor that is no argument and that outlives the step.
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in first.graph.nodes:
@@ -251,7 +250,7 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
         target: Any = node.target
         if isinstance(target, OpOverload) and is_mutable(target):
             for written in written_arguments(target, node.args, node.kwargs, fx.Node):
-                if roots[written].op == "get_attr":  # nothing would carry the write on
+                if roots[written].op == "get_attr":  # the next step would not see the write
                     note = node.meta.get("custom", {}).get("sbp", {})
                     raise written_outside(target, note.get("source", ""))
     second = rewrite_mutations(first) or retrace(first, num_states)
@@ -263,13 +262,13 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
         if node.target is _aten.copy.default and _is_alike(*node.args[:2]):
             node.replace_all_uses_with(node.args[1])
-    # Nobody calls it: its code, which torch would write anew, may be that of before.
+    # The module is never called, so torch need not regenerate its code.
     second.graph.eliminate_dead_code()
     return second
 
 
 def retrace(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
-    """Trace once more with mutations replayed; states are cloned at the door."""
+    """Trace again with mutations replayed, on clones of the states."""
     placeholders = [node.meta["val"] for node in first.graph.nodes if node.op == "placeholder"]
 
     def run(*values: Tensor) -> Any:
@@ -281,7 +280,7 @@ def retrace(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
 
 
 def rewrite_mutations(first: fx.GraphModule) -> fx.GraphModule | None:
-    """Rename after each write; None, and nothing changed, if that is not enough."""
+    """Rename after each write; return None, without changes, if that is not enough."""
     writes = _writes(first.graph)
     if writes is None:
         return None
@@ -302,9 +301,9 @@ def rewrite_mutations(first: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _writes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, OpOverload]] | None:
-    """Return for each write the tensor it writes to and the op that makes a new one instead.
+    """Return, for each write, the written tensor and the op that makes a new tensor instead.
 
-    None, if a write is seen by a tensor that is not that one.
+    Return None if another tensor sees a write.
     """
     nodes = list(graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
@@ -336,7 +335,7 @@ def _writes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, OpOverload]] | None
 
 
 def _is_alike(first: Any, second: Any) -> bool:
-    """Whether two nodes make tensors of one shape and dtype."""
+    """Whether two nodes make tensors of equal shape and dtype."""
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return False
     a, b = first.meta.get("val"), second.meta.get("val")

@@ -1,8 +1,8 @@
-"""The user's optimizer as a function of its states: what is traced.
+"""The user's optimizer as a function of its states, for the trace.
 
-Its own `step` runs on a clone that has the tensors of the trace. All groups step at once, so that
-code may look at all of them. Its choice of implementation (`foreach`, `capturable`) is set to the
-plain one. What cannot be traced so has a functional form (`functional_updates`).
+Its own `step` runs on a clone that has the tensors of the trace. All groups step at once, because
+its code may read all of them. Its choice of implementation (`foreach`, `capturable`) is set to the
+plain one. Optimizers that cannot be traced have a functional form (`functional_updates`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from sbp_torch.update_options import SETTINGS, UpdateOptions
 class _Scheduled(torch.SymFloat):
     """A setting that is a scalar input.
 
-    Optimizers ask whether it is zero, to leave work out. No trace can tell, so that the answer is
-    that it is not: the work on zero is then done, and comes to the same.
+    Optimizers test whether it is zero, to skip work. A trace cannot know, so the test is false: the
+    work is done for zero, too, with the same result.
     """
 
     def __ne__(self, other: object) -> bool:
@@ -62,7 +62,7 @@ def scalar_names(
 
 
 def setting_of(settings: Mapping[str, Any], setting: str) -> float:
-    """Return what a group says of a setting that is a scalar input."""
+    """Return the value of a scalar input in the settings of a group."""
     key, place = SETTINGS[setting]
     value = settings[key]
     return float(value if place is None else value[place])
@@ -72,16 +72,16 @@ class ParameterGroup:
     """A group of an optimizer, as a function of its states.
 
     Args:
-        optimizer: Whose group it is.
-        index: Which of its groups.
+        optimizer: The optimizer of the group.
+        index: Index of the group.
         parameters: Its parameters by name.
-        suffix: Of the names of its scalar inputs.
+        suffix: Suffix of the names of its scalar inputs.
         options: See `UpdateOptions`.
-        device: Kind of device that the step will run on; None if nothing will.
+        device: Kind of device that the step will run on; None if nothing will run.
 
     Raises:
         CaptureError: the states before the first step are not known, or steps may be skipped and
-            the optimizer cannot.
+            the optimizer does not support this.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class ParameterGroup:
     ) -> None:
         self.optimizer, self.settings = optimizer, dict(optimizer.param_groups[index])
         self.all_names = list(parameters)
-        #: Those that are trained.
+        #: The trained parameters.
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.may_skip = options.loss_scaling is not None
         #: Names of scalar inputs by setting.
         self.scalars = scalar_names(self.settings, suffix, options)
         self._probe = InitialStateProbe(optimizer, index)
-        #: Python numbers among the states: what they are, and what every step adds to them.
+        #: Python numbers among the states: their values, and their increments per step.
         self.numbers: dict[str, dict[str, tuple[Number, Number]]] = {}
-        #: States, by parameter, that begin as copies of it.
+        #: Keys of the states that begin as copies of their parameter, by parameter.
         self.copies: dict[str, frozenset[str]] = {}
         #: States by parameter and key.
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
-        #: What updates the parameters that the optimizer's own code does not.
+        #: Functions for the parameters that the optimizer's own code does not update.
         self.functional: dict[str, UpdateFunction] = {}
         for name, parameter in self.parameters.items():
             update = functional_update(
@@ -119,7 +119,7 @@ class ParameterGroup:
             )
             if update is not None:
                 self.functional[name] = update
-            if update is sgd:  # which needs the number of the step, and does not count it
+            if update is sgd:  # it needs the number of the step, but SGD does not count steps
                 self.states[name]["step"] = torch.zeros(())
         traced = [name for name in self.parameters if name not in self.functional]
         counts = any("step" in self.states[name] for name in traced)
@@ -133,19 +133,19 @@ class ParameterGroup:
             )
 
     def _tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of a parameter: those it has, else those before the first step."""
+        """Return the present states of a parameter, else the states before the first step."""
         made = self.optimizer.state.get(parameter) or {}
         if any(isinstance(value, Tensor) and value.is_meta for value in made.values()):
-            made = {}  # made with the optimizer, of a parameter without values: they have none
+            made = {}  # made with the optimizer for a parameter without values
         if kind_of(self.optimizer) is torch.optim.SGD and not self.settings["momentum"]:
-            made = {}  # what it has kept from when it had a momentum, it leaves alone
+            made = {}  # it ignores states from a time when it had a momentum
         tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
-        # Some may be Python numbers, which training shows as tensors in the optimizer.
+        # Some may be Python numbers, which appear as tensors in the optimizer after training.
         may_be_numbers = not is_known(self.optimizer) and any(
             not one.dim() and one.dtype == torch.float64 for one in tensors.values()
         )
         if not made or len(tensors) < len(made) or may_be_numbers:
-            if made:  # it has stepped: only the amounts are unknown
+            if made:  # it has stepped: only the increments are unknown
                 counted = self._probe.numbers_of(parameter)
             else:
                 initial = self._probe.of(parameter)
@@ -159,11 +159,11 @@ class ParameterGroup:
         return dict(sorted(tensors.items()))
 
     def scalar_values(self) -> dict[str, float]:
-        """Return what the scalar inputs are now, by name."""
+        """Return the present values of the scalar inputs, by name."""
         return {name: setting_of(self.settings, key) for key, name in self.scalars.items()}
 
     def plain(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the settings of a step: the plain implementation, and scalar inputs."""
+        """Return the settings of a step, with the plain implementation and scalar inputs."""
         plain = {key: value for key, value in PLAIN.items() if key in self.settings}
         found: dict[str, Any] = {**self.settings, **plain}
         for setting, name in self.scalars.items():
@@ -199,7 +199,7 @@ class ParameterGroup:
                 states[f"{name}.{key}"] = value.to(own[key].dtype)
 
 
-#: What functions of `math` are on host numbers of a trace.
+#: The replacements of functions of `math` for host numbers in a trace.
 _MATH: Mapping[str, Callable[..., Any]] = {"sqrt": torch.sym_sqrt, "pow": operator.pow}
 
 #: Optimizers whose plain code branches on host numbers: they run with steps as tensors.
@@ -207,13 +207,13 @@ _TENSOR_STEPS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 class TracedOptimizer:
-    """One optimizer as a function of its states, by its own code where that can be traced."""
+    """One optimizer as a function of its states, by its own code if that can be traced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
         self.optimizer, self.groups = optimizer, groups
         self.name = type(optimizer).__name__
-        #: Names of the parameters that the optimizer's code sees, group by group. Known code leaves
-        #: frozen parameters alone; whose code we do not know may look at them.
+        #: Names of the parameters that the optimizer's code gets, group by group. Known optimizers
+        #: ignore frozen parameters; unknown ones may read them.
         self.seen = [
             [name for name in group.parameters if name not in group.functional]
             if is_known(optimizer)
@@ -274,19 +274,19 @@ class TracedOptimizer:
     def _states(
         self, group: ParameterGroup, name: str, states: MutableMapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Return the states of a parameter as the optimizer keeps them."""
+        """Return the states of a parameter in the form in which the optimizer keeps them."""
         own: dict[str, Any] = {key: states[f"{name}.{key}"] for key in group.states[name]}
         if self.tensor_steps and "step" in own:  # as exact as numbers on the host
             own["step"] = own["step"].double()
         if self.tensor_steps and "capturable" in group.settings and group.parameters[name].dim():
-            # Where it is not captured, PyTorch computes with these on the host, too: ASGD's eta.
+            # Outside of capture, PyTorch also computes with these on the host: ASGD's eta.
             for key, one in own.items():
                 if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point():
                     own[key] = one.double()
         for key, (number, by) in group.numbers.get(name, {}).items():
             own[key] = number
             if by:
-                # The graph counts; the optimizer's code sees the number before it adds to it.
+                # The graph counts; the optimizer's code gets the number before its own increment.
                 count = states[f"{name}.{key}"] = states[f"{name}.{key}"] + by
                 own[key] = count.item() - by
         return own
@@ -321,10 +321,10 @@ class TracedOptimizer:
 
 @contextmanager
 def in_place_only(name: str, members: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse an optimizer that puts other tensors into its parameters: no graph would see it.
+    """Refuse an optimizer that gives its parameters other memory, which no graph can capture.
 
     Raises:
-        CaptureError: a parameter is in other memory afterwards.
+        CaptureError: a parameter is in other memory after the block.
     """
     storages = [storage_key(member) for member in members]
     yield

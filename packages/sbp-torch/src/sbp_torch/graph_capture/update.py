@@ -31,22 +31,22 @@ SCALE, GROWTH, AVERAGED = "loss_scaler.scale", "loss_scaler.growth_tracker", "em
 #: Added to the norm before it divides, as `torch.nn.utils.clip_grad_norm_` does.
 _EPS = 1e-6
 
-#: What the key of an average is among a parameter's states, and the scalar input that is its decay.
+#: The key of the average among a parameter's states, and the scalar input of its decay.
 AVERAGE, DECAY = "ema", "ema_decay"
 
 
 class Update:
-    """What an optimizer does with gradients, as a function of its states.
+    """The update of parameters from gradients, as a function of its states.
 
     Args:
-        model: Whose parameters are updated.
-        optimizer: Over `model.parameters()`; it may have stepped before.
-        options: What else happens once a step.
-        device: Kind of device that the step will run on; None if nothing will.
+        model: The model whose parameters are updated.
+        optimizer: An optimizer of `model.parameters()`; it may have stepped before.
+        options: The other parts of the update.
+        device: Kind of device that the step will run on; None if nothing will run.
 
     Raises:
-        CaptureError: the optimizer cannot be captured, or holds what the model does not; or the
-            options ask for what it has not.
+        CaptureError: the optimizer cannot be captured, or has parameters that the model does not
+            have; or the options need a setting that the optimizer does not have.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Update:
                 todo="rename the module",
             )
         _check_options(self._groups, optimizer, options)
-        #: Where the optimizer is written, as `file:line`.
+        #: `file:line` of the optimizer's definition.
         self.source = definition(type(optimizer))
         #: Names of the scalar inputs: the learning rate of each parameter group, and others.
         self.scalars = list(current_scalars(optimizer, options))
@@ -89,11 +89,11 @@ class Update:
         return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared()))
 
     def values(self) -> dict[str, Tensor]:
-        """Return the states as they are now, by the names of their inputs."""
+        """Return the present states, by the names of their inputs."""
         return {name: value for name, (_, value) in self._own.items()} | self._shared()
 
     def copies(self) -> set[str]:
-        """Return the states that begin as copies of their parameter, in a dtype of their own."""
+        """Return the states that begin as copies of their parameter, possibly in another dtype."""
         own = {
             f"{name}.{key}"
             for group in self._groups
@@ -111,12 +111,12 @@ class Update:
         if self._averaged:
             found[AVERAGED] = torch.zeros((), dtype=torch.float32)
         device = next(iter(self._parameters.values())).device
-        if device.type == "meta":  # of a deferred model, for which these have values already
+        if device.type == "meta":  # a deferred model, for which these states still have values
             return found
         return {name: value.to(device) for name, value in found.items()}
 
     def scale(self, loss: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Return the number that is differentiated: the loss, scaled if that is asked for."""
+        """Return the number to differentiate: the loss, scaled if loss scaling is on."""
         return loss if self.options.loss_scaling is None else loss * states[SCALE]
 
     def __call__(
@@ -126,10 +126,10 @@ class Update:
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Update parameters and states: in place, or by new ones put into the mappings.
+        """Update parameters and states, in place or by new tensors in the mappings.
 
         Args:
-            parameters: Every parameter by name; those with gradients are changed.
+            parameters: Every parameter by name; parameters with gradients are changed.
             grads: The gradient of each trained parameter; None if the loss does not use it.
             states: Every state of `inputs` by name; changed.
             scalars: Every scalar of `scalars` by name: 0-d float64 tensors.
@@ -138,14 +138,14 @@ class Update:
             Metrics of the update by name, 0-d tensors: `grad_norm` before clipping; `skipped`,
             1 after an overflow; `loss_scale` of the next step.
         """
-        # Of what the optimizer trains: other parameters get no update, and do not count.
+        # Only of parameters that the optimizer trains: others get no update, and do not count.
         own = {name for group in self._groups for name in group.parameters}
         found = {name: one for name, one in grads.items() if one is not None and name in own}
         metrics: dict[str, Tensor] = {}
         overflow = None
         if self.options.loss_scaling is not None:
             # In the order of PyTorch's loop: unscale, look for overflows, clip, step, average. The
-            # norm that is clipped and reported is that of unscaled gradients.
+            # norm for clipping and reporting is that of unscaled gradients.
             inverse = states[SCALE].double().reciprocal().float()
             found = {name: (value * inverse).to(value.dtype) for name, value in found.items()}
             num_finite = added((value.abs() < math.inf).sum() for value in found.values())
@@ -162,9 +162,10 @@ class Update:
         if self._averaged:
             self._average(parameters, states, scalars[DECAY])
         if overflow is not None:
-            # The step is taken anyhow: a graph has no branches. What was before is then chosen.
+            # The step is always computed, because a graph has no branches. After an overflow, the
+            # old values are selected.
             _undo(parameters, updated, before, overflow)
-            # The scaler's own states are the ones that an overflow does change.
+            # An overflow changes only the states of the scaler.
             _undo(states, states.keys() - {SCALE, GROWTH}, before, overflow)
             self._rescale(states, overflow)
             metrics["loss_scale"] = states[SCALE]
@@ -184,14 +185,14 @@ class Update:
     def _average(
         self, parameters: Mapping[str, Tensor], states: MutableMapping[str, Tensor], decay: Tensor
     ) -> None:
-        """Move each average towards its parameter; the first time, all the way.
+        """Move each average towards its parameter; the first average is the parameter.
 
         Source: torch 2.13, torch/optim/swa_utils.py, `AveragedModel.update_parameters`.
         """
         states[AVERAGED] = count = states[AVERAGED] + 1
-        # The share of the first average is 1, of later ones 1 - decay; 0 ** 0 is 1. Without a
-        # scaler the count is a plain counter, and all this host arithmetic. With one, a step that
-        # is undone does not count: the count depends on a tensor, and so does the share.
+        # The weight of the parameter is 1 for the first average, then 1 - decay; 0 ** 0 is 1.
+        # Without a scaler, count and weight are host numbers. With a scaler, skipped steps do not
+        # count, so both depend on a tensor.
         if self.options.loss_scaling is None:
             first = 0.0 ** (count.item() - 1.0)
         else:
@@ -210,7 +211,7 @@ class Update:
         scale, good_steps = states[SCALE], states[GROWTH] + 1
         grows = good_steps == scaling.growth_interval
         grown = scale * scaling.growth_factor
-        # As PyTorch does: a scale that would become infinite stays what it was.
+        # As in PyTorch, a scale that would become infinite does not change.
         grown = torch.where(grown < float("inf"), grown, scale)
         without_overflow = torch.where(grows, grown, scale)
         states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, without_overflow)
@@ -219,9 +220,9 @@ class Update:
 
 
 def current_scalars(optimizer: torch.optim.Optimizer, options: UpdateOptions) -> dict[str, float]:
-    """Return what the scalar inputs of an update are now, by name.
+    """Return the present values of the scalar inputs of an update, by name.
 
-    Reads the parameter groups and nothing else, so that it may be asked before every step.
+    It only reads the parameter groups, so it may be called before every step.
     """
     found: dict[str, float] = {}
     groups = [group for one in members(optimizer) for group in one.param_groups]
@@ -250,12 +251,12 @@ def _optimizers(
     options: UpdateOptions,
     device: str | None,
 ) -> list[TracedOptimizer]:
-    """Return each optimizer that one consists of, as a function of its states."""
+    """Return the optimizers that an optimizer combines, each as a function of its states."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     count, number = len(optimizer.param_groups), 0
     found: list[TracedOptimizer] = []
-    # All are asked first, also the one that others are combined in: to compare with eager steps
-    # below takes much longer than to refuse.
+    # Check all optimizers first, including the one that combines others, because the comparison
+    # with eager steps below takes much longer.
     for member in (optimizer, *members(optimizer)):
         check_capturable(member)
     for member in members(optimizer):
@@ -289,7 +290,7 @@ def _optimizers(
 def _check_options(
     groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer, options: UpdateOptions
 ) -> None:
-    """Refuse options that would be ignored, or that PyTorch refuses, too."""
+    """Refuse options that would be ignored, or that PyTorch also refuses."""
     found = list(groups)
     for setting in options.scheduled:
         if not any(setting in group.scalars for group in found):

@@ -1,8 +1,8 @@
-"""Operators of ours, registered with PyTorch, and what executes an operator of a name.
+"""Our own operators, registered with PyTorch, and the lookup of operators by name.
 
-`operators` finds what a name means. Registered are random numbers that are drawn by counting
-(`random`), fused updates of one parameter (`fused_updates`), and constants, products in a wider
-dtype, and sums for batch normalisation (`arithmetic`).
+`operators` finds the callable of a name. The registered operators draw random numbers by counting
+(`random`), update one parameter with a fused kernel (`fused_updates`), and make constants, products
+in a wider dtype, and sums for batch normalisation (`arithmetic`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LIBRARY = torch.library.Library("sbp", "FRAGMENT")  # type: ignore[no-untyped-c
 def register(
     schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
 ) -> None:
-    """Register an operator of ours with PyTorch, on all devices.
+    """Register one of our operators with PyTorch, on all devices.
 
     Args:
         schema: `name(arguments) -> results`.
-        function: Executes it.
-        fake: Returns what it makes, without data.
-        tags: What PyTorch may take for granted of it.
+        function: The implementation.
+        fake: The fake implementation: returns tensors without data.
+        tags: PyTorch's tags, which declare properties of the operator.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call] # torch leaves it untyped

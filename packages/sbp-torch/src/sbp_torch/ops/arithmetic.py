@@ -1,10 +1,10 @@
 """Our deterministic operators on tensors, registered with PyTorch.
 
     sbp.constant(values, size, *, dtype, device)    the numbers, row by row, as a tensor
-    sbp.mm_as(a, b, dtype), sbp.bmm_as              a b, summed and given in `dtype`
+    sbp.mm_as(a, b, dtype), sbp.bmm_as              a b, summed and returned in `dtype`
     sbp.batch_norm_sums(x)    [B, C, ...] -> [2, C], float64: sums of x and of x^2 by channel
 
-Importing this module registers the operators, which is the only way to have them.
+Importing this module registers the operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbp_torch.ops import register
 
-#: A kernel of batch normalisation keeps statistics of these in float32, if it is given some.
+#: For these dtypes, kernels of batch normalisation can keep running statistics in float32.
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -38,15 +38,15 @@ def _constant_shape(
 
 
 def _product_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two matrices, or of two batches of them, in a dtype.
+    """Return the product of two matrices, or of two batches of matrices, in a dtype.
 
-    On devices whose PyTorch can (CUDA), nothing is rounded to the dtype of the factors; elsewhere
-    the product is rounded to it first, as a product of its own would be.
+    On CUDA, whose kernels support it, nothing is rounded to the dtype of the factors. On other
+    devices the product is first rounded to that dtype, as an ordinary product is.
 
     Args:
         a: [i, k] or [n, i, k].
         b: [k, j] or [n, k, j].
-        dtype: Of sums and result.
+        dtype: The dtype of the sums and of the result.
     """
     product: Callable[..., Tensor] = torch.mm if a.dim() == 2 else torch.bmm
     if a.is_cuda and a.dtype != dtype:
@@ -61,20 +61,20 @@ def _product_shape(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def _batch_norm_sums(x: Tensor) -> Tensor:
     """Return the sums of elements and of their squares of each channel, [2, C], float64.
 
-    The kernel behind batch normalisation gives mean and variance of its input, each to its own
-    rounding; the sums are made from these. In float64 they lose nothing that float32 had: the
-    variance of a whole from sums of its parts is then as good as from the parts' means and squared
-    deviations (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Data
-    of float64 lose what sums of squares lose: a relative error of 1e-16 (mean / deviation)^2.
+    The kernel of batch normalisation computes mean and variance of its input, each with its own
+    rounding. The sums are computed from these. Float64 sums lose no precision of float32 data: the
+    variance from sums of parts is as precise as from the parts' means and squared deviations
+    (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). For float64
+    data, sums of squares have a relative error of 1e-16 (mean / deviation)^2.
 
     Args:
-        x: [B, C, ...], floating; there may be nothing in it.
+        x: [B, C, ...], floating; may have no elements.
     """
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     if not count:
         return x.new_zeros((2, channels), dtype=torch.float64)
-    # Statistics are of the dtype of the running ones, where there are some.
+    # Statistics have the dtype of the running statistics, if these are given.
     running = x.new_zeros(channels, dtype=torch.float32) if x.dtype in _LOW else None
     found = torch.ops.aten.batch_norm_update_stats(x, running, running, 0.0)
     mean, variance = (value.double() for value in found)

@@ -4,10 +4,10 @@
     sbp.fused_sgd(p, g, velocity, lr, ...)                       -> new p, velocity
     sbp.fused_adagrad(p, g, square, step, lr, ...)               -> new p, square
 
-Each runs the kernel behind `fused=True` of `torch.optim` on copies of the states. The number of
-steps is a host number (`default`), or a 0-d tensor where a step may be skipped (`tensor_step`).
-Importing this module registers them with PyTorch. The forms in place, `fused_adam_` and kin, run it
-on the states themselves: only plans name these (`IN_PLACE`), so PyTorch need not know them.
+Each runs the kernel of `fused=True` of `torch.optim` on copies of the states. The number of steps
+is a host number (`default`), or a 0-d tensor if a step may be skipped (`tensor_step`). Importing
+this module registers the operators with PyTorch. The in-place forms, such as `fused_adam_`, run the
+kernel on the states themselves. Only plans name them (`IN_PLACE`), so they are not registered.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def fused_adam_(
     decoupled: bool,
     **settings: float | bool,
 ) -> list[Tensor]:
-    """Write new values over parameter, mean, mean square and largest mean square, and return these.
+    """Overwrite parameter, mean, mean square and largest mean square, and return them.
 
     Args:
         p: The parameter, floating.
         g: Its gradient, of the same shape.
-        mean: Of gradients.
+        mean: Mean of gradients.
         square: Mean square of gradients.
-        largest: None or one of that shape (AMSGrad).
+        largest: Empty, or one tensor of that shape (AMSGrad).
         step: Number of this step, from 1.
         lr: Learning rate.
-        decoupled: Decay weights as AdamW does.
+        decoupled: Whether to decay weights as AdamW does.
         settings: `beta1`, `beta2`, `weight_decay`, `eps`, `maximize`.
     """
     kernel = torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_
@@ -55,12 +55,12 @@ def fused_adam_(
 def fused_sgd_(
     p: Tensor, g: Tensor, velocity: Sequence[Tensor], lr: Number, **settings: float | bool
 ) -> list[Tensor]:
-    """Write new values over the parameter and, if there is one, its velocity, and return these.
+    """Overwrite the parameter and its velocity, if there is one, and return them.
 
     Args:
         p: The parameter, floating.
         g: Its gradient, of the same shape.
-        velocity: None or one of that shape.
+        velocity: Empty, or one tensor of that shape.
         lr: Learning rate.
         settings: `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`.
     """
@@ -76,7 +76,7 @@ def fused_adagrad_(
     lr: Number,
     **settings: float | bool,
 ) -> list[Tensor]:
-    """Write new values over the parameter and its sum of squares, and return these.
+    """Overwrite the parameter and its sum of squares, and return them.
 
     Args:
         p: The parameter, floating.
@@ -96,17 +96,17 @@ def _run(
     step: Number | Tensor | None,
     **settings: Any,
 ) -> list[Tensor]:
-    """Run a kernel on one parameter; return it and its states, which have the new values.
+    """Run a kernel on one parameter; return the parameter and its states with their new values.
 
     Args:
-        kernel: Takes lists of tensors whose elements are in order, and writes over all but `g`.
+        kernel: Takes lists of contiguous tensors, and overwrites all except `g`.
         g: The gradient.
-        old: The parameter, and each of its states if there is one.
+        old: The parameter and its states, each as a list of at most one tensor.
         step: Number of the step; None if the kernel takes none.
-        settings: By name.
+        settings: Settings of the optimizer by name.
     """
     p = old[0][0]
-    # Most are in order: the kernel itself then writes what is returned.
+    # Most tensors are contiguous: then the kernel writes directly into the returned ones.
     new = [[one if one.is_contiguous() else _copy(one) for one in part] for part in old]
     lists = [new[0], [g.to(p.dtype).contiguous()], *new[1:]]
     if isinstance(step, Tensor):
@@ -122,11 +122,11 @@ def _run(
 
 
 def _copy(value: Tensor) -> Tensor:
-    """Return a copy whose elements are in order, as the kernels take for granted."""
+    """Return a contiguous copy, because the kernels assume contiguous tensors."""
     return value.clone(memory_format=torch.contiguous_format)
 
 
-#: The forms in place by name: they return the tensors that they have written over.
+#: The in-place forms by name. They return the tensors that they overwrite.
 IN_PLACE: dict[str, Callable[..., list[Tensor]]] = {
     "sbp.fused_adagrad_.default": fused_adagrad_,
     "sbp.fused_adagrad_.tensor_step": fused_adagrad_,
@@ -135,7 +135,7 @@ IN_PLACE: dict[str, Callable[..., list[Tensor]]] = {
     "sbp.fused_sgd_.default": fused_sgd_,
 }
 
-#: Of each operator: its form in place, how many of the first arguments are tensors, its arguments.
+#: By operator: its in-place form, how many of the first arguments are tensors, its arguments.
 _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {
     "fused_adam": (
         fused_adam_,
@@ -158,12 +158,12 @@ _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {
     ),
 }
 
-#: The overloads, by how the number of steps is given.
+#: The overloads, by the type of the number of steps.
 _STEPS = {"": "Scalar step", ".tensor_step": "Tensor step"}
 
 
 def _registered(name: str, in_place: Callable[..., list[Tensor]], count: int, schema: str) -> None:
-    """Register the form of an update that leaves its arguments, which are copied for that."""
+    """Register the functional form of an update, which copies its arguments."""
 
     def copied(args: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
         return [[*map(copy, one)] if isinstance(one, list) else copy(one) for one in args]

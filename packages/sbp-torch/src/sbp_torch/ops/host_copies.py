@@ -1,18 +1,18 @@
 """Copies of offloaded states between the memory of the host and the device.
 
     sbp.to_device(state, device=...)   -> the state on the device
-    sbp.to_host(state, value)          -> the value, in the memory of the host as the state is
-    sbp.to_host_(state, value)         -> the state, which has the value now
+    sbp.to_host(state, value)          -> the value, in the memory of the host like the state
+    sbp.to_host_(state, value)         -> the state, overwritten with the value
 
-Only plans name these, so PyTorch need not know them. On a GPU each direction has a stream of its
-own, and the host waits for the copy: what an actor hands on is there, and what it gives back is
-free. Its thread is there for nothing else, and the others go on.
+Only plans name these operators, so they are not registered with PyTorch. On a GPU, each direction
+has its own stream, and the host waits for the copy: an actor then passes on a finished copy and
+frees its input safely. The thread that waits serves only these copies; other threads continue.
 
     default stream     backward ...........  update 1    update 2
     to the device                    fetch 1     fetch 2
     to the host                                      store 1    store 2
 
-On a CPU they are copies in its memory.
+On a CPU, these operators copy within its memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 
 
 def to_device(state: Tensor, *, device: torch.device) -> Tensor:
-    """Return a state on a device, in memory of its own and in order; it is there.
+    """Return a contiguous copy of a state on a device, after the copy is finished.
 
     Args:
-        state: In the memory of the host.
-        device: The kind of device: of those of a kind, the one that is current.
+        state: A state in the memory of the host.
+        device: The kind of device; the current device of this kind is used.
     """
     if device.type != "cuda" or not _is_real(state):
         where = device if _is_real(state) else state.device
@@ -41,24 +41,24 @@ def to_device(state: Tensor, *, device: torch.device) -> Tensor:
         made.copy_(state, non_blocking=True)
         done = _moment(stream)
     done.synchronize()
-    # Made on this stream, used on the default one: it must not be given away before.
+    # This stream made it and the default stream uses it: its memory must not be reused before.
     made.record_stream(torch.cuda.default_stream(stream.device))
     return made
 
 
 def to_host(state: Tensor, value: Tensor) -> Tensor:
-    """Return the new value of a state, in the memory of the host and in order; it is there."""
+    """Return a contiguous copy of a new state in the memory of the host, after it is finished."""
     if not (_is_real(state) and state.is_pinned()):
         return to_host_(torch.empty_like(state, memory_format=torch.contiguous_format), value)
     return to_host_(torch.empty(state.shape, dtype=state.dtype, pin_memory=True), value)
 
 
 def to_host_(state: Tensor, value: Tensor) -> Tensor:
-    """Write a value over a state in the memory of the host, and return this; it is there."""
+    """Overwrite a state in the memory of the host, and return it after the copy is finished."""
     if not value.is_cuda or not _is_real(value):
         return state.copy_(value)
     stream = _stream(value.device.index, "to the host")
-    # The value is put onto the default stream, and made when all that is there is done.
+    # The value is ready when all work that is now on the default stream is done.
     stream.wait_event(torch.cuda.default_stream(value.device).record_event())
     with torch.cuda.stream(stream):
         state.copy_(value, non_blocking=True)
@@ -67,7 +67,7 @@ def to_host_(state: Tensor, value: Tensor) -> Tensor:
     return state
 
 
-#: Those that plans name.
+#: The operators that plans name.
 HOST_COPIES: dict[str, Callable[..., Tensor]] = {
     "sbp.to_device.default": to_device,
     "sbp.to_host.default": to_host,
@@ -76,7 +76,7 @@ HOST_COPIES: dict[str, Callable[..., Tensor]] = {
 
 
 def _is_real(value: Tensor) -> bool:
-    """Whether a tensor has data: plans are checked on tensors without."""
+    """Whether a tensor has data: plans are checked on fake tensors."""
     return type(value) in (Tensor, torch.nn.Parameter)
 
 
@@ -87,7 +87,7 @@ def _stream(index: int, direction: str) -> Any:
 
 
 def _moment(stream: Any) -> Any:
-    """Return the moment after all work of a stream, which the host can wait for asleep."""
+    """Return an event after all work of a stream; the host sleeps while it waits for it."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
     event.record(stream)
     return event

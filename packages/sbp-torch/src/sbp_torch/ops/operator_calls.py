@@ -1,4 +1,4 @@
-"""Watch the operators that a thread calls, one by one."""
+"""Watch the operators that a thread calls one by one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.utils._pytree import tree_leaves
 
 from sbp_torch._torch_compat import OpOverload, TorchDispatchMode
 
-#: Takes an operator that was called, its arguments and its results; both flat.
+#: Takes an operator that was called, its arguments and its results, both as flat lists.
 Look = Callable[[OpOverload, Sequence[Any], Sequence[Any]], None]
 
 
 class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, without types
-    """The context in which every operator call is shown to a function, once it has returned.
+    """A context that passes every operator call to a function, after the call has returned.
 
     Args:
-        look: Is shown the calls; the operators that it calls itself are not.
+        look: The function. Operators that it calls itself are not passed to it.
     """
 
     def __init__(self, look: Look) -> None:

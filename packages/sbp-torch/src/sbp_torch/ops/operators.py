@@ -1,4 +1,4 @@
-"""From the names of operators in graphs and plans to what executes them on tensors."""
+"""Find the callables that execute the operators of graphs and plans, by name."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.ra
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 from sbp_torch.ops.host_copies import HOST_COPIES
 
-#: Bits that integers may have before they go on as floats: about as many as the largest float.
+#: Most bits of an integer result; larger ones become floats. The largest float has about as many.
 _LONG = 1024
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Return a power, which is real; of integers, too, one that is no larger than floats are.
+    """Return a real power; a power of integers, too, stays within the range of floats.
 
     Raises:
-        ValueError: a broken power of a number below 0.
-        ArithmeticError: a power of 0 below 0, or a power that no float can be.
+        ValueError: a negative number to a fractional power.
+        ArithmeticError: zero to a negative power, or a power beyond the range of floats.
     """
     is_whole = isinstance(base, int) and isinstance(exponent, int)
     if is_whole and int(base).bit_length() * abs(exponent) > _LONG:
@@ -42,7 +42,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _product(one: Number, other: Number) -> Number:
-    """Return a product; of integers, too, one that is no larger than floats are."""
+    """Return a product; a product of integers, too, stays within the range of floats."""
     is_whole = isinstance(one, int) and isinstance(other, int)
     if is_whole and int(one).bit_length() + int(other).bit_length() > _LONG:
         one = float(one)
@@ -68,16 +68,16 @@ _HOST: dict[str, Callable[..., Any]] = {
 
 
 def _after(x: Any, _: Any) -> Any:
-    """Return the first argument: `sbp.after(x, token)` is x once the token is there."""
+    """Return the first argument: `sbp.after(x, token)` is x, computed after the token."""
     return x
 
 
 def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> Any:
-    """Return every `count`-th element of a dim, from `index` on."""
+    """Return every `count`-th element along a dim, from `index` on."""
     return torch.slice_copy(x, dim, index, x.shape[dim], count)
 
 
-#: Operators of ours that torch need not know; their rules say what a shard runs instead.
+#: Our operators that are not registered with torch; their rules give the call on a shard.
 _OWN: dict[str, Callable[..., Any]] = {
     "sbp.after": _after,
     "sbp.piece": _piece,
@@ -86,13 +86,13 @@ _OWN: dict[str, Callable[..., Any]] = {
 }
 
 
-#: What `torch.ops.aten.add` is, without its overload.
+#: The type of `torch.ops.aten.add`, which names no overload.
 _Packet = type(torch.ops.aten.add)
 
 _TENSORS = ("Tensor", "List[Tensor]", "List[Optional[Tensor]]")
 _NUMBERS = ("int", "float", "bool", "number", "complex", "Device", "str")
 
-#: Types of arguments of what a graph may call, and of results.
+#: Types of the arguments of operators that a graph may call, and of their results.
 _TAKEN = frozenset(
     text
     for kind in (*_TENSORS, *_NUMBERS, *(f"List[{number}]" for number in _NUMBERS), "Generator")
@@ -112,12 +112,12 @@ _SYMBOLS: dict[str, type] = {
 def operator_of(op: str) -> Callable[..., Any]:
     """Return the callable of an operator name.
 
-    `aten.*` and custom namespaces come from `torch.ops`; `host.*` are Python's own on numbers.
-    Graphs and plans may come from files, and this is all that they can call: see
+    `aten.*` and custom namespaces come from `torch.ops`; `host.*` are Python's operators on
+    numbers. Graphs and plans may come from files, so they can call nothing else: see
     `why_not_callable`.
 
     Raises:
-        GraphError: torch has no such operator, or it is none for a graph.
+        GraphError: torch has no such operator, or a graph may not call it.
     """
     namespace, name, *overload = op.split(".") if "." in op else (op, "")
     if namespace == "host" and name in _HOST:
@@ -129,7 +129,7 @@ def operator_of(op: str) -> Callable[..., Any]:
         found: Any = getattr(packet, overload[0]) if overload else packet
     except AttributeError:
         found = None
-    # `torch.ops` has functions of its own besides operators.
+    # `torch.ops` has functions of its own next to operators.
     if len(overload) > 1 or not isinstance(found, OpOverload | _Packet):
         raise GraphError(
             f"no operator is called {op!r} here",
@@ -156,9 +156,9 @@ def operator_of(op: str) -> Callable[..., Any]:
 def why_not_callable(op: str, found: OpOverload) -> str:
     """Return why graphs and plans may not call an operator of torch; an empty text if they may.
 
-    What has a rule or is pointwise may be called, and of what writes over its arguments the forms
-    in place of those. Any other one has to be functional, as its schema says: it takes tensors and
-    numbers and makes tensors, so that it reads no file and knows no other process.
+    They may call operators that have a rule or are pointwise, and the in-place forms of these. Any
+    other operator must have a functional schema: it takes tensors and numbers and returns tensors,
+    so it can neither read a file nor reach another process.
     """
     if is_in_place(op):
         return "" if written_arguments(op, 1) else "it writes over its arguments"
@@ -175,15 +175,15 @@ def why_not_callable(op: str, found: OpOverload) -> str:
         return "it takes a text and no tensor"  # such as the name of a file
     if torch.Tag.pointwise in found.tags or not op.startswith("aten."):
         return ""
-    # Some of these rely on what their callers have checked, and crash without.
+    # Some of these rely on checks by their callers, and crash without them.
     is_private = op.startswith("aten._") or "unsafe" in op
     return "it is private to PyTorch, and has no rule" if is_private else ""
 
 
 def results_of(made: Any) -> tuple[Any, ...]:
-    """Return what an operator made as a tuple, lists flattened, without what it left out (`None`).
+    """Return the results of an operator as a flat tuple, without omitted results (`None`).
 
-    An operator that makes nothing has the one result `None`.
+    An operator that returns nothing has the one result `None`.
     """
     if not isinstance(made, tuple | list):
         return (made,)
@@ -201,9 +201,9 @@ def call(
 def asked_for(
     target: object, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Any]
 ) -> list[Any]:
-    """Return what an operator with an output mask makes: `None` where the mask says so.
+    """Return the results of an operator, with `None` where its output mask is false.
 
-    Without data PyTorch makes some of these tensors all the same.
+    On fake tensors PyTorch makes some of the masked results, too.
     """
     names = list(argument_types(target)) if isinstance(target, OpOverload) else []
     if "output_mask" not in names:
@@ -214,7 +214,7 @@ def asked_for(
 
 
 def makes_one_tensor(op: str) -> bool:
-    """Whether a call gives a tensor (or a host number) itself, not a tuple or list of them."""
+    """Whether a call returns a single tensor (or host number), not a tuple or list."""
     found = operator_of(op)
     return op not in IN_PLACE and (
         not isinstance(found, OpOverload) or return_types(found) == ["Tensor"]
@@ -225,7 +225,7 @@ def symbol_value(symbol: Symbol) -> Any:
     """Return the torch object a `Symbol` names.
 
     Raises:
-        SbpValueError: it names none of its kind.
+        SbpValueError: torch has no object of this kind and name.
     """
     if symbol.kind == "device":
         return torch.device(symbol.name)
@@ -239,7 +239,7 @@ def symbol_value(symbol: Symbol) -> Any:
 
 
 def frozen(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
-    """Return an argument as part of a dictionary's key, with `of(name)` for each `Ref`.
+    """Return an argument as a hashable key, with `of(name)` for each `Ref`.
 
     Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
     """

@@ -1,31 +1,32 @@
-"""Our operators that draw random numbers by counting, `sbp.random_*`, for PyTorch.
+"""Our counter-based random operators, `sbp.random_*`, for PyTorch.
 
     sbp.random_uniform(size, seed, step, site, *, low, high, ...)     low + (high - low) u
     sbp.random_normal(size, seed, step, site, *, mean, std, ...)      mean + std z
     sbp.random_bernoulli(size, seed, step, site, *, p, ...)           True with probability p
     sbp.random_integers(size, seed, step, site, *, low, high, ...)    in [low, high)
 
-They keep no state. An element's number follows from the seed of the program, the step (one a
-micro-batch, too, if they should differ), the site (one an operator), and its place in the logical
-tensor, so that it is the same whoever draws it: the rule of these operators tells a shard its
+They keep no state. An element depends only on the seed of the program, the step (a number for each
+micro-batch, if these should differ), the site (a number for each operator), and its place in the
+logical tensor. So every rank draws the same element: the rule of these operators passes a shard its
 `start` and the `logical` shape. Integers are reduced with a bias below 2^-32 times the number of
-values. Each element draws from Philox-4x32-10 under a counter made of its place:
+values. Each element draws from Philox-4x32-10 with a counter made of its place:
 
     counter   (block mod 2^32, block div 2^32, site, step)      key   seed
     block     row * blocks in a row + (column div 4)             word  column mod 4
 
 where a row is one line along the last dim (trailing dims of one element left aside). Draws with a
-resolution of 53 bits take two words, so that a block serves two elements.
+resolution of 53 bits take two words, so a block serves two elements.
 
-Of a step on a whole batch that is computed in micro-batches, `step` counts these. Each draws what
-the whole batch draws for its samples, which are along `micro_batch_dim`: `start` and `logical` are
-then of the whole batch, but for the place of the micro-batch. Without such a dim all draw the same.
+If a step computes a whole batch in micro-batches, `step` counts micro-batches. Each draws the
+numbers of the whole batch for its samples, which are along `micro_batch_dim`. `logical` then is the
+shape of the whole batch; `start` omits the place of the micro-batch. Without the dim, all draw the
+same numbers.
 
-With `per_shard` a shard draws from a generator of its own instead, seeded by (seed, step, site,
-`stream`): as fast as PyTorch draws, but other numbers on every mesh. Ranks that hold equal shards
+With `per_shard`, a shard draws from its own generator, seeded by (seed, step, site, `stream`). This
+is as fast as PyTorch's generators, but the numbers depend on the mesh. Ranks that hold equal shards
 still hold equal numbers.
 
-Importing this module registers the operators with PyTorch, which is the only way to have them.
+Importing this module registers the operators with PyTorch.
 
 Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """
@@ -54,12 +55,12 @@ _ROUNDS = 10
 #: Blocks made at once on a CPU: their words stay in its cache.
 _CHUNK = 1 << 14
 
-#: Bits that a uniform number of a dtype has below 1, so that rounding cannot reach 1.
+#: Bits of a uniform number of a dtype below 1, so few that rounding cannot reach 1.
 UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Return the four words of Philox-4x32-10 under each counter.
+    """Return the four words of Philox-4x32-10 for each counter.
 
     Args:
         counter: Four int64 tensors that broadcast, of words in [0, 2^32).
@@ -71,7 +72,7 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 wraps around, so that all 64 bits of a product are there.
+        # int64 wraps around, so a product keeps all of its 64 bits.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & WORD) ^ c1 ^ k0,
@@ -85,11 +86,11 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Where the elements to draw are in their logical tensor.
+    """The place of the elements to draw in their logical tensor.
 
     Args:
         size: Shape of the shard; any number of dims.
-        start: Its first element.
+        start: Index of its first element.
         logical: Shape of the logical tensor.
     """
 
@@ -106,7 +107,7 @@ class Shard:
         )
 
     def lines(self) -> Shard:
-        """Return the same elements without trailing dims of one element, in one dim at least."""
+        """Return the same elements without trailing dims of size 1; at least one dim is left."""
         count = len(self.logical)
         while count > 1 and self.logical[count - 1] == 1:
             count -= 1
@@ -117,12 +118,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomSource:
-    """Where numbers come from: key and upper half of the counter.
+    """The source of random numbers: the key and the upper half of the counter.
 
     Args:
-        seed: Of the whole program; 64 bits of it count.
-        step: Which of its rounds, in [0, 2^32).
-        site: Which of its operators, in [0, 2^32).
+        seed: Seed of the whole program; 64 bits of it count.
+        step: Number of the step or micro-batch, in [0, 2^32).
+        site: Number of the operator, in [0, 2^32).
     """
 
     seed: int
@@ -130,12 +131,12 @@ class RandomSource:
     site: int
 
     def words(self, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-        """Return four words for each pair that begins the counter, int64 in [0, 2^32)."""
+        """Return four words for each pair of lower counter words, int64 in [0, 2^32)."""
         rest = [torch.tensor(word, device=low.device) for word in (self.site, self.step)]
         return philox([low, high, *rest], (self.seed & WORD, self.seed >> 32 & WORD))
 
 
-#: Makes numbers, (n, 4) or (n, 2), of four int64 tensors of words, (n,) each.
+#: Converts four int64 tensors of words, (n,) each, to numbers, (n, 4) or (n, 2).
 Convert = Callable[[tuple[Tensor, ...]], Tensor]
 
 
@@ -151,18 +152,18 @@ def draw(
     """Return the numbers of a shard: `shard.size`, `dtype`.
 
     Args:
-        shard: Which elements.
-        source: Where they come from.
-        convert: Makes the numbers.
-        width: How many elements one block serves: 4, or 2.
-        dtype: Of what is returned.
-        device: Of what is returned.
+        shard: The elements to draw.
+        source: The source of the numbers.
+        convert: Converts words to numbers.
+        width: Number of elements that one block serves: 4, or 2.
+        dtype: The dtype of the result.
+        device: The device of the result.
     """
     made = torch.empty(shard.size, dtype=dtype, device=device)
     if not made.numel() or device.type == "meta":
         return made
     lines = shard.lines()
-    # The numbers of the rows in the logical tensor: int64 (number of rows,).
+    # The indices of the rows in the logical tensor: int64 (number of rows,).
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     every = zip(lines.size[:-1], lines.start[:-1], lines.logical[:-1], strict=True)
     for extent, first, whole in every:
@@ -200,8 +201,8 @@ def uniform(words: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 def normal(words: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Return normal numbers, float64 (n, `width(dtype)`), by the method of Box and Muller.
 
-    They are made in float64 whatever `dtype`: so hardly a rounded one depends on how a device, or a
-    vector unit, evaluates logarithm and sine.
+    Float64 for every `dtype` makes rounded numbers nearly independent of how a device, or a vector
+    unit, evaluates logarithm and sine.
     """
     if width(dtype) == 2:
         unit = uniform(words, dtype)
@@ -221,12 +222,12 @@ _WHERE = (
 
 
 def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: int) -> int:
-    """Return the draw of a micro-batch: the number that random ops count with, besides the seed.
+    """Return the draw of a micro-batch: the argument `step` of random ops.
 
     Args:
-        scalars: Of the step; `step` counts steps from 0.
+        scalars: Scalar inputs of the step; `step` counts steps from 0.
         num_micro_batches: Micro-batches of a step.
-        index: Which one.
+        index: Index of the micro-batch.
 
     Raises:
         SbpValueError: `step` is missing.
@@ -244,10 +245,10 @@ class _Distribution:
     """A distribution with its parameters: how its numbers are drawn.
 
     Args:
-        convert: Makes the numbers of counted words.
+        convert: Converts the words of Philox to numbers.
         fill: Fills a tensor with numbers, in place, from a generator.
-        width: How many numbers a block of words gives: 4, or 2.
-        dtype: Of the numbers.
+        width: Number of elements that a block of words gives: 4, or 2.
+        dtype: The dtype of the numbers.
     """
 
     convert: Convert
@@ -257,10 +258,10 @@ class _Distribution:
 
 
 def _real(dtype: torch.dtype | None) -> torch.dtype:
-    """Return a dtype that real random numbers may have.
+    """Return the dtype of real random numbers.
 
     Raises:
-        SbpValueError: it is another one.
+        SbpValueError: real random numbers cannot have the dtype.
     """
     dtype = dtype or torch.float32
     if dtype not in UNIFORM_BITS:
@@ -318,7 +319,7 @@ def _integers(dtype: torch.dtype | None, *, low: int = 0, high: int = 2) -> _Dis
     """Return how to draw integers from [low, high), 2^31 of them at the most.
 
     Raises:
-        SbpValueError: there are none, or too many.
+        SbpValueError: the range is empty or too large.
     """
     count = high - low
     if not 0 < count <= 1 << 31:
@@ -348,23 +349,23 @@ def _draw(
     device: torch.device | None = None,
     **parameters: float,
 ) -> Tensor:
-    """Draw random numbers: what all operators here do.
+    """Draw random numbers: the implementation of all operators of this module.
 
     Args:
-        size: Shape of what is drawn.
-        seed: Of the program.
-        step: In [0, 2^32).
-        site: In [0, 2^32).
-        distribution_of: Makes the distribution of a dtype and the parameters.
-        start: Where it begins in the logical tensor; None: at its beginning.
-        logical: Shape of the logical tensor; None: that of what is drawn.
-        per_shard: Draw from a generator of its own.
-        stream: Which one.
-        micro_batches: How many make a step, if `step` counts them.
-        micro_batch_dim: Along which dim of `logical` they have equal parts; -1: all draw the same.
+        size: Shape of the result.
+        seed: Seed of the program.
+        step: Number of the step or micro-batch, in [0, 2^32).
+        site: Number of the operator, in [0, 2^32).
+        distribution_of: Makes the distribution from a dtype and the parameters.
+        start: Index of the first element in the logical tensor; None: its beginning.
+        logical: Shape of the logical tensor; None: `size`.
+        per_shard: Whether to draw from a generator of the shard.
+        stream: Number of that generator.
+        micro_batches: Micro-batches of a step, if `step` counts micro-batches.
+        micro_batch_dim: The dim of `logical` that they split equally; -1: all draw the same.
         dtype: None: float32 for real numbers, bool for Bernoulli's, int64 for integers.
         device: None: the CPU.
-        parameters: Of the distribution, such as `low` and `high`.
+        parameters: Parameters of the distribution, such as `low` and `high`.
 
     Raises:
         SbpValueError: step, site, dtype or a parameter is out of range, or the shard is outside
@@ -389,7 +390,7 @@ def _draw(
     if not per_shard or device.type == "meta":
         width = distribution.width
         return draw(shard, source, distribution.convert, width=width, dtype=kind, device=device)
-    # A generator for this shard, seeded by 63 bits that Philox makes of it all.
+    # A generator for this shard, seeded by 63 bits that Philox makes of all these numbers.
     low, high = torch.tensor(stream & WORD), torch.tensor(stream >> 32 & WORD)
     mixed = source.words(low, high)
     own = torch.Generator(device).manual_seed(int(mixed[0]) << 31 ^ int(mixed[1]))
@@ -397,7 +398,7 @@ def _draw(
 
 
 def _shape_only(size: Sequence[int], *_: Any, kind: torch.dtype, **given: Any) -> Tensor:
-    """Return what an operator makes, without data."""
+    """Return a fake result of an operator."""
     dtype = given.get("dtype") or kind
     return torch.empty(size, dtype=dtype, device=given.get("device") or "cpu")
 

@@ -1,8 +1,8 @@
 """Signatures and execution: calls of PyTorch's operators, verified claims, discovered signatures.
 
-`torch_call` reads a call, `verify` runs every signature that is claimed for it (each one a `trial`
-on `pieces`), `discover` finds those of an operator that nobody has described (`candidates`,
-`study`, `isolate`; kept by `discovered`). `python -m sbp_torch.signatures` asks by hand.
+`torch_call` reads a call. `verification` runs every signature that rules claim for it (each a
+`trial` on `pieces`). `discovery` finds the signatures of an operator without a rule (`candidates`,
+`study`, `isolate`), and `discovery_cache` keeps them. Try it with `python -m sbp_torch.signatures`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m sbp_torch.signatures aten.mm.default 4096x1024 1024x4096
     python -m sbp_torch.signatures aten._softmax.default 8x16x512 -1 False --verify
 
-Prints; decides nothing.
+The command only prints.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ examples:
 Exit status: 0; 1 if --verify refutes a signature; 2 for bad input.
 """
 
-#: What looks like an option, and is a number.
+#: A number that looks like an option.
 _NEGATIVE = re.compile(r"-(\d|\.|inf\b|nan\b)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers bad options as the rest of the package does."""
+    """A parser that reports bad options with errors of this package."""
 
     def error(self, message: str) -> NoReturn:
         raise SbpValueError(message, todo="--help lists the options")
@@ -124,7 +124,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="list the operators that have rules, or those with OP in their names",
     )
-    # argparse knows -1 for a number, but not -1e-5: a blank in front settles it.
+    # argparse recognises -1 as a number, but not -1e-5: a blank in front prevents this.
     spaced = [f" {word}" if _NEGATIVE.match(word) else word for word in words]
     options, unknown = parser.parse_known_intermixed_args(spaced)
     if unknown:
@@ -187,10 +187,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_has_rule(call: OpCall, rules: RuleRegistry) -> None:
-    """Check that something says how a call may be split.
+    """Check that a call has a rule or may be split pointwise.
 
     Raises:
-        SignatureError: nothing does; says how it can be found out.
+        SignatureError: it may not be split; the message names ways to find its signatures.
     """
     try:
         rules.rule(call)
@@ -245,7 +245,7 @@ def _execute(
     shown: dict[str, Any],
     rules: RuleRegistry,
 ) -> int:
-    """Verify and discover on random tensors; print it, or add it to `shown`."""
+    """Verify and discover on random tensors; print the results, or add them to `shown`."""
     if not options.verify and not options.discover:
         return 0
     from sbp_torch.signatures.discovery import discover
@@ -385,7 +385,7 @@ def _operator(op: str) -> Any:
     """Return PyTorch's operator of a name.
 
     Raises:
-        SbpLookupError: there is none; the message suggests one.
+        SbpLookupError: there is no such operator; the message suggests one.
     """
     import torch
 
@@ -409,12 +409,12 @@ def _operator(op: str) -> Any:
         raise error.replaced(SbpLookupError, todo=todo) from None
 
 
-#: Parts of a name that say nothing about which operator is meant.
+#: Parts of a name that do not identify an operator.
 _PLAIN = frozenset({"aten", "torch", "default"})
 
 
 def _overloads(namespace: str, name: str) -> list[str]:
-    """Return the overloads of an operator that make new tensors; none if there is no such one."""
+    """Return the overloads of an operator that make new tensors; none for an unknown operator."""
     import torch
 
     packet = getattr(getattr(torch.ops, namespace, None), name, None) if namespace else None

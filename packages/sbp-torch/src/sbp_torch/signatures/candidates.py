@@ -1,6 +1,6 @@
-"""Candidates for discovery: which cuts of the inputs of a call to try, the promising ones first.
+"""Candidates for discovery: cuts of the inputs of a call to try, the promising ones first.
 
-Knows no operator.
+They do not depend on the operator.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Inputs = tuple[Sbp, ...]
 
 
 def entries(tensor: TensorType, axis_size: int) -> tuple[Sbp, ...]:
-    """Return what one input may be besides B: dims that have an element a rank, partial values.
+    """Return the entries other than B that an input may have: splits and partial values.
 
-    The maximum of booleans is their disjunction; they have no sum, complex numbers only that.
+    A dim can be split if each rank gets an element. The maximum of booleans is their disjunction.
+    Booleans have no sum; complex numbers have only the sum.
     """
     kinds = {"bool": ("max", "min"), "complex64": ("sum",), "complex128": ("sum",)}
     splits = [S(dim) for dim, extent in enumerate(tensor.shape) if extent >= axis_size]
@@ -28,12 +29,12 @@ def entries(tensor: TensorType, axis_size: int) -> tuple[Sbp, ...]:
 def candidates(
     inputs: Sequence[TensorType], axis_size: int, budget: int
 ) -> tuple[list[Inputs], bool]:
-    """Return candidates other than all B, and whether they are all there are.
+    """Return candidates other than all B, and whether these are all candidates.
 
     Args:
         inputs: Type of each tensor argument.
         axis_size: Ranks along the mesh axis.
-        budget: How many to return at most.
+        budget: The greatest number of candidates to return.
     """
     found: dict[Inputs, None] = {}
     whole = (B,) * len(inputs)
@@ -46,7 +47,7 @@ def candidates(
 
 
 def _ordered(inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
-    """Yield candidates, some more than once: those that are likely to be legal come first."""
+    """Yield candidates, some of them repeatedly; candidates that are likely legal come first."""
     extents = sorted({extent for entry in inputs for extent in entry.shape}, reverse=True)
     agreeing = [_splits(inputs, choices, extent) for extent in extents]
     kinds: list[list[list[Sbp]]] = [
@@ -64,7 +65,7 @@ def _ordered(inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]) -> 
 
 
 def _in_turn(sources: Sequence[Iterator[Inputs]]) -> Iterator[Inputs]:
-    """Yield from several sources in turn, until all are through."""
+    """Yield from several sources in turn, until all are exhausted."""
     left = list(sources)
     while left:
         for source in list(left):
@@ -85,13 +86,13 @@ def _splits(
 
 
 def _everywhere(table: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
-    """Yield the candidates that cut every input which can be: by its first entry, its second..."""
+    """Yield the candidates that cut every possible input: by its first entry, its second, ..."""
     for index in range(max(map(len, table), default=0)):
         yield tuple(some[min(index, len(some) - 1)] if some else B for some in table)
 
 
 def _by_count(table: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
-    """Yield every combination, by increasing number of inputs that are cut."""
+    """Yield every combination, in order of the number of cut inputs."""
     able: Mapping[int, Sequence[Sbp]] = {at: some for at, some in enumerate(table) if some}
     for count in range(1, len(able) + 1):
         for chosen in combinations(able, count):

@@ -1,9 +1,10 @@
-"""Discovery: the legal signatures of an operator that nobody has described, found by execution.
+"""Discovery: find the legal signatures of an operator without a rule by execution.
 
 Candidate cuts of the inputs are run on every rank with unchanged arguments, in forked workers:
-shards that do not fit each other crash some kernels, and then the candidate is illegal. What the
-ranks make tells what their outputs are; further draws, of partial pieces and of the data, have to
-confirm it. Operators whose arguments would have to change on a shard keep what works without that.
+shards that do not fit each other crash some kernels, and then the candidate is illegal. The results
+of the ranks show the SBP of the outputs; further draws of partial pieces and of the data have to
+confirm it. If an operator needs other arguments on shards, only signatures that work without this
+are found.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from sbp_torch.signatures.study import Study
 from sbp_torch.signatures.torch_call import Execute, describe, made_up, overload, run_op
 from sbp_torch.signatures.trial import SEED
 
-#: What the outputs of a candidate are; None if it is illegal.
+#: The SBP of the outputs of a candidate; None if it is illegal.
 _Verdict = Verdict[tuple[Sbp, ...] | None]
 
 #: Seconds that one candidate may take.
 TIMEOUT_S = 20.0
 
-#: Candidates that may run out of time before the search is given up.
+#: Number of candidates that run out of time after which the search ends.
 _MAX_TIMEOUTS = 3
 
 
@@ -59,18 +60,18 @@ def discover(
 ) -> Discovery:
     """Find the legal signatures of a call along one mesh axis by running it.
 
-    What is found holds for the data it was found with: give a sample that is typical, without
-    symmetries, small, and whose extents differ from each other.
+    The signatures are verified for the given data only: give a typical sample, without symmetries,
+    small, and with extents that differ from each other.
 
     Args:
         op: Operator and overload, such as `mylib.myop.default`.
         *args: A real call, on the CPU.
         axis_size: Ranks along the mesh axis (>= 2).
         timeout_s: Seconds (> 0) that one candidate may take.
-        budget: How many candidates to try at most.
-        cache: Keep what was found in the user's cache folder, or in the folder given here; False
+        budget: The greatest number of candidates to try.
+        cache: Keep the result in the user's cache folder, or in the folder given here; False
             neither reads nor writes. The kernel's code is no part of the key.
-        execute: Runs the operator; PyTorch's own if omitted. Nothing is cached then.
+        execute: Runs the operator, and disables the cache; PyTorch's own operator if omitted.
         **kwargs: Arguments of the call by name.
 
     Raises:
@@ -91,7 +92,7 @@ def discover_call(
     budget: int = 4000,
     cache: bool | Path = True,
 ) -> Discovery:
-    """Find the signatures of a call of which only types are known, on data made up for it.
+    """Find the signatures of a call with known types, on made-up data.
 
     See `torch_call.made_up`: integers are 0 or 1, so that they can be indices.
 
@@ -99,7 +100,7 @@ def discover_call(
         call: The call; host scalars among its arguments cannot be made up.
         axis_size: Ranks along the mesh axis (>= 2).
         timeout_s: Seconds (> 0) that one candidate may take.
-        budget: How many candidates to try at most.
+        budget: The greatest number of candidates to try.
         cache: See `discover`.
 
     Raises:
@@ -114,7 +115,7 @@ def discover_call(
 
 
 def _renamed(call: OpCall, names: tuple[str, ...]) -> OpCall:
-    """Return the call with one name for each tensor argument, also where one tensor is repeated."""
+    """Return the call with a distinct name for each tensor argument, even for repeated tensors."""
     left = iter(names)
     tensors = set(call.tensor_names)
 
@@ -138,7 +139,7 @@ def _kept(
     cache: bool | Path,
     execute: Execute,
 ) -> Discovery:
-    """Return what the cache holds, or find it out and keep it."""
+    """Return the cached result, or find the result and cache it."""
     if axis_size < 2 or budget < 0:
         raise SbpValueError(
             f"axis_size={axis_size}, budget={budget}", accepted="axis_size >= 2, budget >= 0"
@@ -168,7 +169,7 @@ def _kept(
 
 
 def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
-    """Run everything."""
+    """Run the whole search."""
     call = study.call
     (verdict,) = run_isolated([study.nature], timeout_s=timeout_s)
     if not isinstance(verdict, Completed):
@@ -203,10 +204,10 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
 
 
 def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verdict]:
-    """Return the verdict on each candidate, or on as many as it took to give up.
+    """Return the verdict on each candidate, or on the first ones if the search ends early.
 
-    A candidate that corrupts memory may leave that to later ones. So what held, and what ended
-    the worker later than at once, is run again in workers that ran nothing illegal before.
+    A candidate that corrupts memory may harm later ones. So candidates that succeeded, and those
+    that crashed with another signal than SIGFPE, are run again in new workers.
     """
     trials = [partial(study.outputs_of, inputs) for inputs in cuts]
     verdicts: list[_Verdict] = []
@@ -235,7 +236,7 @@ def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verd
 def _with_requirements(
     study: Study, found: Sequence[Signature1d], timeout_s: float
 ) -> list[Signature1d]:
-    """Run signatures with splits on other axis sizes; say which of those they need."""
+    """Run signatures with splits on other axis sizes, and add the requirements that they need."""
     plans = [(index, size) for index, part in enumerate(found) for size in study.sizes(part)]
     trials = [partial(study.holds, found[index], size) for index, size in plans]
     verdicts = run_isolated(trials, timeout_s=timeout_s)

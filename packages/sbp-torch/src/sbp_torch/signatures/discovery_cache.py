@@ -1,6 +1,6 @@
-"""What was found out about an operator by execution, and where it is kept between runs.
+"""The results of discovery, and the files that keep them between runs.
 
-This module holds values and files; `discover` finds.
+This module holds values and files; `discovery` finds the results.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sbp_core.sbp import parse_sbp
 from sbp_core.signatures import OpCall, Requirement, Signature1d, call_key
 from sbp_torch.result_file import ResultFile
 
-#: Raised whenever what a file means, or what discovery tries, changes.
+#: The version of the format; increase it if the format or the search of discovery changes.
 FORMAT = 1
 
-#: Where a discovered signature comes from.
+#: The origin of a discovered signature.
 ORIGIN = "discovered"
 
 
@@ -28,11 +28,11 @@ class Discovery:
     """The legal signatures of a call along one mesh axis, as found by execution.
 
     Args:
-        signatures: Those that held; each with the strongest outputs. Empty for an operator that
-            draws random numbers.
-        tried: How many candidates were run.
-        crashed: How many of them ended their process or their time.
-        complete: Whether every candidate was tried, and not only as many as the budget allows.
+        signatures: The legal signatures, each with the strongest outputs. Empty for an operator
+            that draws random numbers.
+        tried: Number of candidates that were run.
+        crashed: Number of candidates that crashed their process or ran out of time.
+        complete: Whether every candidate was tried, instead of a part within the budget.
     """
 
     signatures: tuple[Signature1d, ...]
@@ -67,10 +67,10 @@ class Discovery:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Discovery:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
-            KeyError: something is missing.
+            KeyError: an entry is missing.
             SbpValueError: an SBP cannot be read.
         """
         return cls(
@@ -99,17 +99,17 @@ class Discovery:
 def discovery_file(
     folder: Path, call: OpCall, *, schema: str, torch: str, axis_size: int, budget: int
 ) -> ResultFile[Discovery]:
-    """Return where what is found out about a call is kept; its outputs need not be known.
+    """Return the file for the discovery of a call, whose outputs need not be known.
 
     The kernel's own code is not part of the key.
 
     Args:
-        folder: Of all discoveries.
+        folder: The folder of all discoveries.
         call: The call: op, literals, shapes, dtypes.
-        schema: Of the operator.
+        schema: Schema of the operator.
         torch: The version of PyTorch.
-        axis_size: Of the mesh axis.
-        budget: How many candidates may be tried.
+        axis_size: Size of the mesh axis.
+        budget: The greatest number of candidates to try.
     """
     text = call_key(replace(call, outputs=()))
     op = "".join(letter if letter.isalnum() else "_" for letter in text.split(": ")[-1])

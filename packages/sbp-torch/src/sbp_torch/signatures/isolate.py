@@ -1,9 +1,9 @@
-"""Trials in a forked worker: what may crash or hang does so there, and the crash is a verdict.
+"""Run trials in a forked worker: a crash or a hang happens there, and is a verdict.
 
 One worker runs trials one after the other and sends each result over a pipe. If it dies, or takes
-too long, that is the verdict on the trial it was at, and a fresh worker goes on after it. Forking
-keeps the arguments of the trials where they are; results are pickled, and should be small. Needs a
-system with `fork`; tensors have to be on the CPU.
+too long, this is the verdict on its current trial, and a new worker continues with the next one.
+After a fork, the arguments of trials need no copy. Results are pickled, and should be small. This
+needs a system with `fork`; tensors have to be on the CPU.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from sbp_core.errors import SbpValueError
 
 T = TypeVar("T")
 
-#: Memory that a worker may allocate beyond what its parent has.
+#: Bytes that a worker may allocate in addition to the memory of its parent.
 MEMORY_BYTES = 16 << 30
 
-#: A result is preceded by its length.
+#: The format of the length before each result.
 _LENGTH = struct.Struct("!Q")
 
-#: How much longer than its time limit a trial may live if nobody is left to end it.
+#: The factor of its time limit after which a trial ends itself if its parent has died.
 _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[T]):
-    """The trial ran to its end, and returned a value."""
+    """The trial finished, and returned a value."""
 
     value: T
 
@@ -96,10 +96,10 @@ def run_isolated(
     """Run trials in forked workers and return one verdict each.
 
     Args:
-        trials: Each returns a value that pickles. They see the memory of this process as it is now;
-            what they change in it is lost.
+        trials: Each returns a value that can be pickled. They see the present memory of this
+            process; their changes to it are lost.
         timeout_s: Seconds (> 0) that one trial may take.
-        memory_bytes: Memory that a worker may allocate beyond what this process has (Linux only).
+        memory_bytes: Bytes that a worker may allocate beyond the memory of this process (Linux).
 
     Raises:
         SbpValueError: this system cannot fork, or the time limit is not positive.
@@ -110,7 +110,7 @@ def run_isolated(
 def iter_isolated(
     trials: Sequence[Callable[[], T]], *, timeout_s: float, memory_bytes: int = MEMORY_BYTES
 ) -> Generator[Verdict[T], None, None]:
-    """Yield what `run_isolated` returns, one by one; closing the iterator ends the worker.
+    """Yield the results of `run_isolated` one by one; closing the iterator ends the worker.
 
     Raises:
         SbpValueError: see `run_isolated`.
@@ -134,7 +134,7 @@ def iter_isolated(
 
 
 class _Worker(Generic[T]):
-    """A forked process that runs trials until it is through, dies or is ended."""
+    """A forked process that runs trials until it is done, dies or is killed."""
 
     def __init__(
         self, trials: Sequence[Callable[[], T]], timeout_s: float, memory_bytes: int
@@ -147,10 +147,10 @@ class _Worker(Generic[T]):
         self._read, self._write = os.pipe()
 
     def start(self) -> None:
-        """Fork the process. An interrupt meanwhile is raised after it, when `end` can kill it."""
+        """Fork the process. An interrupt is raised only after the fork, when `end` can kill it."""
         with _interrupts_held_back(), warnings.catch_warnings():
-            # Python 3.12 warns of forking a process with threads (PyTorch's). The child takes no
-            # lock that they may hold: it runs kernels on one thread and leaves by `_exit`.
+            # Python 3.12 warns of forking a process with threads (of PyTorch). The child takes no
+            # lock that they may hold: it runs kernels on one thread and exits by `_exit`.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
             if self._pid == 0:
@@ -158,14 +158,14 @@ class _Worker(Generic[T]):
             os.close(self._write)
 
     def verdicts(self) -> Iterator[Verdict[T]]:
-        """Yield a verdict a trial, up to one that the worker does not survive."""
+        """Yield a verdict for each trial, up to a trial that kills the worker."""
         for _ in self._trials:
             deadline = time.monotonic() + self._timeout_s
             try:
                 (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size, deadline))
                 payload = self._bytes(length, deadline)
             except TimeoutError:
-                # Whoever else holds the pipe may hide that the worker is dead.
+                # If another process also holds the pipe, the end of the worker does not close it.
                 gone = self._wait(os.WNOHANG)
                 yield Timeout(self._timeout_s) if gone is None else Crash(gone)
                 return
@@ -176,10 +176,10 @@ class _Worker(Generic[T]):
             yield verdict
 
     def _bytes(self, count: int, deadline: float) -> bytes:
-        """Return that many bytes of the pipe.
+        """Return `count` bytes from the pipe.
 
         Raises:
-            TimeoutError: they are not there at the deadline.
+            TimeoutError: they have not arrived by the deadline.
             EOFError: the worker closed the pipe.
         """
         found = bytearray()
@@ -196,7 +196,7 @@ class _Worker(Generic[T]):
         return bytes(found)
 
     def _wait(self, options: int) -> int | None:
-        """Return how the worker ended; None if it has not."""
+        """Return the exit status of the worker; None if it is alive."""
         if self._returncode is None and self._pid is not None:
             pid, status = os.waitpid(self._pid, options)
             if pid:
@@ -215,10 +215,10 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let SIGINT take effect after the context.
+    """Delay SIGINT until the end of the context.
 
-    Python drops what a signal's handler raises within the functions that run at a fork
-    (`os.register_at_fork`), so Ctrl-C would be forgotten there.
+    Python drops exceptions of a signal handler inside functions that run at a fork
+    (`os.register_at_fork`), so Ctrl-C would be lost there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run on the main thread only
@@ -236,14 +236,14 @@ def _interrupts_held_back() -> Iterator[None]:
 def _serve(
     trials: Sequence[Callable[[], T]], write: int, timeout_s: float, memory_bytes: int
 ) -> NoReturn:
-    """Run trials in the child; never return, nor run what the parent does at exit."""
+    """Run trials in the child; never return, and run no exit handlers of the parent."""
     code = 1
     try:
         _quieten()
         _limit(memory_bytes)
-        torch.set_num_threads(1)  # the pool's other threads did not come along
+        torch.set_num_threads(1)  # a fork does not copy the other threads of the pool
         for trial in trials:
-            # If the parent dies, nobody else ends a trial that hangs.
+            # If the parent dies, this ends a trial that hangs.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
             _send(write, _outcome(trial))
         code = 0
@@ -257,7 +257,7 @@ def _outcome(trial: Callable[[], T]) -> bytes:
     try:
         verdict = Completed(trial())
         return pickle.dumps(verdict)
-    except Exception as error:  # whatever a trial raises is its verdict
+    except Exception as error:  # any exception of a trial is its verdict
         lines = str(error).splitlines() or [""]
         return pickle.dumps(Raised(type(error).__name__, lines[0]))
 
@@ -269,8 +269,8 @@ def _send(write: int, payload: bytes) -> None:
 
 
 def _quieten() -> None:
-    """Let the child neither print, warn, nor touch what belongs to its parent."""
-    gc.freeze()  # the parent's garbage is the parent's to finalise
+    """Keep the child from printing, warning, and finalising objects of its parent."""
+    gc.freeze()  # only the parent finalises its garbage
     faulthandler.disable()
     warnings.simplefilter("ignore")
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -282,7 +282,7 @@ def _quieten() -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Allow no core dump, and so much memory more."""
+    """Allow no core dump, and limit further allocations to `memory_bytes`."""
     import resource  # is not there on systems without fork
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,8 +1,8 @@
-"""Cutting a tensor into the pieces of the ranks, and putting pieces together.
+"""Cut a tensor into the pieces of ranks, and put pieces together.
 
-Partial pieces are drawn so that an operator which does not pass partial values cannot pass by
-chance: summands have the magnitude of the data, and each `Pattern` refutes another kind of operator
-even on a tensor of one element.
+Partial pieces are drawn such that an operator that is not linear cannot pass by chance: summands
+have the magnitude of the data, and each `Pattern` refutes another kind of operator, even on a
+tensor of one element.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sbp_core.errors import SbpValueError
 from sbp_core.sbp import NdSbp, Partial, Sbp, Split, split_bounds
 
-#: Relative tolerance by dtype; integers and booleans have to be equal.
+#: Relative tolerance by dtype; integers and booleans must be equal.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -34,7 +34,7 @@ class Pattern(Enum):
 
     `OPPOSED`: summands of an element differ in sign (refutes relu, abs, any clamp).
     `NORMAL`: normal summands (refutes rounding, squares, products of partial values).
-    `OWNED`: one rank holds an element, the others zero (refutes affine operators).
+    `OWNED`: one rank holds an element, all other ranks zero (refutes affine operators).
     """
 
     OPPOSED = 1.0
@@ -43,7 +43,7 @@ class Pattern(Enum):
 
 
 def partial_kinds(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the reductions that partial values of a dtype may stand for.
+    """Return the reductions that partial values of a dtype may have.
 
     The maximum of booleans is their disjunction, the minimum their conjunction; they have no sum.
     """
@@ -105,7 +105,7 @@ def _along(
 def _summands(
     tensor: torch.Tensor, size: int, owner: torch.Tensor, pattern: Pattern, draw: torch.Generator
 ) -> Iterator[torch.Tensor]:
-    """Yield summands of a tensor. Those of integers may wrap, and wrap back in their sum."""
+    """Yield summands of a tensor. Integers may overflow, which the sum reverses."""
     if pattern is Pattern.OWNED:
         zero = torch.zeros_like(tensor)
         yield from (torch.where(owner == rank, tensor, zero) for rank in range(size))
@@ -115,7 +115,7 @@ def _summands(
     for _ in range(size - 1):
         noise = _noise(tensor, draw)
         if pattern is Pattern.OPPOSED:
-            # What is no number may come of one summand alone.
+            # A NaN may come from one summand alone.
             around = torch.where(tensor.isnan(), 0, tensor).abs()
             noise = (sign * (around + noise.abs())).to(tensor.dtype)
         noise = torch.where(tensor.isinf(), 0, noise)  # infinities have no difference
@@ -163,7 +163,7 @@ def magnitude(tensor: torch.Tensor) -> float:
 
 
 def _magnitude_int(tensor: torch.Tensor) -> int:
-    """Return a bound of the noise for an integer tensor: that of its values, 5 at the least."""
+    """Return a bound of the noise for an integer tensor: its largest value, but at least 5."""
     if not tensor.numel():
         return 5
     low, high = int(tensor.min()), int(tensor.max())
@@ -180,7 +180,7 @@ def reduce(pieces: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 def tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """Return the relative tolerance where all these dtypes take part: the widest of theirs."""
+    """Return the relative tolerance for a computation with these dtypes: the largest of theirs."""
     return max(
         (
             _TOLERANCE.get(dtype, _COARSE)
@@ -201,15 +201,15 @@ def difference(
 ) -> str:
     """Return how two tensors differ; empty if they agree.
 
-    NaN equals NaN, and infinities are equal or not. Other elements may differ by `relative` times
-    the element, the mean magnitude, that of the summands which it came from, and `floor`.
+    NaN equals NaN, and infinities must be equal. A finite element may differ by `relative` times
+    the sum of its own magnitude, the mean magnitude, the magnitudes of its summands, and `floor`.
 
     Args:
-        found: What was made.
-        expected: What it should be.
+        found: The computed tensor.
+        expected: The correct tensor.
         relative: Tolerance; see `tolerance`.
-        summands: Pieces whose sum `found` is.
-        floor: A magnitude that counts even where all elements are small.
+        summands: Pieces whose sum is `found`.
+        floor: A magnitude that counts even if all elements are small.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return (

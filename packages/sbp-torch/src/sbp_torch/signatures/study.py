@@ -1,6 +1,6 @@
-"""The study of one call for discovery: its nature, and what its outputs are when inputs are cut.
+"""The study of one call for discovery: its properties, and the SBP of its outputs for cut inputs.
 
-The methods that run the call are meant for a forked worker; see `isolate`.
+The methods that run the call should be called in a forked worker; see `isolate`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, redu
 from sbp_torch.signatures.torch_call import Execute, program_of_call, type_of
 from sbp_torch.signatures.trial import SEED, OpSample, refutation, run_ranks, whole_sample
 
-#: Draws of a candidate: how partial pieces are made, and which draw of the data (0: as given).
+#: Draws of a candidate: the pattern of partial pieces, and the draw of the data (0: given data).
 _DRAWS = ((Pattern.OPPOSED, 0), (Pattern.NORMAL, 1), (Pattern.OWNED, 2), (Pattern.OPPOSED, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nature:
-    """What the whole call is like.
+    """Properties of the whole call.
 
     Args:
         outputs: Types of its outputs.
-        random: It draws random numbers, or its outputs are not determined.
-        evident: Some output has an element that is a number: there is something to compare.
+        random: Whether it draws random numbers, or its outputs are not determined.
+        evident: Whether some output has an element that is no NaN, so that it can be compared.
     """
 
     outputs: tuple[TensorType, ...]
@@ -41,10 +41,10 @@ class Nature:
 
 
 class Study:
-    """One call, its data, and what is known of it.
+    """One call, its data, and known facts about it.
 
     Args:
-        call: The call; `outputs` may be missing until `described`.
+        call: The call; `outputs` may be missing before `described`.
         inputs: Its tensor arguments, on the CPU.
         axis_size: Ranks along the mesh axis.
         execute: Runs an operator.
@@ -74,9 +74,9 @@ class Study:
         )
 
     def described(self, outputs: tuple[TensorType, ...], timeout_s: float) -> Study:
-        """Return the study with what more runs of the whole call tell; runs them in a worker.
+        """Return the study with facts from further runs of the whole call, made in a worker.
 
-        That is which draws of the data it takes, and which outputs do not depend on which input.
+        These are the draws of the data that it accepts, and the inputs that each output ignores.
         """
         study = Study(
             replace(self.call, outputs=outputs), self._inputs, self.axis_size, self._execute
@@ -103,7 +103,7 @@ class Study:
         return whole_sample(self.call, inputs, self._execute, seed=seed)
 
     def _takes(self, draw: int) -> bool:
-        """Whether other data of the same range gives outputs of the same sort."""
+        """Whether other data of the same range gives outputs of the same types."""
         made = self._whole(_redrawn(self._inputs, draw)).outputs
         given = self._whole(self._inputs).outputs
         return tuple(map(type_of, made)) == self.call.outputs and all(
@@ -111,7 +111,7 @@ class Study:
         )
 
     def _ignored(self, index: int) -> tuple[int, ...]:
-        """Return the outputs that stay when the values of one input are replaced."""
+        """Return the outputs that do not change when the values of one input are replaced."""
         other = _replaced(self._inputs[index])
         if other is None:
             return ()
@@ -124,7 +124,7 @@ class Study:
         )
 
     def _sample(self, draw: int) -> OpSample:
-        """Return a draw of the data with its outputs, made once a worker."""
+        """Return a draw of the data with its outputs, made once per worker."""
         if draw not in self._samples:
             self._samples[draw] = self._whole(
                 _redrawn(self._inputs, draw) if draw else self._inputs
@@ -132,9 +132,9 @@ class Study:
         return self._samples[draw]
 
     def outputs_of(self, inputs: Inputs) -> tuple[Sbp, ...] | None:
-        """Return the strongest outputs that every draw allows when the inputs are cut so.
+        """Return the strongest SBP of each output that every draw allows for these inputs.
 
-        That is B, else S, else P; None if there are none.
+        B is stronger than S, and S than P. Return None if an output has none.
         """
         mesh = Placement.grid((self.axis_size,))
         drawn = any(isinstance(entry, Partial) for entry in inputs)
@@ -143,7 +143,7 @@ class Study:
         for at, (pattern, draw) in enumerate(_DRAWS):
             given = draw not in self._redrawn
             if at and given and not drawn:
-                continue  # nothing would be new
+                continue  # this draw would repeat an earlier one
             sample = self._sample(0 if given else draw)
             made = run_ranks(
                 sample,
@@ -162,7 +162,7 @@ class Study:
             if not all(fits):
                 return None
         chosen = tuple(still[0] for still in fits)
-        # A result may stay the same by chance of the data, such as that all of it is finite.
+        # A result may be equal by chance of the data, for example because all data is finite.
         by_chance = any(
             isinstance(before, Partial) and after == B and (index, output) not in self._unread
             for index, before in enumerate(inputs)
@@ -172,7 +172,7 @@ class Study:
 
     @staticmethod
     def _all(entry: TensorType) -> list[Sbp]:
-        """Return what an output may be, the strongest first."""
+        """Return the possible SBPs of an output, the strongest first."""
         kinds = partial_kinds(getattr(torch, entry.dtype))
         return [B, *map(S, range(len(entry.shape))), *map(Partial, kinds)]
 
@@ -185,7 +185,7 @@ class Study:
         return tuple(sorted(found))
 
     def sizes(self, part: Signature1d) -> tuple[int, ...]:
-        """Return the sizes to try a signature on: for uneven shards, then for empty ones."""
+        """Return the axis sizes to try: one for uneven shards, then one for empty shards."""
         extents = self._extents(part)
         if not extents:
             return ()
@@ -197,7 +197,7 @@ class Study:
         return tuple(sizes)
 
     def requires(self, part: Signature1d, failed: int) -> tuple[Requirement, ...]:
-        """Return what a signature needs, given the smallest of `sizes` on which it failed."""
+        """Return the requirements of a signature that failed, at least, on this one of `sizes`."""
         index, dim = next(
             (index, entry.dim)
             for index, entry in enumerate((*part.inputs, *part.outputs))
@@ -222,7 +222,7 @@ class Study:
 
 
 def _fits(sample: OpSample, output: int, pieces: Sequence[torch.Tensor], entry: Sbp) -> bool:
-    """Whether the pieces of one output are its pieces as `entry` says."""
+    """Whether the pieces of one output form it under `entry`."""
     expected = sample.outputs[output]
     if any(piece.dtype != expected.dtype for piece in pieces):
         return False
@@ -251,11 +251,10 @@ def _fits(sample: OpSample, output: int, pieces: Sequence[torch.Tensor], entry: 
 
 
 def _redrawn(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
-    """Return other data: reals uniform in some range, anything else as it is.
+    """Return other data: uniform reals in some range; data of other dtypes is not changed.
 
-    The range is that of the data given in the first draw, and symmetric about zero later. A
-    constant `c` ranges from `c/2` to `3c/2`, zeros from 0 to 1. What is infinite or not a number
-    stays so.
+    The first draw has the range of the given data; later ranges are symmetric about zero. A
+    constant `c` ranges from `c/2` to `3c/2`, zeros from 0 to 1. Infinities and NaN stay.
     """
     random = torch.Generator().manual_seed(draw)
     found = []
@@ -277,9 +276,9 @@ def _redrawn(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
 
 
 def _replaced(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor with other values, none of which an integer tensor lacks the range for.
+    """Return a tensor with other values, within the range of an integer tensor.
 
-    None if there are no others.
+    Return None if there are no other values.
     """
     if tensor.dtype == torch.bool:
         return ~tensor

@@ -1,6 +1,6 @@
-"""Calls of PyTorch's operators: reading one as an `OpCall`, and running what an `OpCall` says.
+"""Calls of PyTorch's operators: read a call as an `OpCall`, and run an `OpCall`.
 
-Holds no meaning of any operator.
+This module knows no operator in particular.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def describe(
 ) -> tuple[OpCall, tuple[torch.Tensor, ...]]:
     """Return the result of `call_of` for a call with known outputs, without running it.
 
-    However arguments are given, they come in the order of the operator's schema, as rules expect.
+    Arguments are put into the order of the operator's schema, as rules expect.
     """
     found = _found(op)
     if found is not None:
@@ -88,12 +88,12 @@ def abstract_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op
 
     Args:
         op: Operator and overload.
-        args: Tensors as tensors, `TensorType`s or shapes (float32); other arguments as they are.
+        args: Tensors, `TensorType`s or shapes (of float32) for tensors; other arguments unchanged.
         kwargs: Arguments by name.
 
     Raises:
         SbpLookupError: PyTorch has no such operator.
-        SbpValueError: it does not take such arguments, or only with their data.
+        SbpValueError: it does not take such arguments, or needs their data.
     """
     schema = argument_types(overload(op))
     kinds = list(schema.values())
@@ -124,9 +124,9 @@ def abstract_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op
 
 
 def made_up(entry: TensorType, draw: torch.Generator) -> torch.Tensor:
-    """Return a tensor of a type with data that most operators take, on the CPU.
+    """Return a tensor of a type with data that most operators accept, on the CPU.
 
-    Real and complex elements are normal, booleans thrown by a coin, integers 0 or 1.
+    Real and complex elements are normal, booleans random, integers 0 or 1.
     """
     dtype: torch.dtype = getattr(torch, entry.dtype)
     if dtype.is_floating_point or dtype.is_complex:
@@ -153,7 +153,7 @@ def overload(op: str) -> OpOverload:
     """Return PyTorch's operator of a name such as `aten.mm.default`.
 
     Raises:
-        SbpLookupError: there is none.
+        SbpLookupError: there is no such operator.
     """
     found = _found(op)
     if found is None:
@@ -172,7 +172,7 @@ def _found(op: str) -> OpOverload | None:
 
 
 def tags_of(op: str) -> tuple[str, ...]:
-    """Return the tags of an operator that signatures need; none for one that is not PyTorch's."""
+    """Return the tags of an operator that signatures need; none if PyTorch does not have it."""
     found = _found(op)
     if found is None:
         return ()
@@ -193,8 +193,8 @@ def run_program(
     """Run the calls of a program one after the other and return its results.
 
     Args:
-        program: What one rank executes.
-        shards: The tensors that it starts with, by name; not changed.
+        program: The program of one rank.
+        shards: Its input tensors by name; not changed.
         execute: Runs an operator.
     """
     known = dict(shards)
@@ -217,7 +217,7 @@ def program_of_call(call: OpCall) -> LocalProgram:
 
 
 def _value(argument: Argument) -> Any:
-    """Return an argument as torch takes it."""
+    """Return an argument in the form that torch takes."""
     if isinstance(argument, Symbol):
         kinds = {"device": torch.device}
         return kinds.get(argument.kind, partial(getattr, torch))(argument.name)

@@ -1,7 +1,7 @@
-"""One trial: cut a real call as a signature says, run every rank, put together, compare.
+"""One trial: cut a real call by a signature, run every rank, join the results, and compare.
 
-The whole call is the oracle. Kernels that are fed with shards which do not fit each
-other may corrupt memory: run trials of signatures that are not known to be right through `isolate`.
+The whole call is the oracle. Kernels that get shards which do not fit each other may corrupt
+memory: run trials of signatures that are not known to be legal through `isolate`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sbp_torch.signatures.pieces import (
 )
 from sbp_torch.signatures.torch_call import Execute, program_of_call, run_program, type_of
 
-#: What each rank executes.
+#: Returns the program of a rank.
 ProgramOf = Callable[[int], LocalProgram]
 
 #: Every rank and the whole call draw random numbers from this seed.
 SEED = 20231
 
-#: Operators whose outputs hold whatever was in memory: only their shapes and dtypes count.
+#: Operators with uninitialized outputs: only their shapes and dtypes are compared.
 _UNDETERMINED = frozenset(
     f"aten.{name}"
     for name in (
@@ -46,7 +46,7 @@ _UNDETERMINED = frozenset(
     )
 )
 
-#: Single outputs of which that is so, in part: the table of a sum over paths has unused corners.
+#: Single outputs that are partly uninitialized: the table of a sum over paths has unused corners.
 _UNDETERMINED_OUTPUTS = {"aten._ctc_loss": (1,)}
 
 
@@ -57,7 +57,7 @@ class OpSample:
     Args:
         call: The call.
         inputs: Its tensor arguments, in argument order.
-        outputs: What it makes of them.
+        outputs: The outputs of the whole call.
     """
 
     call: OpCall
@@ -70,12 +70,12 @@ class OpSample:
 
     @property
     def floor(self) -> float:
-        """The magnitude of the inputs, 1 at most: results may cancel to less than it."""
+        """The magnitude of the inputs, at most 1: cancellation may make results smaller."""
         found = [magnitude(entry) for entry in self.inputs if entry.is_floating_point()]
         return min(1.0, max(found, default=1.0))
 
     def undetermined(self, output: int) -> bool:
-        """Whether the values of an output mean nothing."""
+        """Whether the values of an output are undefined."""
         op = self.call.op.rpartition(".")[0]
         return op in _UNDETERMINED or output in _UNDETERMINED_OUTPUTS.get(op, ())
 
@@ -84,7 +84,7 @@ def set_seed(seed: int, tensors: Sequence[torch.Tensor]) -> None:
     """Seed the random numbers of the devices that hold these tensors, and of the CPU."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         torch.manual_seed(seed)
-    else:  # spares the stack trace that seeding a lazy accelerator keeps
+    else:  # avoids the stack trace that seeding a lazy accelerator stores
         torch.default_generator.manual_seed(seed)
 
 
@@ -109,15 +109,15 @@ def refutation(
     *,
     seed: int = 0,
 ) -> str:
-    """Return how the ranks together differ from the whole call; empty if they do not.
+    """Return how the joined results of ranks differ from the whole call; empty if they agree.
 
     Args:
         sample: The call and its data.
         signature: How it is cut.
-        mesh: The imaginary ranks.
+        mesh: The simulated ranks.
         execute: Runs an operator.
-        program: What each rank executes.
-        seed: For partial pieces, which are drawn by every `Pattern`.
+        program: Returns the program of a rank.
+        seed: Seed of partial pieces, which are drawn by every `Pattern`.
     """
     draw = torch.Generator().manual_seed(seed)
     drawn = any(sbp.has_partial for sbp in signature.inputs)
@@ -143,7 +143,7 @@ def run_ranks(
 ) -> list[tuple[torch.Tensor, ...]] | str:
     """Cut the inputs, run every rank, and return the outputs of each, in mesh order.
 
-    Returns a text if a rank fails, or makes another number of outputs than the whole call.
+    Return a text instead if a rank fails, or has another number of outputs than the whole call.
     """
     shards = [
         cut(tensor, sbp, mesh.mesh_shape, pattern, draw)
@@ -156,7 +156,7 @@ def run_ranks(
         try:
             by_name = dict(zip(sample.call.tensor_names, pieces, strict=True))
             outputs = run_program(program(rank), by_name, execute)
-        except Exception as error:  # whatever a kernel raises, its shards do not fit
+        except Exception as error:  # any error of a kernel means that its shards do not fit
             lines = str(error).splitlines() or [type(error).__name__]
             return f"rank {rank} fails: {lines[0]}"
         if len(outputs) != len(sample.outputs):
@@ -168,7 +168,7 @@ def run_ranks(
 def _compare(
     sample: OpSample, output: int, pieces: Sequence[torch.Tensor], sbp: NdSbp, mesh: Placement
 ) -> str:
-    """Put the pieces of one output together, last mesh axis first, and compare."""
+    """Join the pieces of one output, last mesh axis first, and compare."""
     expected = sample.outputs[output]
     relative, floor = sample.relative(output), sample.floor
     for (rank, coordinate), piece in zip(mesh.coordinates(), pieces, strict=True):
@@ -178,7 +178,7 @@ def _compare(
     if sample.undetermined(output):
         return ""
     joined = list(pieces)
-    # Partial values may be much larger than their sum, and so is what rounding loses of them.
+    # Partial values, and their rounding errors, may be much larger than their sum.
     summed = list(pieces) if Partial("sum") in sbp else []
     for size, entry in reversed(list(zip(mesh.mesh_shape, sbp, strict=True))):
         groups = _groups(joined, size)
@@ -206,7 +206,7 @@ def _groups(pieces: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
 
 
 def _behind(group: list[torch.Tensor], entry: Sbp) -> torch.Tensor:
-    """Return the magnitudes of the partial values after a piece that `group` is joined to."""
+    """Return the summed magnitudes of the partial values in a piece that is joined from `group`."""
     if isinstance(entry, Split):
         return torch.cat(group, entry.dim)
     if isinstance(entry, Partial):

@@ -1,8 +1,7 @@
 """Verification by execution: every signature that the rules claim for a real call is run.
 
-`trial` says what running one means. Only signatures that the rules claim are run, and in forked
-workers: kernels fed with shards that do not fit each other may corrupt memory, and that is a
-verdict.
+`trial` runs one signature. Only signatures that the rules claim are run, in forked workers: kernels
+that get shards which do not fit each other may corrupt memory, and a crash is a verdict.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ __all__ = [
     "verify",
 ]
 
-#: How many signatures of a 2-D mesh are tried, out of how many.
+#: How many signatures of a 2-D mesh are tried, from how many candidates.
 _NUM_PRODUCTS = 12
 _NUM_CONSIDERED = 240
 
@@ -70,8 +69,8 @@ class Claim:
 
     Args:
         mesh_shape: Extent of each mesh axis.
-        signature: One entry for each of them.
-        even: Whether all ranks hold shards of one shape, of every tensor.
+        signature: The signature, with one entry for each mesh axis.
+        even: Whether, for every tensor, all ranks hold shards of equal shape.
         empty: Whether some rank holds an empty shard of a tensor that is not empty.
     """
 
@@ -82,7 +81,7 @@ class Claim:
 
     @classmethod
     def of(cls, call: OpCall, signature: Signature, mesh_shape: tuple[int, ...]) -> Claim:
-        """Return the claim, with what its shards are like."""
+        """Return the claim, with the properties of its shards."""
         grid = [coordinate for _, coordinate in Placement.grid(mesh_shape).coordinates()]
         even, empty = True, False
         for entry, sbp in zip(
@@ -108,12 +107,12 @@ class Refutation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What execution says of the signatures of one call.
+    """The results of running the signatures of one call.
 
     Args:
         op: The operator.
         claimed: Every signature that was run.
-        wrong: Those that execution refutes.
+        wrong: The refuted signatures.
     """
 
     op: str
@@ -122,7 +121,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was claimed and nothing was wrong."""
+        """Whether at least one signature was claimed, and none was refuted."""
         return bool(self.claimed) and not self.wrong
 
     def __str__(self) -> str:
@@ -140,14 +139,14 @@ def verify(
     timeout_s: float = TIMEOUT_S,
     **kwargs: Any,
 ) -> VerifyReport:
-    """Run every signature of a call on every axis size, and a sample of those on 2-D meshes.
+    """Run every signature of a call on every axis size, and a sample of signatures on 2-D meshes.
 
     Args:
-        op: Operator and overload, such as `aten.mm.default`; custom ones too.
+        op: Operator and overload, such as `aten.mm.default` or a custom operator.
         *args: A real call: tensors of any dtype (float64 for a tight comparison).
         axis_sizes: Sizes of the mesh axis. Sizes that divide no extent, or exceed one, test uneven
             and empty shards.
-        rules: The rules to go by; the built-in ones if omitted.
+        rules: The rules to verify; the built-in ones if omitted.
         execute: Runs the operator; PyTorch's own if omitted.
         isolated: Run in forked workers, so that a crash or a hang is a verdict. Needs tensors on
             the CPU.
@@ -157,7 +156,7 @@ def verify(
     Raises:
         SignatureError: the operator has no rule.
         SbpLookupError: PyTorch has no such operator.
-        SbpValueError: isolation was asked for where there is none.
+        SbpValueError: isolation is requested, but this system does not support it.
     """
     run = execute or run_op
     with torch.random.fork_rng(devices=[]):
@@ -202,20 +201,20 @@ def _sample(op: str, args: Sequence[Any], kwargs: dict[str, Any], run: Execute) 
 
 
 def _reason(sample: OpSample, claim: Claim, rules: RuleRegistry | None, run: Execute) -> str:
-    """Run one signature; return why it is wrong, empty if it is not."""
+    """Run one signature; return why it is wrong, or an empty text."""
     mesh = Placement.grid(claim.mesh_shape)
     program = partial(localize, sample.call, claim.signature, mesh, rules=rules)
     return refutation(sample, claim.signature, mesh, run, program)
 
 
 def _reasons(trials: Sequence[Callable[[], str]], timeout_s: float) -> Iterator[str]:
-    """Run trials in forked workers; yield why each is wrong."""
+    """Run trials in forked workers; yield for each why it is wrong, or an empty text."""
     for verdict in run_isolated(trials, timeout_s=timeout_s):
         yield verdict.value if isinstance(verdict, Completed) else f"a rank run {verdict}"
 
 
 def _products(call: OpCall, mesh_shape: tuple[int, int], rules: RuleRegistry | None) -> list[Claim]:
-    """Return a repeatable sample of the signatures on a 2-D mesh, of every sort of shards."""
+    """Return a repeatable sample of the signatures on a 2-D mesh, with every kind of shards."""
     found = list(islice(enumerate_signatures(call, mesh_shape, rules=rules), 1 << 16))
     considered = random.Random(0).sample(found, min(_NUM_CONSIDERED, len(found)))
     sorts: dict[tuple[bool, bool], list[Claim]] = {}

@@ -1,8 +1,8 @@
-"""The tensor side of backends of several processes.
+"""The part of multi-process backends that handles tensors.
 
-`packed_buffer` makes flat messages of what a `Manifest` says, `exchange` is the communicator.
-`agreement` compares a text over all ranks, `fingerprint` every step; both serve any backend.
-`rendezvous_store` is where the processes meet.
+`packed_buffer` packs the pieces of a `Manifest` into flat messages; `exchange` is the communicator.
+`agreement` compares a text over all ranks, `fingerprint` compares every step; both work with any
+backend. `rendezvous_store` is the store for the rendezvous of the processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether all ranks mean the same: compares a short text, such as the hash of a plan, over them.
+"""Compare a short text, such as the hash of a plan, over all ranks.
 
-Uses nothing but a communicator's own messages, so that it works over every backend. Collectives do
-not say what they are: where another rank is in a step meanwhile, its data would be taken for texts.
+This uses only the tagged messages of a communicator, so it works with every backend. Collectives
+carry no tags: if another rank were in a step, its data would be mistaken for texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 
-#: Bytes of UTF-8 that `agree` exchanges; of longer texts, the beginning and a hash of all.
+#: Bytes of UTF-8 that `agree` exchanges. Longer texts are cut and end with a hash of the text.
 _WIDTH_BYTES = 128
 
 
@@ -28,17 +28,17 @@ def agree(
     value: str,
     deadline_s: float,
 ) -> None:
-    """See that a text is the same on all ranks; all of them call this at the same time.
+    """Check that a text is the same on all ranks; all of them call this at the same time.
 
     Args:
-        communicator: Of one of the ranks.
-        ranks: Who compares, in an order that is the same on all of them.
-        what: What the text is, such as `plan`; the same on all ranks.
-        value: The text; of one beyond 128 bytes in UTF-8, messages show the beginning and a hash.
-        deadline_s: Seconds to wait for the others.
+        communicator: The communicator of one of the ranks.
+        ranks: The ranks to compare, in the same order on all of them.
+        what: Name of the text, such as `plan`; the same on all ranks.
+        value: The text. If it exceeds 128 bytes in UTF-8, messages show its beginning and a hash.
+        deadline_s: Seconds to wait for the other ranks.
 
     Raises:
-        BoxingError: two ranks have different texts (raised on all ranks), or a rank did not come.
+        BoxingError: two ranks have different texts (raised on all ranks), or a rank did not call.
     """
     texts = gather_texts(
         communicator,
@@ -68,7 +68,7 @@ def agree(
 
 
 def _shortened(text: str) -> str:
-    """Return a text that fits into `_WIDTH_BYTES`, another one for another text."""
+    """Return a text that fits into `_WIDTH_BYTES`; different texts stay different."""
     data = text.encode()
     if len(data) <= _WIDTH_BYTES:
         return text
@@ -88,12 +88,13 @@ def gather_texts(
     """Return a text of every rank, by rank; all of them call this at the same time.
 
     Args:
-        communicator: Of one of the ranks.
-        ranks: In an order that is the same on all of them.
-        text: This rank's; what does not fit into `width_bytes` is cut off.
+        communicator: The communicator of one of the ranks.
+        ranks: The ranks, in the same order on all of them.
+        text: The text of this rank, cut to `width_bytes`.
         tag: Names the exchange; the same on all ranks.
         width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
-        deadline_s: Seconds to wait for the others; once more if texts differ, until all know that.
+        deadline_s: Seconds to wait for the other ranks; as long again if texts differ, until all
+            ranks have seen this.
     """
     own = text_tensor(text, width_bytes, communicator.device)
     others = [rank for rank in ranks if rank != communicator.rank]
@@ -106,8 +107,8 @@ def gather_texts(
         theirs = communicator.receive(step, None, tag=tag, deadline_s=deadline_s)
         found |= zip(others, map(tensor_text, theirs.chunk(len(others))), strict=True)
     if len(set(found.values())) > 1:
-        # A rank that raises because texts differ ends the run: not before all ranks have them, or
-        # some would only hear that another rank failed. All say the same now, so this ends.
+        # A rank that raises because texts differ ends the run. Let all ranks get the texts first,
+        # or some would only learn that another rank failed. These texts agree, so recursion ends.
         with suppress(BoxingError):
             seen = f"{tag}, seen by all"
             gather_texts(communicator, ranks, "", tag=seen, width_bytes=1, deadline_s=deadline_s)
@@ -115,7 +116,7 @@ def gather_texts(
 
 
 def _to_one(receiver: int, ranks: Sequence[int], width_bytes: int) -> BoxingStep:
-    """Return the step in which all others send their texts to a rank."""
+    """Return the step in which all other ranks send their texts to a rank."""
     others = [rank for rank in ranks if rank != receiver]
     size_bytes = len(others) * width_bytes
     return BoxingStep(

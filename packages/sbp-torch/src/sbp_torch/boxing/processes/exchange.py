@@ -1,20 +1,20 @@
-"""A communicator for ranks that share no memory: what is common to all transports of flat tensors.
+"""A communicator for ranks that share no memory: the common part of all transports of flat tensors.
 
-It knows who sends which pieces to whom, checks shards, and packs and unpacks buffers. How long to
-wait, what to say if nobody comes, and the collectives that a transport has of its own stay with the
-transport.
+It determines which rank sends which pieces to which, checks shards, and packs and unpacks buffers.
+The transport itself decides how long to wait, what the error of a missing rank says, and which of
+its own collectives to use.
 
-A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
-works on the shard itself, until it is waited for, by its caller or the caller's stream. To begin
-one is to pack and to hand over; to unpack and to reduce here is left for the end. What is received
-lands where it has to be, if it is there in one piece of memory; what is added to that needs a
-place of its own first. Of a `receive` in two terms, each from two ranks:
+A message is a copy, so the owner may change its shard as soon as it is sent. A collective uses the
+shard itself until its caller, or the caller's stream, has waited for it. Beginning a collective
+packs and sends; unpacking and reducing follow at the end. A message is received directly into its
+place in the result if this is one piece of memory. Messages that are added to it are received into
+separate memory first. For a `receive` in two terms, each from two ranks:
 
     result      | term 0 of rank 0 | term 0 of rank 1 |     received here
-    arriving    | term 1 of rank 2 |                        received here, added when all have come,
+    arriving    | term 1 of rank 2 |                        received here, added when all are here,
                 | term 1 of rank 3 |                        in the order of the terms
 
-So messages may arrive in any order, and sums are made in one.
+So messages may arrive in any order, while the order of sums is fixed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
 
-#: Waits for what has begun, and returns the rank's part; raises what `ExchangeCommunicator` says.
+#: Waits for a collective or receive that has begun, and returns the rank's part; raises the errors
+#: that `ExchangeCommunicator` names.
 Finish = Callable[[], torch.Tensor]
 
-#: Waits for flat tensors that are being moved; likewise.
+#: Waits for flat tensors that are being moved; raises the same errors.
 Await = Callable[[], None]
 
-#: Steps that a communicator remembers; a training step has fewer.
+#: Number of steps whose roles a communicator caches; a training step has fewer.
 _REMEMBERED = 4096
 
 _REDUCES = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
@@ -64,14 +65,14 @@ _REDUCES = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One rank's part in a collective: kept, as to work it out takes longer than a small message.
+    """One rank's part in a collective, cached because computing it is slower than a small message.
 
     Args:
-        step: Which.
-        ranks: Its group.
-        shape, dtype: Of its shard.
-        reduction: `sum`, `max` or `min`, of an all-reduce or reduce-scatter; else "".
-        known: What it sends and receives; None for an all-reduce.
+        step: The collective.
+        ranks: The group of the rank.
+        shape, dtype: Shape and dtype of the rank's shard.
+        reduction: `sum`, `max` or `min` for an all-reduce or reduce-scatter; else "".
+        known: The pieces that the rank sends and receives; None for an all-reduce.
     """
 
     step: BoxingStep
@@ -83,13 +84,13 @@ class Role:
 
     @property
     def manifest(self) -> Manifest:
-        """What the rank sends and receives in an all-gather, reduce-scatter or all-to-all."""
+        """The pieces that the rank sends and receives, except in an all-reduce."""
         assert self.known is not None, "an all-reduce has no manifest"
         return self.known
 
 
 def after(wait: Await, make: Finish) -> Finish:
-    """Return what waits, and then makes the result."""
+    """Return a function that waits and then makes the result."""
 
     def finish() -> torch.Tensor:
         wait()
@@ -102,9 +103,9 @@ class ExchangePending(Pending):
     """A collective or receive of an `ExchangeCommunicator` that has begun.
 
     Args:
-        connections: Of this process.
-        call: What has begun.
-        finish: Waits for it.
+        connections: The connections of this process.
+        call: The call that began it.
+        finish: Waits for it and returns the result.
     """
 
     __slots__ = ("_call", "_connections", "_finish")
@@ -125,9 +126,9 @@ class ExchangeDelivery(Delivery):
     """The messages of one call of `ExchangeCommunicator.send`.
 
     Args:
-        connections: Of this process.
-        call: That has sent them.
-        awaited: Wait for one each.
+        connections: The connections of this process.
+        call: The call that sent the messages.
+        awaited: Functions that wait for one message each.
     """
 
     __slots__ = ("_awaited", "_call", "_connections")
@@ -149,18 +150,18 @@ class ExchangeDelivery(Delivery):
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     """Executes boxing steps for one rank, over the connections of its process.
 
-    `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
-    is counted here, as it is posted, and a collective by the subclass, which has a `TrafficCounter`
-    for each group besides the calls of its library, and gives it to `_count`.
+    `sent_bytes` counts the buffers that are sent, not the predictions of steps. This class counts a
+    message when it is posted. The subclass counts a collective: it has a `TrafficCounter` for each
+    group next to the calls of its library, and passes it to `_count`.
 
-    A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
-    step's dtype. Three of them begin something, and return what waits for it. Either raises
-    `BoxingError`: when the call's time is over, or when another rank has failed.
+    A subclass implements the four methods that move flat tensors: shape (elements,), contiguous, of
+    the step's dtype. Each returns a function that waits for the end. The methods and these
+    functions raise `BoxingError` if the deadline of the call is over, or if another rank failed.
 
     Args:
-        connections: Of this process.
-        rank: The rank that this process is.
-        device: Where results are made.
+        connections: The connections of this process.
+        rank: The rank of this process.
+        device: The device of results.
     """
 
     def __init__(self, connections: ConnectionsT, rank: int, device: torch.device) -> None:
@@ -201,10 +202,10 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     def _start(
         self, step: BoxingStep, shard: torch.Tensor, tag: str, deadline_s: float, donate: bool
     ) -> tuple[CollectiveCall, Finish]:
-        """Begin a collective; return the call, and what waits for its result."""
+        """Begin a collective; return the call, and the function that waits for its result."""
         call = self._begin(step, tag, deadline_s)
-        # By id, as hashing a step takes longer than a small message. A step that is remembered is
-        # held by its role, so that it lives, and no other has its id.
+        # By id, because hashing a step takes longer than a small message. A cached role keeps its
+        # step alive, so no other step has the same id.
         role = self._roles.get(id(step)) or self._new_role(step, shard)
         if shard.shape != role.shape or shard.dtype != role.dtype:
             check_shard(step, self.rank, shard)
@@ -227,7 +228,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
                 outgoing.setdefault(piece.receiver, []).append(piece)
         awaited: list[Await] = []
         for receiver, pieces in outgoing.items():
-            # A copy: the shard is the caller's to drop, and may be a view of something larger.
+            # A copy, because the caller may drop the shard, which may be a view of a larger tensor.
             values = pack(shard, pieces, copy=True).to(self._device)
             size_bytes = values.nbytes
             awaited.append(self._post(call, receiver, values))
@@ -252,7 +253,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     def _start_receive(
         self, step: BoxingStep, shard: torch.Tensor | None, tag: str, deadline_s: float
     ) -> tuple[CollectiveCall, Finish]:
-        """Ask for the messages of a transfer; return the call, and what waits for its result."""
+        """Request the messages of a transfer; return the call, and a function for its result."""
         call = self._begin(step, tag, deadline_s)
         mine = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
         by_sender: dict[int, list[TransferPiece]] = {}
@@ -265,11 +266,11 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             check_shard(step, self.rank, shard)
             shard = detached(shard)
         if len(own) == len(mine) == 1 and shard is not None:
-            # All that this rank ends with is a slice of what it has: often without a copy.
+            # The result is a slice of the rank's own shard, often without a copy.
             part = shard[own[0].source_slices]
             if part.shape == self._shape_after(step):
                 return call, part.contiguous
-        # Zero where the first term has no piece, which happens where the target is P(sum).
+        # Zero where the first term has no piece, which happens if the target is P(sum).
         shape, dtype = self._shape_after(step), torch_dtype(step.dtype)
         first = sum(volume(piece.target) for piece in mine if piece.term == mine[0].term)
         make = torch.empty if first == prod(shape) else torch.zeros
@@ -277,9 +278,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         arriving: dict[int, torch.Tensor] = {}
         landed: set[int] = set()  # the senders whose message is received into the result
         for sender, pieces in by_sender.items():
-            # A message that is one piece of the first term is received straight into the result, if
-            # its place there is one piece of memory: nothing is added up before it. All others wait
-            # in memory of their own, until they are placed or added in the order of the terms.
+            # A message that is one piece of the first term is received directly into the result, if
+            # its place is one piece of memory: no sum comes before it. All other messages are
+            # received into separate memory, and then placed or added in the order of the terms.
             where = span(shape, pieces[0].target)
             if len(pieces) == 1 and pieces[0].term == mine[0].term and where is not None:
                 arriving[sender] = result.view(-1)[slice(*where)]
@@ -313,28 +314,28 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Begin a collective among the ranks of a group: two or more, in mesh order.
 
         Args:
-            call: Its step is of any kind but `TRANSFER` and `LOCAL`.
+            call: A call with a step of any kind except `TRANSFER` and `LOCAL`.
             ranks: The group.
             shard: This rank's part under the step's source, checked and detached.
-            donate: Whether the shard's memory may be overwritten, and may become the result. Other
-                ranks may say otherwise: what they do together must not depend on it.
+            donate: Whether the shard's memory may be overwritten, and may become the result. It may
+                differ between ranks, so the communication must not depend on it.
 
         Returns:
-            What waits for this rank's part under the step's target, and returns it. Those of
-            several collectives may be called in another order than they have begun in.
+            A function that waits for this rank's part under the step's target, and returns it. The
+            functions of several collectives may be called in any order.
         """
 
     @abstractmethod
     def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
-        """Send a message; does not wait for the receiver.
+        """Send a message without waiting for the receiver.
 
         Args:
             call: The call that sends it.
-            receiver: Rank that it goes to.
-            values: On the communicator's device; nobody else uses them.
+            receiver: The rank that receives it.
+            values: A tensor on the communicator's device, which nobody else uses.
 
         Returns:
-            What waits until the receiver has it; lets go of the values when it does.
+            A function that waits until the receiver has the message, and then drops the values.
         """
 
     @abstractmethod
@@ -347,35 +348,35 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     ) -> Await:
         """Begin to send each rank its chunk of `buffers.sent`, and to fill `buffers.received`.
 
-        May call `buffers.keep_own` while data is under way.
+        May call `buffers.keep_own` while data is in transit.
 
         Args:
-            call: The call that does so.
+            call: The call that exchanges them.
             ranks: The group.
-            buffers: The chunks, in the order of `ranks`; what stays here is often but not always
-                left out.
+            buffers: The chunks, in the order of `ranks`. The rank's own chunk is often, but not
+                always, left out.
         """
 
     def _count(self, traffic: TrafficCounter) -> None:
-        """Count what a collective was given for other ranks, once its library has been called."""
+        """Count the bytes that a collective sends to other ranks, after the call of its library."""
         sent_bytes = traffic.take()
-        # With no call between reading and writing: at one, another thread may have its turn, and
-        # the messages that it counts would be lost.
+        # There is no call between reading and writing, because at a call Python may switch threads,
+        # and the count of the other thread would be lost.
         self.sent_bytes += sent_bytes
 
     def _begin(self, step: BoxingStep, tag: str, deadline_s: float) -> CollectiveCall:
-        """Make the call of a step, if the connections can be used."""
+        """Return a new call for a step, after a check that the connections can be used."""
         connections = self._connections
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s, connections.describe_ranks)
         connections.check_usable(call)
         return call
 
     def _role(self, call: CollectiveCall) -> Role:
-        """Return the part of this rank in a collective that is under way."""
+        """Return the role of this rank in a collective that has begun."""
         return self._roles[id(call.step)]
 
     def _new_role(self, step: BoxingStep, shard: torch.Tensor) -> Role:
-        """Work out the part of this rank in a collective, to which it brings a shard."""
+        """Compute the role of this rank in a collective, and check its shard."""
         check_shard(step, self.rank, shard)
         ranks = step.group(self.rank)
         role = Role(
@@ -386,10 +387,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             reduction=reduction_of(step) if step.kind in _REDUCES else "",
             known=None if step.kind is StepKind.ALL_REDUCE else manifest_of(step, self.rank),
         )
-        # The role holds the step, see `collective`; forgetting all roles lets go of all steps at
-        # once.
+        # The role keeps its step alive (see `_start`), so roles and steps are dropped together.
         if len(self._roles) >= _REMEMBERED:
-            self._roles.clear()  # programs that make new steps all the time shall not fill memory
+            self._roles.clear()  # programs that keep making new steps must not fill memory
         self._roles[id(step)] = role
         return role
 
@@ -399,7 +399,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Begin a collective by sending each rank its pieces, at their exact sizes.
 
         Args:
-            call: Of an all-gather, reduce-scatter or all-to-all.
+            call: The call of an all-gather, reduce-scatter or all-to-all.
             ranks: The group.
             shard: This rank's part under the step's source.
         """

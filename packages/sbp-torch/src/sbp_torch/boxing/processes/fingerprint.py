@@ -1,13 +1,13 @@
-"""A debug mode of every backend: before data moves, the ranks compare what they are about to do.
+"""A debug mode of every backend: the ranks compare their next step before its data moves.
 
     rank 0   collective(all-reduce, float32[4, 2])            gather fingerprints -> differ: raise
     rank 1   collective(all-gather, float32[8])               gather fingerprints -> differ: raise
 
     rank 0   send(to 1, tag "x")   fingerprint 0, then data
-    rank 1   receive(from 0, "x")  fingerprint 0: is it the one of "x"? then data
+    rank 1   receive(from 0, "x")  fingerprint 0: does it match "x"? then data
 
-Without it two ranks that run different programs wait for each other until a deadline, take each
-other's numbers for their own, or end in a transport's abort. Costs one small exchange a step.
+Without it, two ranks that run different programs wait for each other until a deadline, use wrong
+data, or are aborted by the transport. It costs one small exchange per step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_torch.boxing.processes.agreement import gather_texts, tensor_text, text_tensor
 
-#: Bytes of a fingerprint: 16 hex digits of everything, then what a reader sees of it.
+#: Bytes of a fingerprint: 16 hex digits of a digest, then a readable text.
 _WIDTH_BYTES = 512
 _DIGEST_CHARACTERS = 16
 
@@ -48,10 +48,10 @@ _TODO = (
 
 
 class Fingerprinted(BoxingBackend):
-    """A backend whose every step is compared between the ranks before its data moves.
+    """A backend that compares every step between the ranks before its data moves.
 
     Args:
-        backend: Not yet open.
+        backend: The backend that moves data, not yet open.
     """
 
     def __init__(self, backend: BoxingBackend) -> None:
@@ -78,7 +78,7 @@ class Fingerprinted(BoxingBackend):
     def communicator(self, rank: int) -> Communicator:
         """See `BoxingBackend.communicator`."""
         if rank not in self._communicators:
-            return self._backend.communicator(rank)  # says why there is none
+            return self._backend.communicator(rank)  # its error says why there is none
         return self._communicators[rank]
 
     def fail(self, error: BaseException) -> None:
@@ -103,9 +103,9 @@ class _ReceivedFingerprints:
     """The fingerprints that one rank has sent to another.
 
     Args:
-        changed: Held while the rest is looked at.
-        unclaimed: Those that were received, and whose messages were not, by digest of their tag.
-        count: Number of those received.
+        changed: The condition whose lock protects the other attributes.
+        unclaimed: Received fingerprints whose messages were not yet received, by digest of the tag.
+        count: Number of received fingerprints.
         is_read: Whether a thread is receiving the next one.
     """
 
@@ -116,14 +116,14 @@ class _ReceivedFingerprints:
 
 
 class FingerprintedCommunicator(Communicator):
-    """Executes boxing steps for one rank, each compared with the other ranks' before it begins.
+    """Executes boxing steps for one rank, after comparing each step with other ranks.
 
-    `sent_bytes` is what the steps have this rank send, without fingerprints; it is the communicator
-    below that counts what is moved.
+    `sent_bytes` counts the bytes that this rank sends in steps, without fingerprints; the inner
+    communicator counts all bytes that are moved.
 
     Args:
-        backend: What breaks when two ranks differ.
-        communicator: What moves the data, and the fingerprints.
+        backend: The backend, which fails when two ranks differ.
+        communicator: The inner communicator, which moves data and fingerprints.
     """
 
     def __init__(self, backend: BoxingBackend, communicator: Communicator) -> None:
@@ -132,7 +132,7 @@ class FingerprintedCommunicator(Communicator):
         self._backend = backend
         self._communicator = communicator
         self._lock = threading.Lock()
-        #: Collectives by group, and messages by receiver.
+        #: The number of collectives by group, and of messages by receiver.
         self._counts: dict[tuple[int, ...] | int, int] = defaultdict(int)
         self._received_from: dict[int, _ReceivedFingerprints] = {}
 
@@ -145,12 +145,12 @@ class FingerprintedCommunicator(Communicator):
         deadline_s: float,
         donate: bool = False,
     ) -> torch.Tensor:
-        """Compare the step with those of the whole group; then run it."""
+        """Compare the step with the steps of all ranks in the group; then run it."""
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         ranks = step.group(self.rank)
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
-        # The count tells two equal steps apart: else a rank that left one out would be noticed
+        # The count distinguishes equal steps: otherwise a rank that skips one would be noticed
         # late, or never.
         count = self._count(ranks)
         mine = _fingerprint(step, tag, f"call {count} of the group")
@@ -164,7 +164,7 @@ class FingerprintedCommunicator(Communicator):
         )
         other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
         if other is not None:
-            # Every rank of the group sees all texts, so every one raises, and none is left to wait.
+            # Every rank of the group sees all texts, so every rank raises, and none waits.
             raise self._mismatch({rank: _shown(text) for rank, text in texts.items()})
         result: torch.Tensor = self._communicator.collective(
             step, shard, tag=tag, deadline_s=round(call.left_s, 3), donate=donate
@@ -175,11 +175,11 @@ class FingerprintedCommunicator(Communicator):
     def send(
         self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float
     ) -> Delivery:
-        """Send each receiver a fingerprint, and then its message; waits for nobody."""
+        """Send each receiver a fingerprint, and then its message, without waiting."""
         text = _fingerprint(step, tag, "")
         values = text_tensor(text, _WIDTH_BYTES, shard.device)
-        # First the fingerprint, then the message: to send waits for nobody, so a receiver that
-        # means another step learns of it before it takes the data.
+        # First the fingerprint, then the message: sending does not wait, so a receiver that is in
+        # another step learns of this before it takes the data.
         for receiver in _others(step, sender=self.rank):
             number = self._count(receiver)
             self._communicator.send(
@@ -195,7 +195,7 @@ class FingerprintedCommunicator(Communicator):
     def receive(
         self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
-        """Compare the step with what every sender says of its message; then receive it."""
+        """Compare the step with the fingerprints of all senders; then receive the messages."""
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         mine = _fingerprint(step, tag, "")
         for sender in _others(step, receiver=self.rank):
@@ -210,8 +210,8 @@ class FingerprintedCommunicator(Communicator):
     def _await(self, sender: int, tag: str, mine: str, call: CollectiveCall) -> str:
         """Return the fingerprint that a sender has sent for a tag.
 
-        Messages may be received in another order than they were sent in: a fingerprint that is not
-        for this tag is kept. One thread receives at a time, for all.
+        Messages may be received in another order than they were sent: fingerprints of other tags
+        are kept. One thread at a time receives, for all threads.
         """
         with self._lock:
             log = self._received_from.setdefault(sender, _ReceivedFingerprints())
@@ -224,9 +224,9 @@ class FingerprintedCommunicator(Communicator):
                     if not log.unclaimed[key]:
                         del log.unclaimed[key]
                     return found
-                # Fingerprints of one sender come in a row, each with its number in the tag: only
-                # one thread may take the next one, and it may be for another. The others wait for
-                # what it finds, outside of the lock, which it does not hold while it receives.
+                # Fingerprints of one sender are numbered, and the number is in the tag. Only one
+                # thread may take the next one, which may be for another thread. The other threads
+                # wait for it. The thread does not hold the lock while it receives.
                 number, log.is_read = log.count, True
             try:
                 text = self._receive_fingerprint(sender, number, log, mine, call)
@@ -269,7 +269,7 @@ class FingerprintedCommunicator(Communicator):
         return tensor_text(values)
 
     def _mismatch(self, shown: dict[int, str]) -> BoxingError:
-        """Break the backend because ranks are about to do different things; return the error."""
+        """Fail the backend because the next steps of ranks differ; return the error."""
         error = BoxingError(
             f"ranks {', '.join(map(str, shown))} meet for different boxing steps",
             where=[f"rank {rank}: {text}" for rank, text in shown.items()],
@@ -280,7 +280,7 @@ class FingerprintedCommunicator(Communicator):
         return error
 
     def _count(self, key: tuple[int, ...] | int) -> int:
-        """Return how many collectives a group, or messages a receiver, had before this one."""
+        """Return the number of earlier collectives of a group, or messages to a receiver."""
         with self._lock:
             self._counts[key] += 1
             return self._counts[key] - 1
@@ -291,7 +291,7 @@ class FingerprintedCommunicator(Communicator):
 
 
 def _fingerprint(step: BoxingStep, tag: str, count: str) -> str:
-    """Return a text that two ranks have in common if they mean the same step."""
+    """Return a text that is equal on two ranks if they are in the same step."""
     (before, source), (after, target) = step.source, step.target
     whole = (
         f"{step.kind} {list(step.shape)} {step.dtype} {before.ranks} {source} {after.ranks} "
@@ -300,17 +300,17 @@ def _fingerprint(step: BoxingStep, tag: str, count: str) -> str:
     shown = f"{tag!r}, {step} of {step.dtype}{list(step.shape)}" + (f", {count}" if count else "")
     digest = blake2b(whole.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
     text = f"{digest}{_key(tag)}{shown}"
-    # Cut to the width: only what a reader sees of it is lost. Both digests are in front.
+    # Cutting to the width loses only readable text, because both digests come first.
     return text.encode()[:_WIDTH_BYTES].decode("utf-8", "ignore")
 
 
 def _shown(fingerprint: str) -> str:
-    """Return what a reader sees of a fingerprint."""
+    """Return the readable part of a fingerprint."""
     return fingerprint[2 * _DIGEST_CHARACTERS :]
 
 
 def _key_of(fingerprint: str) -> str:
-    """Return the key of the tag that a fingerprint is for."""
+    """Return the key of the tag of a fingerprint."""
     return fingerprint[_DIGEST_CHARACTERS : 2 * _DIGEST_CHARACTERS]
 
 
@@ -321,7 +321,7 @@ def _key(tag: str) -> str:
 def _others(
     step: BoxingStep, *, sender: int | None = None, receiver: int | None = None
 ) -> list[int]:
-    """Return who receives from a sender, or who sends to a receiver; ascending."""
+    """Return the receivers of a sender, or the senders to a receiver, in ascending order."""
     if sender is not None:
         found = {piece.receiver for piece in transfer_pieces(step) if piece.sender == sender}
         return sorted(found - {sender})
@@ -330,7 +330,7 @@ def _others(
 
 
 def _fingerprint_step(sender: int, receiver: int) -> BoxingStep:
-    """Return the step that takes one fingerprint from one rank to another."""
+    """Return the step that sends one fingerprint from one rank to another."""
     return BoxingStep(
         kind=StepKind.TRANSFER,
         shape=(_WIDTH_BYTES,),

@@ -1,7 +1,7 @@
 """Packed buffers: the pieces of a shard for other ranks, one after the other in flat memory.
 
-For transports between processes. The geometry (which slice goes where) is `slices` and `manifest`,
-putting pieces together is `execute.combine`, when buffers are sent is `exchange`.
+They serve transports between processes. `slices` and `manifest` compute which slice goes where,
+`execute.combine` puts pieces together, and `exchange` sends the buffers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def pack(
     """Return pieces of a shard one after the other: shape (elements,), contiguous.
 
     Args:
-        shard: Any strides.
-        pieces: Of the shard, in any order.
-        copy: Whether the result may not share memory with the shard.
+        shard: A shard with any strides.
+        pieces: Pieces of the shard, in any order.
+        copy: Always copy, so that the result shares no memory with the shard.
     """
     if len(pieces) == 1 and not copy:
         part = shard[pieces[0].source_slices]
@@ -44,8 +44,8 @@ def unpack(
     """Return each piece with its values, as views.
 
     Args:
-        pieces: In the order in which `pack` had those of each sender.
-        buffers: What `pack` returned, by sender; shape (elements,).
+        pieces: The pieces of all senders; those of one sender in the order given to `pack`.
+        buffers: The results of `pack`, by sender; shape (elements,).
     """
     offsets = dict.fromkeys(buffers, 0)
     values: list[tuple[TransferPiece, torch.Tensor]] = []
@@ -58,28 +58,28 @@ def unpack(
 
 
 def num_elements(step: BoxingStep, pieces: Sequence[TransferPiece]) -> int:
-    """Return the number of elements of some pieces of a step."""
+    """Return the total number of elements of some pieces of a step."""
     return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
 
 
 class PackedBuffers:
-    """The memory of one collective on one rank: what it sends and what it receives, flat.
+    """The flat buffers of one collective on one rank: one to send, and one to receive.
 
-    Chunk i of each is what goes to, or comes from, the i-th rank of the group. What is sent is the
-    shard itself, and what is received is the memory of the result, wherever pieces are in order
-    there. The rank's own chunk is empty in both if it can be kept out, which spares a copy; else it
-    is in both, and the transport has to copy it like any other.
+    Chunk i of a buffer goes to, or comes from, the i-th rank of the group. If pieces are in order,
+    the send buffer is the shard itself, and the receive buffer is the memory of the result. The
+    rank's own chunk is left out of both if possible, which saves a copy; otherwise it is in both,
+    and the transport has to copy it like any other chunk.
 
     Args:
         step: An all-gather, reduce-scatter or all-to-all.
-        manifest: The rank's part of it.
+        manifest: The pieces that the rank sends and receives.
         shard: The rank's part under `step.source`; never changed.
-        device: Where the result is made.
-        with_own: Always have the rank's own chunk in both, for transports whose collectives want
-            parts of one size.
-        whole: Of an all-gather in which everybody receives whole shards: send the shard as the one
-            chunk for all. The rank's own chunk is in `received`, to be filled by the transport or
-            by `keep_own`.
+        device: The device of the result.
+        with_own: Always include the rank's own chunk, for transports whose collectives need chunks
+            of equal size.
+        whole: For an all-gather in which all ranks receive whole shards: send the shard as one
+            chunk for all ranks. The rank's own chunk is in `received`, to be filled by the
+            transport or by `keep_own`.
 
     Attributes:
         sent, received: Shape (elements,), contiguous.
@@ -97,7 +97,7 @@ class PackedBuffers:
         whole: bool = False,
     ) -> None:
         self._step, self._manifest, self._shard = step, manifest, shard
-        # The own chunk is left out of both buffers where the others then still are together:
+        # The own chunk is left out of both buffers if the other chunks are then still contiguous:
         #
         #     shard of rank 0    | own  | to 1 | to 2 |     sent: the last two chunks, a view
         #     shard of rank 1    | to 0 | own  | to 2 |     the own chunk stays in both
@@ -115,7 +115,7 @@ class PackedBuffers:
             self.sent = pack(
                 shard, [piece for at, piece in outgoing if piece and not (apart and at == place)]
             )
-        # Of a reduce-scatter the result is made last: it may be the memory of what was received.
+        # The result of a reduce-scatter is made last: it may reuse the memory of received chunks.
         self._result: torch.Tensor | None = None
         if step.kind is not StepKind.REDUCE_SCATTER:
             self._result = torch.empty(manifest.shape, dtype=shard.dtype, device=device)
@@ -126,14 +126,14 @@ class PackedBuffers:
             self.received = torch.empty(elements, dtype=shard.dtype, device=device)
 
     def keep_own(self) -> None:
-        """Copy what the rank keeps into the result: now, while chunks may be on their way."""
+        """Copy the rank's own pieces into the result now, while chunks may be in transit."""
         piece = self._manifest.incoming[self._manifest.place]
         if self._keeps_own and piece is not None and self._result is not None:
             self._result[piece.target_slices] = self._shard[piece.source_slices]
         self._awaits_own = False
 
     def result(self) -> torch.Tensor:
-        """Return the rank's part under `step.target`, once all is received."""
+        """Return the rank's part under `step.target`, after all chunks are received."""
         if self._result is None:
             return self._reduced()
         if self._awaits_own:
@@ -167,7 +167,7 @@ class PackedBuffers:
         """Return the reduction, in the order of the group."""
         shape, addends = self._manifest.shape, [part for _, part in self._pieces()]
         if self._keeps_own and len(addends) == 2:
-            # What was received is one chunk: its memory is the result's.
+            # There is one received chunk: its memory becomes the result.
             result = self.received.view(shape)
         else:
             result = self.received.new_empty(shape)
@@ -183,5 +183,5 @@ def _flat(values: torch.Tensor, where: tuple[int, int] | None) -> torch.Tensor:
 
 
 def _without(sizes: tuple[int, ...], place: int) -> tuple[int, ...]:
-    """Return sizes of chunks if the one at a place is empty."""
+    """Return sizes of chunks with size 0 at one place."""
     return (*sizes[:place], 0, *sizes[place + 1 :])

@@ -1,8 +1,8 @@
-"""The store of torch.distributed that processes meet at, which listens where its address says.
+"""The rendezvous store of torch.distributed, which listens only on the address that it is given.
 
 `torch.distributed.rendezvous` lets rank 0 listen on all interfaces of its host, whatever address
-the processes are told: whoever reaches the host reads and writes the store. Here it listens on that
-address only:
+is given: anyone who can reach the host can read and write the store. This store listens on the
+given address only:
 
     MASTER_ADDR=127.0.0.1    the loopback interface
     MASTER_ADDR=node3        the interface that has the address of node3
@@ -28,39 +28,39 @@ from sbp_core.processes import CountingStore, Siblings, run_abandonable
 
 _LOG = logging.getLogger(__name__)
 
-#: Seconds between two looks whether the other processes are there; and that torch gets, beyond the
-#: time to connect, to say itself what is wrong.
+#: Seconds between two checks of the other processes; and seconds beyond the timeout for torch to
+#: raise its own error.
 _LOOK_S, _MORE_S = 0.1, 1.0
 
 
 def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStore:
-    """Return the store that the processes reach at `url`; rank 0 holds it, or torchrun does.
+    """Return the store that the processes reach at `url`; rank 0 or torchrun holds it.
 
     Args:
         url: `env://`, `tcp://HOST:PORT` or `file:///PATH`.
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of processes.
-        timeout: For it to be reached, and to answer.
+        timeout: Limit for the store to be reached and to answer.
 
     Raises:
-        ConfigError: the URL cannot be meant, or the variables that it stands for.
-        BoxingError: a process has ended before it came, or something that listens there does not
-            answer.
+        ConfigError: the URL, or a variable that it refers to, is invalid.
+        BoxingError: a process has ended before it connected, or the program that listens at the
+            address does not answer.
         RuntimeError, ValueError, OSError: it cannot be reached; see `naming_rendezvous`.
     """
     place = _where(url)
 
     def connect() -> CountingStore:
         listening = _listen(url, timeout) if rank == 0 else None
-        # It finds a server of this process by its port, and holds it from then on.
+        # `rendezvous` finds a server of this process by its port, and keeps it alive.
         store, _, _ = next(cast(Any, rendezvous)(url, rank, size, timeout=timeout))
         del listening
-        store.add("sbp/answers", 0)  # something else may listen there
+        store.add("sbp/answers", 0)  # fails if another program listens there
         return cast(CountingStore, store)
 
     limit_s = timeout.total_seconds()
     try:
-        # PyTorch waits without limit for a listener that takes the connection and says nothing.
+        # PyTorch waits without limit for a listener that accepts the connection and never answers.
         return run_abandonable(
             connect,
             thread_name="sbp-store",
@@ -79,7 +79,7 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
 
 @contextmanager
 def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
-    """Turn what `store_at` raises in the `with` block, with these arguments, into our own errors.
+    """Turn errors that `store_at`, with these arguments, raises in the block into our own errors.
 
     Raises:
         BoxingError: the store cannot be reached.
@@ -89,7 +89,7 @@ def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
     except SbpError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        # Without the frames of C++ that torch appends.
+        # Without the C++ frames that torch appends.
         raise BoxingError(
             f"no rendezvous at {_where(url)}: {str(error).partition(chr(10))[0]}",
             where=f"rank {rank} of {size}",
@@ -99,13 +99,13 @@ def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
 
 
 def _where(url: str) -> str:
-    """Return what messages call the place of a store: with the variables that say it."""
+    """Return the address of a store for messages, with the variables that give it."""
     host, port = _place(url) or ("", 0)
     return f"MASTER_ADDR={host}, MASTER_PORT={port}" if url.startswith("env:") else url
 
 
 def is_on_loopback(url: str) -> bool:
-    """Return whether processes that meet at `url` are all on this machine, as its address says."""
+    """Whether `url` has a loopback address, so that all its processes are on this machine."""
     try:
         host, _ = _place(url) or ("", 0)
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
@@ -116,10 +116,10 @@ def is_on_loopback(url: str) -> bool:
 
 
 def _place(url: str) -> tuple[str, int] | tuple[()]:
-    """Return the host and port that a URL leads to; nothing if it is no URL of them.
+    """Return the host and port of a URL; empty if this kind of URL has none.
 
     Raises:
-        ConfigError: it says none, or what is none; names the variable of the environment.
+        ConfigError: host or port is missing or invalid. The error names the environment variable.
     """
     parts = urlparse(url)
     if parts.scheme == "tcp":
@@ -154,14 +154,14 @@ def _invalid(name: str, given: str, accepted: str) -> ConfigError:
 
 
 def _listen(url: str, timeout: timedelta) -> object:
-    """Return a store that listens on the address of its host; None where another one listens."""
+    """Return a store that listens on the given address; None if `rendezvous` has to do it."""
     host, port = _place(url) or ("", 0)
     if not host or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return None  # which `rendezvous` says better
+        return None  # the error of `rendezvous` is better
     server = _bound(found)
     if server is None:
         return None
@@ -179,14 +179,14 @@ def _listen(url: str, timeout: timedelta) -> object:
 
 
 def _bound(addresses: Sequence[tuple[Any, ...]]) -> socket.socket | None:
-    """Return a socket that listens on the first of some addresses that is one of this machine."""
+    """Return a socket that listens on the first of these addresses that belongs to this machine."""
     for family, *_, address in addresses:
         try:
             return socket.create_server(address[:2], family=family)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return None  # by this process, which `rendezvous` knows, or it says so
-    # Such as the address of a service, which leads here from elsewhere.
+                return None  # `rendezvous` uses the listener of this process, or raises
+    # For example, the address of a service that forwards to this machine.
     _LOG.warning(
         "the store listens on all interfaces, because %s is no address of this machine",
         addresses[0][-1][0],
