@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-import sbp_core.signatures
 from sbp_core.errors import SbpError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, Partial, Sbp, Split
@@ -66,8 +66,25 @@ MOST_SEARCHED_INPUTS = 12
 _GENERIC_REASON = "needs that dim whole"
 
 #: Modules that are executed in addition to the rules: changes in them make verdicts stale.
-_VERIFYING = ("verify", "trial", "isolate", "localize", "derive", "axes", "pieces", "torch_call")
-_DISCOVERING = ("discover", "candidates", "study", "trial", "isolate", "pieces", "torch_call")
+_EXECUTING = (
+    "sbp_torch.signatures.isolate",
+    "sbp_torch.signatures.pieces",
+    "sbp_torch.signatures.torch_call",
+    "sbp_torch.signatures.trial",
+)
+_VERIFYING = (
+    *_EXECUTING,
+    "sbp_core.signatures.axes",
+    "sbp_core.signatures.derivations",
+    "sbp_core.signatures.localization",
+    "sbp_torch.signatures.verification",
+)
+_DISCOVERING = (
+    *_EXECUTING,
+    "sbp_torch.signatures.candidates",
+    "sbp_torch.signatures.discovery",
+    "sbp_torch.signatures.study",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +190,9 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 @cache
-def _sources(names: tuple[str, ...]) -> str:
-    folder = Path(inspect.getfile(sbp_core.signatures)).parent
-    files = [folder / f"{name}.py" for name in names]
-    return _hash([file.read_text("utf-8") for file in files if file.exists()])
+def _sources(modules: tuple[str, ...]) -> str:
+    """Return a hash of the source of modules."""
+    return _hash([inspect.getsource(import_module(name)) for name in modules])
 
 
 def judge(
