@@ -307,7 +307,7 @@ def test_a_list_is_measured_alone_on_as_many_ranks_as_the_file_is_for(tmp_path: 
     calls, out = write_calls(tmp_path / "calls.json"), write_cluster(tmp_path / "c.json", "local")
 
     assert check(out, calls).settings.ranks == 2
-    with pytest.raises(ConfigError, match="among others"):
+    with pytest.raises(ConfigError, match="mixes a file of calls with other files"):
         check(out, [calls, write_times(tmp_path / "run", operator())])
     (tmp_path / "no_list.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no_list\.json"):
