@@ -28,7 +28,6 @@ from sbp_core.compile import (
     Instruction,
     PhysicalPlan,
     compile_plan,
-    to_json,
 )
 from sbp_core.errors import SbpError
 from sbp_core.graph import Ref, map_refs
@@ -38,6 +37,7 @@ from sbp_core.plan_check import check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import discover
 from sbp_core.runtime import Number, Runtime, batch_slots, state_slots
+from sbp_core.serialize import Document
 from sbp_core.testing import files
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.graph_capture import capture
@@ -111,7 +111,7 @@ def plans() -> Sequence[bytes]:
     ):
         asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(mesh.size))
         plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins), options)
-        found.append(json.dumps(to_json(plan)).encode())
+        found.append(json.dumps(Document.dump(PLAN, plan)).encode())
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from programs import loss_of, make_optimizer, registry
 
 from sbp_aten.passes import prepare_step
-from sbp_core.graph import LogicalGraph, from_json, graph_hash, to_json
+from sbp_core.graph import GRAPH, LogicalGraph, graph_hash
 from sbp_torch.graph_capture import capture
 
 GPT_STEP = Path(__file__).parents[2] / "packages/planner/tests/data/gpt_step.json"
@@ -28,7 +28,7 @@ def captured_gpt_step() -> LogicalGraph:
 
 
 def test_the_step_that_planners_are_tested_on_is_captured_as_it_is_stored() -> None:
-    stored = from_json(json.loads(GPT_STEP.read_text("utf-8")))
+    stored = GRAPH.load(json.loads(GPT_STEP.read_text("utf-8")))
 
     found = captured_gpt_step()
 
@@ -36,4 +36,4 @@ def test_the_step_that_planners_are_tested_on_is_captured_as_it_is_stored() -> N
 
 
 if __name__ == "__main__":
-    GPT_STEP.write_text(json.dumps(to_json(captured_gpt_step())) + "\n", "utf-8")
+    GPT_STEP.write_text(json.dumps(GRAPH.dump(captured_gpt_step())) + "\n", "utf-8")

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sbp_core.runtime import NotFiniteStepError, Snapshot, StatePiece
-from sbp_torch.runtime.devices import CpuDevice, HostCopy
+from sbp_torch.runtime.devices import HostCopy, RankDevice
 from sbp_torch.segments import segment_maker
 from sbp_torch.testing.cases import assert_pieces
 
 ALONE = "one rank"
 
 
-class HoldingDevice(CpuDevice):
+class HoldingDevice(RankDevice):
     """Holds the copies of some tensors, by address, until a test lets them go."""
 
     def __init__(self, held: set[int]) -> None:
@@ -63,7 +63,7 @@ def test_the_update_of_a_state_waits_for_its_own_copy_only() -> None:
     assert_pieces(snapshot.pieces(), states)
 
 
-class SlowDevice(CpuDevice):
+class SlowDevice(RankDevice):
     """Takes a while for each copy, as a test says."""
 
     def __init__(self, delays: Iterable[float]) -> None:

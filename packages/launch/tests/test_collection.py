@@ -14,7 +14,7 @@ from trainable import registry
 
 from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 from sbp_launch import parallelize
 
 
@@ -56,7 +56,7 @@ def test_what_is_offered_is_loaded_while_it_is_paused(
     monkeypatch.syspath_prepend(tmp_path)
     gc.enable()
 
-    find, _ = lazy(room, {"was_on": "home"})
+    find, _ = lazy_room(room, home="was_on")
 
     assert find("was_on") is False
     assert gc.isenabled()

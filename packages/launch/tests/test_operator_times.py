@@ -15,7 +15,7 @@ from trainable import planned, registry, run_config
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.compile import Compute
-from sbp_core.compile.rank_calls import RankCalls, rank_calls
+from sbp_core.compile.rank_calls import RANK_CALLS, rank_calls
 from sbp_core.cost import op_time_s
 from sbp_core.errors import ConfigError
 from sbp_core.graph import TensorType
@@ -32,7 +32,7 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.times import OperatorTimes, rank_times
+from sbp_launch.tracing.times import OPERATOR_TIMES, OperatorTimes, rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -138,7 +138,7 @@ def test_a_run_leaves_the_times_and_says_what_to_do_with_them(
 ) -> None:
     trainer.train(run_config(trace="2..3", trace_operators=True), registry(), tmp_path)
 
-    found = OperatorTimes.load(tmp_path / "operators.json")
+    found = OPERATOR_TIMES.read(tmp_path / "operators.json")
     assert (found.backend, found.num_ranks) == ("local", 2)
     assert any(one.call.startswith("aten.mm.default(float32") for one in found.operators)
     assert all(0 < one.time_s <= FIRING_NS * 1e-9 for one in found.operators)
@@ -172,7 +172,7 @@ def operator(call: str = "aten.relu.default(float32[2])->float32[2]", time_s: fl
 def write_times(folder: Path, *operators: MeasuredOperator, **changed: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     given = {"backend": "local", "num_ranks": 2, "machine": describe_machine("1.0")} | changed
-    OperatorTimes(operators=operators, **given).save(folder / "operators.json")
+    OPERATOR_TIMES.write(OperatorTimes(operators=operators, **given), folder / "operators.json")
     return str(folder)
 
 
@@ -268,7 +268,8 @@ def test_a_file_or_a_folder_that_is_not_there_is_refused_with_what_makes_it(
 
 def write_calls(path: Path) -> str:
     graph = planned().graph
-    rank_calls([graph], [Placement.grid((2,), ("data",))], Cluster.nominal(2).device).save(path)
+    calls = rank_calls([graph], [Placement.grid((2,), ("data",))], Cluster.nominal(2).device)
+    RANK_CALLS.write(calls, path)
     return str(path)
 
 
@@ -281,7 +282,7 @@ def test_the_calls_of_a_list_are_measured_and_added(
     add(out, calls, tmp_path, time_s=5.0)
 
     known = Cluster.load(Path(out)).calibrations["local"].operators
-    listed = RankCalls.load(Path(calls)).calls
+    listed = RANK_CALLS.read(Path(calls)).calls
     assert {one.call for one in known} == {one.call for one in listed}
     assert all(one.time_s > 0 for one in known)
     said = capsys.readouterr().out
@@ -306,7 +307,7 @@ def test_a_list_is_measured_alone_on_as_many_ranks_as_the_file_is_for(tmp_path: 
     calls, out = write_calls(tmp_path / "calls.json"), write_cluster(tmp_path / "c.json", "local")
 
     assert check(out, calls).settings.ranks == 2
-    with pytest.raises(ConfigError, match="among others"):
+    with pytest.raises(ConfigError, match="mixes a file of calls with other files"):
         check(out, [calls, write_times(tmp_path / "run", operator())])
     (tmp_path / "no_list.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no_list\.json"):

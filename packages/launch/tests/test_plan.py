@@ -12,7 +12,7 @@ from test_rows import found_plan
 from trainable import registry, run_config
 
 from sbp_core import strategy_yaml
-from sbp_core.compile.rank_calls import RankCalls
+from sbp_core.compile.rank_calls import RANK_CALLS
 from sbp_core.errors import ConfigError
 from sbp_core.strategy import Strategy
 from sbp_launch.apps import plan
@@ -63,7 +63,7 @@ def test_the_calls_of_a_step_are_listed(tmp_path: Path, capsys: pytest.CaptureFi
 
     plan._plan(asked, registry(), tmp_path)
 
-    calls = RankCalls.load(Path(path))
+    calls = RANK_CALLS.read(Path(path))
     assert calls.num_ranks == 2
     assert any(one.call.startswith("aten.mm.default(float32") for one in calls.calls)
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sbp_core.boxing import route
 from sbp_core.cluster import Cluster, Device, Link
-from sbp_core.graph import from_json
+from sbp_core.graph import GRAPH
 from sbp_core.graph.ir import LogicalGraph, Phase
 from sbp_core.infer import conversions
 from sbp_core.placement import Placement
@@ -26,7 +26,7 @@ from sbp_core.strategy import Strategy
 def gpt_step() -> LogicalGraph:
     """Return the captured step."""
     text = Path(__file__).with_name("data").joinpath("gpt_step.json").read_text(encoding="utf-8")
-    return from_json(json.loads(text))
+    return GRAPH.load(json.loads(text))
 
 
 def cluster() -> Cluster:

@@ -7,7 +7,7 @@ from small_steps import Chain, Classes, Experts, LongSequence, Mlp, Table, captu
 
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
-from sbp_core.graph import from_json, to_json
+from sbp_core.graph import GRAPH
 from sbp_planner.configs import PATTERNS
 from sbp_planner.dim_groups import GroupRole
 from sbp_planner.patterns import LOOKED_FOR, Patterns, parameter_names
@@ -51,10 +51,10 @@ def test_columns_and_rows_of_a_gpt_are_those_of_megatron():
 
 
 def test_nothing_hangs_on_names():
-    text = json.dumps(to_json(gpt_step()))
+    text = json.dumps(GRAPH.dump(gpt_step()))
     for old, new in {"attention": "a", "qkv": "b", "proj": "c", "mlp": "d", "up": "e"}.items():
         text = text.replace(f".{old}.", f".{new}.")
-    renamed = from_json(json.loads(text))
+    renamed = GRAPH.load(json.loads(text))
 
     found = patterns(renamed).find("tensor")
 

@@ -260,13 +260,13 @@ def test_what_leaves_the_range_of_float32_is_left_to_the_step(number: float) -> 
 
 
 def test_the_numbers_of_a_folded_constant_outlive_the_file() -> None:
-    from sbp_core.graph import from_json, to_json
+    from sbp_core.graph import GRAPH
 
     d = _Draft()
     less = d.add("neg.default", d.add("full.default", (2,), math.inf, device=CPU))
     made = fold_constants(d.done(less))
 
-    assert from_json(to_json(made)).nodes == made.nodes
+    assert GRAPH.load(GRAPH.dump(made)).nodes == made.nodes
 
 
 @pytest.mark.parametrize("numbers", [(0.0, -0.0), (1.0, 2.0)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sbp_aten.passes import prepare_step
-from sbp_core.compile.rank_calls import RankCall, RankCalls, rank_calls
+from sbp_core.compile.rank_calls import RANK_CALLS, RankCall, RankCalls, rank_calls
 from sbp_core.cost import is_free, local_call
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
@@ -88,12 +88,12 @@ def test_the_slowest_by_prediction_come_first_and_each_call_comes_once() -> None
 
 def test_a_list_is_a_file(tmp_path: Path) -> None:
     calls = listed(captured("gpt"))
-    calls.save(tmp_path / "calls.json")
+    RANK_CALLS.write(calls, tmp_path / "calls.json")
 
-    assert RankCalls.load(tmp_path / "calls.json") == calls
+    assert RANK_CALLS.read(tmp_path / "calls.json") == calls
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"other\.json"):
-        RankCalls.load(tmp_path / "other.json")
+        RANK_CALLS.read(tmp_path / "other.json")
 
 
 @pytest.mark.slow

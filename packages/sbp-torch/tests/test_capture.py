@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph import LogicalGraph, from_json, to_json, verify_graph
+from sbp_core.graph import GRAPH, LogicalGraph, verify_graph
 from sbp_core.graph.ir import InputKind, OutputKind, Phase, Rate
 from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
@@ -299,7 +299,7 @@ def test_an_unregistered_tensor_of_a_module_is_a_buffer() -> None:
 
 
 def test_a_captured_graph_is_legal_and_survives_json(gpt_graph: LogicalGraph) -> None:
-    text = json.dumps(to_json(gpt_graph), allow_nan=False)
+    text = json.dumps(GRAPH.dump(gpt_graph), allow_nan=False)
 
     assert verify_graph(gpt_graph) is gpt_graph
-    assert from_json(json.loads(text)) == gpt_graph
+    assert GRAPH.load(json.loads(text)) == gpt_graph

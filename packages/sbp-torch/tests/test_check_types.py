@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.compile.physical import from_json, to_json
+from sbp_core.compile.physical import PLAN
 from sbp_core.errors import GraphError, PlanError
 from sbp_core.placement import Placement
 from sbp_core.plan_check import check
+from sbp_core.serialize import Document
 from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 from sbp_torch.ops.operators import operator_of
 
@@ -36,9 +37,9 @@ def actors(plan: Json, kind: str) -> list[Json]:
 
 
 def edited(plan: PhysicalPlan, edit: Callable[[Json], object]) -> PhysicalPlan:
-    value = json.loads(json.dumps(to_json(plan)))
+    value = json.loads(json.dumps(Document.dump(PLAN, plan)))
     edit(value)
-    return from_json(value)
+    return PLAN.load(value)
 
 
 def one(value: Any) -> Any:

@@ -21,7 +21,7 @@ from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.errors import RunError
 from sbp_core.graph import Phase, Rate, Ref
 from sbp_core.runtime import StatePiece, StateSlice
-from sbp_torch.runtime.devices import CpuDevice, HostCopy
+from sbp_torch.runtime.devices import HostCopy, RankDevice
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.segments.codegen import telling_segment_function
 from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
@@ -30,7 +30,7 @@ from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
 _HANGS_S = 120.0
 
 
-class ObservedDevice(CpuDevice):
+class ObservedDevice(RankDevice):
     """Notes the memory that it copies, and lets a test hold or refuse a copy."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Event:
         assert self.happened.wait(_HANGS_S)
 
 
-class AsynchronousDevice(CpuDevice):
+class AsynchronousDevice(RankDevice):
     """Copies when told to, as a stream of a GPU would; notes what later work has to follow."""
 
     def __init__(self) -> None:
@@ -414,7 +414,7 @@ def test_a_large_copy_has_pages_of_its_own() -> None:
     for count in (2**18, 2**18 + 3):
         value = torch.arange(count, dtype=torch.float32)
 
-        copy = CpuDevice().copy_aside(value, None, None).value
+        copy = RankDevice().copy_aside(value, None, None).value
 
         assert copy.data_ptr() % mmap.PAGESIZE == 0
         assert torch.equal(copy, value)

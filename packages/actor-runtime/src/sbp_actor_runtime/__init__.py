@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_actor_runtime.configs import ActorConfig
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorConfig", "ActorRuntime"]
 
-__getattr__, __dir__ = lazy(__name__, {"ActorConfig": "configs", "ActorRuntime": "runtime"})
+__getattr__, __dir__ = lazy_room(__name__, configs="ActorConfig", runtime="ActorRuntime")

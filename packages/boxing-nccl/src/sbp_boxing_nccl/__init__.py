@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig"]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "MpiBackend": "mpi.mpi_backend",
-        "MpiBoxingConfig": "configs",
-        "NcclBackend": "nccl.nccl_backend",
-        "NcclBoxingConfig": "configs",
-    },
+    configs="MpiBoxingConfig NcclBoxingConfig",
+    **{"mpi.mpi_backend": "MpiBackend", "nccl.nccl_backend": "NcclBackend"},
 )

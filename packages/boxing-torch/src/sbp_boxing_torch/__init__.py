@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_boxing_torch.backend import TorchBackend
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchBackend", "TorchBoxingConfig", "TorchWorld"]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "TorchBackend": "backend",
-        "TorchBoxingConfig": "configs",
-        "TorchWorld": "rendezvous",
-    },
+__getattr__, __dir__ = lazy_room(
+    __name__, backend="TorchBackend", configs="TorchBoxingConfig", rendezvous="TorchWorld"
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy, moved_module
+from sbp_core.exports import lazy_room, moved_module
 
 if TYPE_CHECKING:
     from sbp_core import boxing as boxing
@@ -50,27 +50,18 @@ __all__ = [
     "legal_signatures",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "B": "sbp",
-        "Cluster": "cluster",
-        "CompileOptions": "compile",
-        "Device": "cluster",
-        "Link": "cluster",
-        "LinkLevel": "cluster",
-        "NdSbp": "sbp",
-        "P": "sbp",
-        "Placement": "placement",
-        "PlanRequest": "plan_request",
-        "S": "sbp",
-        "Strategy": "strategy",
-        "boxing": "boxing",
-        "check": "plan_check",
-        "compile_plan": "compile",
-        "infer_strategy": "infer",
-        "legal_signatures": "signatures",
-    },
+    boxing="boxing",
+    cluster="Cluster Device Link LinkLevel",
+    compile="CompileOptions compile_plan",
+    infer="infer_strategy",
+    placement="Placement",
+    plan_check="check",
+    plan_request="PlanRequest",
+    sbp="B NdSbp P S",
+    signatures="legal_signatures",
+    strategy="Strategy",
 )
 
 moved_module("sbp_core.check", "sbp_core.plan_check")

@@ -16,41 +16,30 @@ from typing import Any
 
 from sbp_core.collection import collection_paused
 
-__all__ = ["lazy", "lazy_room", "moved_module", "moved_names"]
+__all__ = ["lazy_room", "moved_module", "moved_names"]
 
 
-def lazy(
-    room: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that loads its exports on first use.
 
     Args:
         room: Name of the package.
-        homes: Name -> module of the package that defines it, or the whole path of another module;
-            `name -> name` for a submodule that is exported itself.
+        homes: Module of the package, or the whole path of another module -> the names that it
+            defines, with spaces in between; its own name stands for a submodule itself.
     """
     top = room.partition(".")[0]
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in home_of:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        home = homes[name]
+        home = home_of[name]
         path = home if home.startswith(f"{top}.") else f"{room}.{home}"
         with nullcontext() if path in sys.modules else collection_paused():
             module = import_module(path)
-        return module if homes[name] == name else getattr(module, name)
+        return module if home == name else getattr(module, name)
 
-    return find, lambda: sorted(homes)
-
-
-def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the result of `lazy` for names that are listed by the module that defines them.
-
-    Args:
-        room: Name of the package.
-        homes: Module -> the names that it defines, with spaces in between.
-    """
-    return lazy(room, {name: home for home, names in homes.items() for name in names.split()})
+    return find, lambda: sorted(home_of)
 
 
 def moved_names(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

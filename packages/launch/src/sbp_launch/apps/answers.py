@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sbp_core.compile.rank_calls import rank_calls
+from sbp_core.compile.rank_calls import RANK_CALLS, rank_calls
 from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import ExplainRequest, explain_lines
 from sbp_launch.explaining.compare import compare_lines, figures_json
@@ -61,7 +61,7 @@ def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
     forms = [planned.graph, planner.captured.graph, *([] if whole is None else [whole])]
     meshes = {mesh.mesh_shape: mesh for mesh in (planner.settings.mesh, *planned.strategy.stages)}
     found = rank_calls(forms, list(meshes.values()), planner.settings.cluster.device)
-    found.save(Path(path))
+    RANK_CALLS.write(found, Path(path))
     sys.stdout.write(
         f"wrote {path}: {len(found.calls)} calls of operators on a rank; measure them on the "
         "machine of a cluster file, then plan with it\n"

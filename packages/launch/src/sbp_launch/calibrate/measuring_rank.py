@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile.rank_calls import RankCalls
+from sbp_core.compile.rank_calls import RANK_CALLS
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, CallTimes, Progress, Rates
@@ -150,7 +150,7 @@ def time_calls(job: CalibrationJob, backend: BoxingBackend, rank: int) -> CallTi
         max_bytes=job.max_call_bytes,
         tell=tell,
     )
-    found = timer.run(RankCalls.load(Path(job.calls)).calls)
+    found = timer.run(RANK_CALLS.read(Path(job.calls)).calls)
     return CallTimes(
         operators=found.operators,
         rounds=found.rounds,

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from sbp_core.cluster import Cluster
-from sbp_core.compile.rank_calls import RankCalls
+from sbp_core.compile.rank_calls import RANK_CALLS
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.times import OPERATORS, OperatorTimes
+from sbp_launch.tracing.times import OPERATOR_TIMES, OPERATORS, OperatorTimes
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:
@@ -33,7 +33,7 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
         ConfigError: there is no such file, or no times in a folder; or they are for another
             machine, another number of ranks, or a backend that the file does not know.
     """
-    found = [(folder, OperatorTimes.load(Path(folder) / OPERATORS)) for folder in folders]
+    found = [(folder, OPERATOR_TIMES.read(Path(folder) / OPERATORS)) for folder in folders]
     _, first = found[0]
     cluster = _cluster_file(out, first.backend, first.num_ranks)
     for folder, times in found:
@@ -53,7 +53,7 @@ def ranks_of_list(out: str, file: str, boxing: str) -> int:
         ConfigError: there is no such file or list, or times of this machine and backend cannot be
             added to it.
     """
-    RankCalls.load(Path(file))
+    RANK_CALLS.read(Path(file))
     cluster = _cluster_file(out, boxing, 2)
     none = OperatorTimes(
         backend=boxing, num_ranks=cluster.num_devices, machine=describe_machine(""), operators=()

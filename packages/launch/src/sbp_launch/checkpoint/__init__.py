@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.background import BackgroundSave
@@ -64,31 +64,16 @@ __all__ = [
     "write_part",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "COPY_BYTES": "settings",
-        "BackgroundSave": "background",
-        "Checkpoint": "reading",
-        "DamagedError": "manifest",
-        "LocalStorage": "folder_storage",
-        "CheckpointManifest": "manifest",
-        "Metadata": "manifest",
-        "Processes": "saving",
-        "SavedFile": "manifest",
-        "SavedPiece": "manifest",
-        "SavedTensor": "manifest",
-        "commit": "writing",
-        "find_checkpoints": "places",
-        "manifest_bytes": "manifest",
-        "newest_first": "places",
-        "open_checkpoint": "places",
-        "parse_manifest": "manifest",
-        "prune": "saving",
-        "read_manifest": "manifest",
-        "save": "saving",
-        "step_name": "steps",
-        "step_of": "steps",
-        "write_part": "writing",
-    },
+    background="BackgroundSave",
+    folder_storage="LocalStorage",
+    manifest="CheckpointManifest DamagedError Metadata SavedFile SavedPiece SavedTensor "
+    "manifest_bytes parse_manifest read_manifest",
+    places="find_checkpoints newest_first open_checkpoint",
+    reading="Checkpoint",
+    saving="Processes prune save",
+    settings="COPY_BYTES",
+    steps="step_name step_of",
+    writing="commit write_part",
 )

@@ -10,7 +10,7 @@ No process continues before all know the result. Each process reads and writes i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -18,17 +18,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import CheckpointStorage
+from sbp_core.runtime import Snapshot, StatePiece, StateSlice
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, LazyTensors, dtype_name
-from sbp_launch.checkpoint.writing import LazySlice, commit, write_part
+from sbp_launch.checkpoint.writing import commit, place_of, write_part
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def save(
     storage: CheckpointStorage,
     name: str,
     metadata: Metadata,
-    pieces: Iterable[LazySlice],
+    pieces: Iterable[StatePiece] | Snapshot,
     processes: Processes,
 ) -> None:
     """Save a checkpoint; all processes call this between the same steps.
@@ -277,19 +277,21 @@ def _said(error: Exception) -> str:
     return words_of(error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A slice of a tensor, read when `value` is accessed."""
+class _Converted(Snapshot):
+    """Slices of tensors, each read when it is written."""
 
-    tensors: LazyTensors
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bounds: Bounds
+    def __init__(self, tensors: LazyTensors, slices: Sequence[StateSlice], step: int) -> None:
+        self._tensors, self._slices, self.steps_done = tensors, slices, step
 
-    @property
-    def value(self) -> Tensor:
-        return self.tensors.part(self.name, self.bounds)
+    def slices(self) -> Sequence[StateSlice]:
+        return self._slices
+
+    def pieces(self) -> Iterator[StatePiece]:
+        for one in self._slices:
+            yield one.with_value(self._tensors.part(one.name, one.bounds))
+
+    def release(self) -> None:
+        """See `Snapshot.release`; nothing is kept."""
 
 
 def write_checkpoint(
@@ -307,7 +309,7 @@ def write_checkpoint(
         ConfigError: a tensor has a dtype that no state has.
         RunError: it cannot be written.
     """
-    parts = []
+    parts: list[StateSlice] = []
     for own in tensors:
         like = tensors.like(own)
         if dtype_name(like) not in ITEMSIZE:
@@ -316,7 +318,8 @@ def write_checkpoint(
             )
         shape, dtype = tuple(like.shape), dtype_name(like)
         parts += [
-            _Part(tensors=tensors, name=own, shape=shape, dtype=dtype, bounds=bounds)
+            StateSlice(name=own, shape=shape, dtype=dtype, bounds=bounds)
             for bounds in cut(shape, like.element_size(), PART_BYTES)
         ]
-    save(storage, name, metadata, parts, Processes())
+    parts.sort(key=place_of)
+    save(storage, name, metadata, _Converted(tensors, parts, metadata.step), Processes())

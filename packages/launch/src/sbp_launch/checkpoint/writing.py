@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from xxhash import xxh3_128_hexdigest
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
-from sbp_core.runtime import Snapshot
+from sbp_core.runtime import Snapshot, StatePiece, StateSlice
 from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
 from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.formats.safetensors_file import CODES
@@ -55,39 +55,11 @@ def part_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-class Slice(Protocol):
-    """Description of a slice of a state, such as a `StateSlice`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the state."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole state."""
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of the state."""
-
-    @property
-    def bounds(self) -> Bounds:
-        """The slice: (start, stop) of each dim."""
-
-
-class LazySlice(Slice, Protocol):
-    """A slice of a state, such as a `StatePiece`, whose value may be computed on access."""
-
-    @property
-    def value(self) -> Tensor | float | int:
-        """The values; a number for a state without dims."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """A piece to be written, with its place in the file."""
 
-    piece: Slice
+    piece: StateSlice
     offset: int  # from the end of the header
     size_bytes: int
 
@@ -108,8 +80,13 @@ class _Entry:
         return {"dtype": _CODES[self.piece.dtype], "shape": shape, "data_offsets": place}
 
 
+def place_of(one: StateSlice) -> tuple[int, str, Bounds]:
+    """Return the key of the order in a file: large elements first, so that all are aligned."""
+    return -itemsize(one.dtype), one.name, one.bounds
+
+
 def write_part(
-    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[LazySlice] | Snapshot
+    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[StatePiece] | Snapshot
 ) -> int:
     """Write the pieces of a process, and their index, into a folder; return the bytes of the file.
 
@@ -120,19 +97,18 @@ def write_part(
         staged: The folder.
         rank: The lowest rank of this process.
         metadata: The position of the run.
-        pieces: The pieces; the value of each is accessed once. Of a snapshot, all are written.
+        pieces: The pieces; of a snapshot, all are written.
 
     Raises:
         OSError: they cannot be written.
         RunError: see `Snapshot.pieces`.
     """
-    slices: Sequence[Slice]
-    values: Iterator[LazySlice]
+    slices: Sequence[StateSlice]
+    values: Iterator[StatePiece]
     if isinstance(pieces, Snapshot):
         slices, values = pieces.slices(), pieces.pieces()
     else:
-        # Large elements first, so that all are aligned.
-        found = sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds))
+        found = sorted(pieces, key=place_of)
         slices, values = found, iter(found)
     entries, offset = [], 0  # with their places, one after the other
     for one in slices:
@@ -200,7 +176,7 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> CheckpointManifest:
     return manifest
 
 
-def _write_piece(file: BinaryIO, name: str, offset: int, piece: LazySlice) -> list[SavedPiece]:
+def _write_piece(file: BinaryIO, name: str, offset: int, piece: StatePiece) -> list[SavedPiece]:
     """Append a piece to a file of a name; return its blocks with their bounds in the state."""
     value, blocks = piece.value, []
     shape = tuple(stop - start for start, stop in piece.bounds)

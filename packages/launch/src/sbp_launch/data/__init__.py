@@ -8,7 +8,7 @@ batch that the ranks of this process hold, and a thread that loads ahead of the 
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_launch.data.loader import BatchLoader, LocalBatch, LocalPart, is_for_gpus
@@ -27,17 +27,9 @@ __all__ = [
     "is_for_gpus",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "BatchLoader": "loader",
-        "DataCursor": "order",
-        "LocalBatch": "loader",
-        "LocalPart": "loader",
-        "Order": "order",
-        "SampleOrder": "order",
-        "SampleSource": "source",
-        "checked_dataset": "source",
-        "is_for_gpus": "loader",
-    },
+    loader="BatchLoader LocalBatch LocalPart is_for_gpus",
+    order="DataCursor Order SampleOrder",
+    source="SampleSource checked_dataset",
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_launch.planning.family import StepFamily
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Captured", "PlanSettings", "Planned", "StepFamily", "capture_training", "compiled"]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "Captured": "flow",
-        "PlanSettings": "flow",
-        "Planned": "flow",
-        "StepFamily": "family",
-        "capture_training": "flow",
-        "compiled": "flow",
-    },
+__getattr__, __dir__ = lazy_room(
+    __name__, family="StepFamily", flow="Captured PlanSettings Planned capture_training compiled"
 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sbp_core.compile import BoxingActor, Collective, PhysicalPlan, Receive
 from sbp_core.errors import ConfigError
@@ -213,19 +212,6 @@ class OperatorTimes:
     num_ranks: int
     machine: Mapping[str, str]
     operators: tuple[MeasuredOperator, ...]
-
-    def save(self, path: Path) -> None:
-        """Write the file."""
-        OPERATOR_TIMES.write(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> OperatorTimes:
-        """Read the output of `save`.
-
-        Raises:
-            ConfigError: there is no such file, or it has another format.
-        """
-        return OPERATOR_TIMES.read(path)
 
 
 OPERATOR_TIMES: Document[OperatorTimes] = Document(

@@ -34,15 +34,7 @@ from sbp_core.compile.lowering import lower
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, owner_of
 from sbp_core.compile.order import early_receives, order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
-from sbp_core.compile.physical import (
-    PLAN,
-    Channel,
-    PhysicalPlan,
-    RankPlan,
-    Register,
-    StateSlot,
-    to_json,
-)
+from sbp_core.compile.physical import PLAN, Channel, PhysicalPlan, RankPlan, Register, StateSlot
 from sbp_core.compile.segments import CompileOptions, boxing_thread, form_plan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.graph.ir import LogicalGraph
@@ -87,7 +79,6 @@ __all__ = [
     "offloadable",
     "order_firings",
     "owner_of",
-    "to_json",
     "written_arguments",
 ]
 

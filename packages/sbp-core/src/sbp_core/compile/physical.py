@@ -25,7 +25,7 @@ from sbp_core.graph.ir import Argument, InputKind, Rate, TensorType, repetitions
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.serialize import Document, Lines, dump, load
+from sbp_core.serialize import Document, Lines, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,17 +350,3 @@ PLAN = _PlanDocument(
     todo="compile again with this version",
     most_bytes=2**30,
 )
-
-
-def to_json(plan: PhysicalPlan) -> dict[str, Any]:
-    """Return a JSON value that `from_json` reads, with every rank listed separately."""
-    return {"format": PLAN.format, "version": PLAN.version, **dump(plan, PhysicalPlan)}
-
-
-def from_json(value: object) -> PhysicalPlan:
-    """Read the output of `to_json`; `sbp_core.check` says whether the plan is correct.
-
-    Raises:
-        SbpValueError: it is not a plan, or was written by another version.
-    """
-    return PLAN.load(value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 from sbp_core.cluster import Device
 from sbp_core.compile.actors import Compute, Instruction, keys_in
@@ -33,7 +32,7 @@ from sbp_core.signatures import (
 )
 from sbp_core.signatures.views import in_place_form
 
-__all__ = ["RankCall", "RankCalls", "rank_calls"]
+__all__ = ["RANK_CALLS", "RankCall", "RankCalls", "rank_calls"]
 
 #: Stands for every number that a host computes.
 _HOST = "host"
@@ -93,20 +92,8 @@ class RankCalls:
     num_ranks: int
     calls: tuple[RankCall, ...]
 
-    def save(self, path: Path) -> None:
-        """Write them to a file."""
-        RANK_CALLS.write(self, path)
 
-    @classmethod
-    def load(cls, path: Path) -> RankCalls:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: there is no such file, or it has another format.
-        """
-        return RANK_CALLS.read(path)
-
-
+#: The file of a list.
 RANK_CALLS: Document[RankCalls] = Document(
     kind=RankCalls,
     format="sbp-rank-calls",

@@ -23,10 +23,11 @@ from sbp_core.graph.ir import (
     refs,
 )
 from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
-from sbp_core.graph.serialize import from_json, graph_hash, to_json
+from sbp_core.graph.serialize import GRAPH, graph_hash
 from sbp_core.graph.spec import verify_graph
 
 __all__ = [
+    "GRAPH",
     "ITEMSIZE",
     "Argument",
     "GraphInput",
@@ -44,12 +45,10 @@ __all__ = [
     "ValueType",
     "block_of",
     "drop_dead",
-    "from_json",
     "graph_hash",
     "map_refs",
     "refs",
     "rename_outputs",
     "rename_uses",
-    "to_json",
     "verify_graph",
 ]

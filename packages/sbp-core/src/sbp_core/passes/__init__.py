@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_core.passes.accumulation import accumulate
@@ -42,19 +42,14 @@ __all__ = [
     "unalias_outputs",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "REMATERIALIZED": "rematerialize",
-        "RecomputeOptions": "options",
-        "RecomputeReport": "recomputation",
-        "GraphWriter": "writer",
-        "accumulate": "accumulation",
-        "allow_unknown": "unknown_operators",
-        "least_recompute_budget": "recomputation",
-        "recompute": "recomputation",
-        "recompute_report": "recomputation",
-        "saved_bytes": "saved_activations",
-        "unalias_outputs": "output_aliases",
-    },
+    accumulation="accumulate",
+    options="RecomputeOptions",
+    output_aliases="unalias_outputs",
+    recomputation="RecomputeReport least_recompute_budget recompute recompute_report",
+    rematerialize="REMATERIALIZED",
+    saved_activations="saved_bytes",
+    unknown_operators="allow_unknown",
+    writer="GraphWriter",
 )

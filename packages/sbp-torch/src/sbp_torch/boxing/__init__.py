@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.boxing.execute import local_step, reduce_in_order, reduction_of, shard
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalBackend", "local_step", "reduce_in_order", "reduction_of", "shard"]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "LocalBackend": "local",
-        "local_step": "execute",
-        "reduce_in_order": "execute",
-        "reduction_of": "execute",
-        "shard": "execute",
-    },
+__getattr__, __dir__ = lazy_room(
+    __name__, execute="local_step reduce_in_order reduction_of shard", local="LocalBackend"
 )

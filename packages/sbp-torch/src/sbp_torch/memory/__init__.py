@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.memory.layout import Layouts
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Layouts", "MemoryMeter"]
 
-__getattr__, __dir__ = lazy(__name__, {"Layouts": "layout", "MemoryMeter": "meter"})
+__getattr__, __dir__ = lazy_room(__name__, layout="Layouts", meter="MemoryMeter")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.runtime.accumulation import Accumulation
@@ -55,28 +55,17 @@ __all__ = [
     "undone",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "Accumulation": "accumulation",
-        "BadValue": "bad_values",
-        "BadValueWatch": "bad_values",
-        "Feeder": "feeding",
-        "RankDevice": "devices",
-        "ReferenceSession": "reference",
-        "StateStore": "store",
-        "Values": "store",
-        "check_device": "devices",
-        "check_tensor": "store",
-        "last_moments": "finite",
-        "not_finite": "finite",
-        "overwrite": "partial_update",
-        "partially_updated": "partial_update",
-        "run_graph": "single",
-        "store_of": "sharing",
-        "step_failure": "partial_update",
-        "step_interrupted": "partial_update",
-        "tells_of_partial_update": "partial_update",
-        "undone": "finite",
-    },
+    accumulation="Accumulation",
+    bad_values="BadValue BadValueWatch",
+    devices="RankDevice check_device",
+    feeding="Feeder",
+    finite="last_moments not_finite undone",
+    partial_update="overwrite partially_updated step_failure step_interrupted "
+    "tells_of_partial_update",
+    reference="ReferenceSession",
+    sharing="store_of",
+    single="run_graph",
+    store="StateStore Values check_tensor",
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,32 +48,36 @@ class HostCopy:
         return self.value
 
 
-class RankDevice(Protocol):
-    """The device of all ranks of a process.
+class RankDevice:
+    """The device of all ranks of a process. This class is the CPU, where nothing moves.
 
     Attributes:
         device: The `torch.device` of its tensors.
     """
 
-    device: torch.device
+    device = torch.device("cpu")
 
     def enter(self) -> None:
         """Make this the current device of the calling thread."""
 
     def put(self, value: Tensor) -> Tensor:
         """Return a tensor on the device, for the shard of a state that stays there."""
+        return value
 
     def put_host(self, value: Tensor) -> Tensor:
         """Return a tensor in host memory from which copies are fast, for an offloaded state."""
+        return value.contiguous()
 
     def put_batches(self, fed: Fed) -> Fed:
         """Return the inputs of a step with their tensors on the device."""
+        return fed
 
     def fetch(self, value: Tensor) -> Tensor:
         """Return a tensor in host memory."""
+        return value
 
     def now(self) -> Any:
-        """Return an event after all work that was put onto the device so far."""
+        """Return an event after all work that was put onto the device so far; None: it is done."""
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
         """Copy a tensor to host memory. The caller sees to it that nothing overwrites it before.
@@ -83,44 +87,10 @@ class RankDevice(Protocol):
             since: The event (`now`) after which the copy may begin.
             buffer: Memory for the copy: contiguous, of its shape and dtype; None for new memory.
         """
-
-    def follow(self, copy: HostCopy) -> None:
-        """Make all work that is put onto the device from now on wait for a copy."""
-
-
-class CpuDevice:
-    """The CPU: nothing moves."""
-
-    device = torch.device("cpu")
-
-    def enter(self) -> None:
-        """See `RankDevice.enter`."""
-
-    def put(self, value: Tensor) -> Tensor:
-        """See `RankDevice.put`."""
-        return value
-
-    def put_host(self, value: Tensor) -> Tensor:
-        """See `RankDevice.put_host`; there is one memory."""
-        return value.contiguous()
-
-    def put_batches(self, fed: Fed) -> Fed:
-        """See `RankDevice.put_batches`."""
-        return fed
-
-    def fetch(self, value: Tensor) -> Tensor:
-        """See `RankDevice.fetch`."""
-        return value
-
-    def now(self) -> None:
-        """See `RankDevice.now`: all work is done already."""
-
-    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> HostCopy:
-        """See `RankDevice.copy_aside`."""
         return HostCopy((_memory_like(value) if buffer is None else buffer).copy_(value))
 
     def follow(self, copy: HostCopy) -> None:
-        """See `RankDevice.follow`: the copy is complete already."""
+        """Make all work that is put onto the device from now on wait for a copy."""
 
 
 #: Size in bytes from which a copy gets memory pages of its own.
@@ -159,7 +129,7 @@ def check_device(kind: str) -> None:
     )
 
 
-class CudaDevice:
+class CudaDevice(RankDevice):
     """The GPU that is current in this process when the session starts.
 
     Raises:
@@ -250,7 +220,7 @@ def device_of(plan: PhysicalPlan) -> RankDevice:
     """
     kinds = sorted({stage.device for stage in plan.stages})
     if kinds == ["cpu"]:
-        return CpuDevice()
+        return RankDevice()
     if kinds == ["cuda"]:
         return CudaDevice()
     raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.segments.codegen import (
@@ -36,9 +36,9 @@ __all__ = [
     "timed_segment_function",
 ]
 
-_OF_EXECUTION = ("OwningSegment", "SegmentMaker", "segment_maker")
-
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {name: "execution" if name in _OF_EXECUTION else "codegen" for name in __all__},
+    codegen="TellingSegment TimedSegment failed_call operator_clock segment_function "
+    "telling_segment_function timed_segment_function",
+    execution="OwningSegment SegmentMaker segment_maker",
 )

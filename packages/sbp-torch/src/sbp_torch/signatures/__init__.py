@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.signatures.discovery import discover
@@ -41,21 +41,11 @@ __all__ = [
     "whole_sample",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "Completed": "isolate",
-        "OpSample": "trial",
-        "call_of": "torch_call",
-        "describe": "torch_call",
-        "discover": "discovery",
-        "overload": "torch_call",
-        "refutation": "trial",
-        "run_isolated": "isolate",
-        "run_op": "torch_call",
-        "tensors_of": "torch_call",
-        "program_of_call": "torch_call",
-        "verify": "verification",
-        "whole_sample": "trial",
-    },
+    discovery="discover",
+    isolate="Completed run_isolated",
+    torch_call="call_of describe overload program_of_call run_op tensors_of",
+    trial="OpSample refutation whole_sample",
+    verification="verify",
 )

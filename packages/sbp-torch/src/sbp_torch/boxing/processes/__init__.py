@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_torch.boxing.processes.agreement import agree, gather_texts
@@ -38,21 +38,11 @@ __all__ = [
     "store_at",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "Await": "exchange",
-        "ExchangeCommunicator": "exchange",
-        "Fingerprinted": "fingerprint",
-        "Finish": "exchange",
-        "PackedBuffers": "packed_buffer",
-        "Role": "exchange",
-        "after": "exchange",
-        "agree": "agreement",
-        "gather_texts": "agreement",
-        "is_on_loopback": "rendezvous_store",
-        "naming_rendezvous": "rendezvous_store",
-        "pack": "packed_buffer",
-        "store_at": "rendezvous_store",
-    },
+    agreement="agree gather_texts",
+    exchange="Await ExchangeCommunicator Finish Role after",
+    fingerprint="Fingerprinted",
+    packed_buffer="PackedBuffers pack",
+    rendezvous_store="is_on_loopback naming_rendezvous store_at",
 )
