@@ -35,7 +35,7 @@ SBP_API_VERSION = 2
 
 @hookimpl
 def sbp_models() -> Mapping[str, Factory]:
-    """Return the models of this package."""
+    """Return the models of this package, initialised from torch's global random state."""
     models = {
         "gpt": (GptConfig, "decoder-only transformer, pre-norm, learned positions"),
         "llama": (
@@ -48,9 +48,14 @@ def sbp_models() -> Mapping[str, Factory]:
         "resnet": (ResnetConfig, "residual network of 18 to 152 layers, for images"),
         "vit": (VitConfig, "vision transformer, for images"),
         "dlrm": (DlrmConfig, "embedding tables, dot products and MLPs, for clicks"),
+    }
+    hf = {
         "hf": (HfConfig, "any language model or image classifier of transformers, random weights"),
     }
-    return factories("sbp_models.{name}:build", models)
+    return {
+        **factories("sbp_models.{name}:{Name}", models),
+        **factories("sbp_models.hf:build", hf),
+    }
 
 
 @hookimpl
@@ -61,15 +66,17 @@ def sbp_datasets() -> Mapping[str, Factory]:
             ImagesConfig,
             "synthetic images of stripes; their direction and colour tell the class",
         ),
+        "image_folder": (ImageFolderConfig, "your images, in a folder for each class"),
+        "webdataset": (WebDatasetConfig, "your images in tar files of the webdataset format"),
+        "click_log": (ClickLogConfig, "your clicks, in Parquet or CSV files"),
+        "hf_dataset": (HfDatasetConfig, "a folder that the library `datasets` has saved"),
+    }
+    at_hand = {
         "clicks": (
             ClicksConfig,
             "synthetic clicks: numbers, categorical features, and a rule to learn",
         ),
-        "image_folder": (ImageFolderConfig, "your images, in a folder for each class"),
         "digits": (DigitsConfig, "1,797 handwritten digits, which come with scikit-learn"),
-        "webdataset": (WebDatasetConfig, "your images in tar files of the webdataset format"),
-        "click_log": (ClickLogConfig, "your clicks, in Parquet or CSV files"),
-        "hf_dataset": (HfDatasetConfig, "a folder that the library `datasets` has saved"),
     }
     text = {
         "stdlib": (StdlibConfig, "bytes of the running Python's own standard library"),
@@ -83,6 +90,7 @@ def sbp_datasets() -> Mapping[str, Factory]:
     }
     return {
         **factories("sbp_models.{name}:build", own),
+        **factories("sbp_models.{name}:{Name}", at_hand),
         **factories("sbp_models.text:build_{name}", text),
         **factories("sbp_models.token_text:build", tokens),
     }
