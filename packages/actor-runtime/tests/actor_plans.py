@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_actor_runtime.session import ActorSession
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
@@ -111,7 +111,7 @@ def start(
 ) -> ActorSession:
     """Start a session of a case, or of a changed plan of it."""
     config = ActorConfig(**{"first_deadline_s": 30.0, "deadline_s": 30.0, **settings})
-    session = build(config).start(
+    session = ActorRuntime(config).start(
         plan or compile_case(name), training_step(name).states, backend or LocalBackend()
     )
     assert isinstance(session, ActorSession)

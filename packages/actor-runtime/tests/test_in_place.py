@@ -24,7 +24,7 @@ from actor_plans import (
 )
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.compile import COMMIT
 from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.compile.physical import PhysicalPlan
@@ -195,7 +195,7 @@ def test_the_peak_is_as_predicted_and_lower() -> None:
     plan = compile_case("data parallel", in_place_states=True)
     step = training_step("data parallel")
     meter = MemoryMeter(plan)
-    runtime = build(ActorConfig())
+    runtime = ActorRuntime(ActorConfig())
 
     with (
         runtime.start(plan, step.states, meter.backend(LocalBackend())) as session,

@@ -11,7 +11,7 @@ from actor_plans import training_step
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_actor_runtime.session import ActorSession
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.memory import predict_memory
@@ -29,7 +29,7 @@ def _metered(name: str) -> Iterator[tuple[ActorSession, MemoryMeter]]:
     plan = compile_case(name)
     meter = MemoryMeter(plan)
     backend: BoxingBackend = meter.backend(LocalBackend())
-    runtime = build(ActorConfig())
+    runtime = ActorRuntime(ActorConfig())
     with runtime.start(plan, training_step(name).states, backend) as session:
         assert isinstance(session, ActorSession)
         with meter.watching(session):
@@ -86,7 +86,7 @@ def test_a_meter_watches_the_ranks_of_its_process_alone() -> None:
     name, here = "data parallel", [1]
     plan = compile_case(name)
     meter = MemoryMeter(plan, here)
-    runtime = build(ActorConfig())
+    runtime = ActorRuntime(ActorConfig())
 
     with runtime.start(plan, training_step(name).states, LocalBackend(), here) as session:
         assert isinstance(session, ActorSession)

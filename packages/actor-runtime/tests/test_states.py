@@ -12,7 +12,7 @@ from actor_plans import DATA, PIPELINE, SharedBackend, assert_states, run_step, 
 
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_actor_runtime.session import ActorSession
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError
 from sbp_torch.boxing.local import LocalBackend
@@ -143,7 +143,7 @@ def test_new_values_of_shared_states_are_dropped() -> None:
     name, step = "data parallel", training_step("data parallel")
     plan = compile_case(name, in_place_states=False)
     with start(name, plan) as training:
-        with build(ActorConfig()).start(plan, training) as other:
+        with ActorRuntime(ActorConfig()).start(plan, training) as other:
             losses = [other.step(step.batches[0], step.scalars).loss for _ in range(2)]
         assert (other.steps_done, training.steps_done) == (2, 0)
         assert_states(training, step.states)
@@ -163,7 +163,7 @@ def test_two_sessions_train_the_same_states_in_turn(name: str, in_place: bool) -
 
     with (
         start(name, plan) as first,
-        build(ActorConfig()).start(plan, first, keeps=True) as second,
+        ActorRuntime(ActorConfig()).start(plan, first, keeps=True) as second,
     ):
         for session, each in zip((first, second, first), step.batches[:3], strict=True):
             session.step(each, step.scalars)
@@ -182,7 +182,7 @@ def test_a_plan_that_overwrites_what_the_other_keeps_is_refused() -> None:
         start("data parallel", kept) as training,
         pytest.raises(SbpValueError, match=r"(?s)overwrites '.*overwrite the same states"),
     ):
-        build(ActorConfig()).start(compile_case("data parallel"), training, keeps=True)
+        ActorRuntime(ActorConfig()).start(compile_case("data parallel"), training, keeps=True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -210,7 +210,9 @@ def test_states_that_training_overwrites_are_shared_as_they_are() -> None:
     batch = {key: value[:4] for key, value in step.batches[0].items()}
     with (
         start(name, compile_case(name)) as training,
-        build(ActorConfig()).start(compile_forward(name, batch_size=4), training) as evaluation,
+        ActorRuntime(ActorConfig()).start(
+            compile_forward(name, batch_size=4), training
+        ) as evaluation,
     ):
         for each in step.batches[:2]:
             training.step(each, step.scalars)
@@ -225,19 +227,19 @@ def test_a_plan_that_overwrites_shared_states_is_refused() -> None:
         start("data parallel", compile_case("data parallel", in_place_states=False)) as training,
         pytest.raises(SbpValueError, match=r"(?s)overwrites '.*in_place_states=False"),
     ):
-        build(ActorConfig()).start(compile_case("data parallel"), training)
+        ActorRuntime(ActorConfig()).start(compile_case("data parallel"), training)
 
 
 def test_without_a_session_there_must_be_a_backend() -> None:
     with pytest.raises(SbpValueError, match="there is no backend"):
-        build(ActorConfig()).start(compile_case(DATA), training_step(DATA).states)
+        ActorRuntime(ActorConfig()).start(compile_case(DATA), training_step(DATA).states)
 
 
 def test_torn_states_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compile_case("data parallel", in_place_states=False)
     with (
         start("data parallel", plan) as training,
-        build(ActorConfig()).start(plan, training) as other,
+        ActorRuntime(ActorConfig()).start(plan, training) as other,
     ):
         monkeypatch.setattr(training, "_is_partially_updated", lambda: True)
         # Nothing has told its threads to end, for which it waits.

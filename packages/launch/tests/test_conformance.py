@@ -26,7 +26,7 @@ from sbp_launch.metrics.files import (
     build_none,
 )
 from sbp_launch.metrics.tensorboard import build as build_tensorboard
-from sbp_launch.trainer.early_stop import EarlyStopConfig, build_early_stop
+from sbp_launch.trainer.early_stop import EarlyStop, EarlyStopConfig
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.optimizer import OptimizerConformance
 
@@ -123,7 +123,7 @@ class TestNone(MetricSinkConformance):
 
 class TestEarlyStop(CallbackConformance):
     def make_callback(self) -> Callback:
-        return build_early_stop(EarlyStopConfig(patience=1))
+        return EarlyStop(EarlyStopConfig(patience=1))
 
 
 class TestAdam(OptimizerConformance):

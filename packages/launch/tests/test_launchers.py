@@ -11,18 +11,25 @@ from sbp_core.errors import ConfigError
 from sbp_core.processes import Launcher, LaunchRequest
 from sbp_core.testing.launcher import LauncherConformance
 from sbp_launch.launching import launchers
-from sbp_launch.launching.launchers import Mpiexec, Slurm, SlurmConfig, Spawn, Torchrun
+from sbp_launch.launching.launchers import (
+    Mpiexec,
+    ProcessesConfig,
+    Slurm,
+    SlurmConfig,
+    Spawn,
+    Torchrun,
+)
 from sbp_torch.boxing import LocalBackend
 
 
 class TestSpawn(LauncherConformance):
     def make_launcher(self) -> Launcher:
-        return Spawn()
+        return Spawn(ProcessesConfig())
 
 
 class TestTorchrun(LauncherConformance):
     def make_launcher(self) -> Launcher:
-        return Torchrun()
+        return Torchrun(ProcessesConfig())
 
 
 def request(folder: Path, num_ranks: int = 4) -> LaunchRequest:
@@ -36,7 +43,10 @@ def request(folder: Path, num_ranks: int = 4) -> LaunchRequest:
 
 @pytest.mark.parametrize(
     ("launcher", "module", "todo"),
-    [(Mpiexec(), "mpi4py", "sbp-boxing-nccl[mpi]"), (Slurm(SlurmConfig()), "submitit", "[slurm]")],
+    [
+        (Mpiexec(ProcessesConfig()), "mpi4py", "sbp-boxing-nccl[mpi]"),
+        (Slurm(SlurmConfig()), "submitit", "[slurm]"),
+    ],
 )
 def test_what_is_not_installed_is_named_before_anything_starts(
     launcher: Launcher, module: str, todo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +87,7 @@ def test_ranks_forget_who_started_the_command(tmp_path: Path) -> None:
                 num_ranks, command, init_method="env://", rank=None, world_size=None
             )
 
-    specs = Spawn().launch_specs(
+    specs = Spawn(ProcessesConfig()).launch_specs(
         LaunchRequest(command=("x",), num_ranks=2, backend=Backend(), folder=tmp_path)
     )
 

@@ -3,7 +3,7 @@ import torch
 from references import assert_equal_results, num_parameters, randomised, take_weights
 
 from sbp_core.errors import SbpValueError
-from sbp_models.bert import Bert, build
+from sbp_models.bert import Bert
 from sbp_models.configs import BertConfig
 
 SMALL = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 2, "hidden": 8}
@@ -30,7 +30,7 @@ NAMES = {
 
 def small(**settings: object) -> Bert:
     torch.manual_seed(0)
-    return build(BertConfig(**{**SMALL, **settings}))
+    return Bert(BertConfig(**{**SMALL, **settings}))
 
 
 def some_tokens() -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_the_published_size_is_met() -> None:
     config = BertConfig(vocabulary=30522, context=512, num_layers=12, num_heads=12, hidden=768)
 
     with torch.device("meta"):
-        model = build(config)
+        model = Bert(config)
 
     # bert-base-uncased with its head for masked tokens, and without its pooler.
     assert num_parameters(model) == 109_514_298

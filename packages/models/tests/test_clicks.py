@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from sbp_models.clicks import Clicks, build
+from sbp_models.clicks import Clicks
 from sbp_models.configs import ClicksConfig
 
 
 def make(**settings: object) -> Clicks:
-    return build(ClicksConfig(**settings))
+    return Clicks(ClicksConfig(**settings))
 
 
 def test_a_batch_has_numbers_features_and_clicks() -> None:

@@ -44,12 +44,12 @@ class TextModelConformance(ModelConformance):
 
 class TestGpt(TextModelConformance):
     def make_model(self) -> nn.Module:
-        return gpt.build(GptConfig(vocabulary=13, context=6, num_layers=1, num_heads=2, hidden=8))
+        return gpt.Gpt(GptConfig(vocabulary=13, context=6, num_layers=1, num_heads=2, hidden=8))
 
 
 class TestLlama(TextModelConformance):
     def make_model(self) -> nn.Module:
-        return llama.build(
+        return llama.Llama(
             LlamaConfig(
                 vocabulary=13,
                 context=6,
@@ -66,7 +66,7 @@ class TestMoe(TextModelConformance):
     capacity = 0.0
 
     def make_model(self) -> nn.Module:
-        return moe.build(
+        return moe.Moe(
             MoeConfig(
                 vocabulary=13,
                 context=6,
@@ -88,7 +88,7 @@ class TestMoeWithPlacesForAll(TestMoe):
 
 class TestBert(TextModelConformance):
     def make_model(self) -> nn.Module:
-        return bert.build(BertConfig(vocabulary=13, context=6, num_layers=1, num_heads=2, hidden=8))
+        return bert.Bert(BertConfig(vocabulary=13, context=6, num_layers=1, num_heads=2, hidden=8))
 
     def make_batch(self, batch_size: int) -> Mapping[str, Tensor]:
         batch = dict(super().make_batch(batch_size))
@@ -99,7 +99,7 @@ class TestBert(TextModelConformance):
 
 class TestT5(TextModelConformance):
     def make_model(self) -> nn.Module:
-        return t5.build(
+        return t5.T5(
             T5Config(
                 vocabulary=13, num_layers=1, num_heads=2, head_width=4, hidden=8, mlp_hidden=16
             )
@@ -116,7 +116,7 @@ class TestResnet(ImageModelConformance):
     depth = 18
 
     def make_model(self) -> nn.Module:
-        return resnet.build(ResnetConfig(depth=self.depth, width=4, label_smoothing=0.1))
+        return resnet.Resnet(ResnetConfig(depth=self.depth, width=4, label_smoothing=0.1))
 
     def test_the_loss_is_a_mean_over_samples(self) -> None:
         """In evaluation mode: batch norm looks at the whole batch in training."""
@@ -137,7 +137,7 @@ class TestVit(ImageModelConformance):
     fused = True
 
     def make_model(self) -> nn.Module:
-        return vit.build(
+        return vit.Vit(
             VitConfig(
                 image_size=8,
                 patch_size=4,
@@ -159,14 +159,14 @@ class TestDlrm(ModelConformance):
     lookup = "bag"
 
     def make_model(self) -> nn.Module:
-        return dlrm.build(
+        return dlrm.Dlrm(
             DlrmConfig(
                 num_dense=3, rows=(7, 5), bag=2, hidden=4, bottom=(6,), top=(6,), lookup=self.lookup
             )
         )
 
     def make_batch(self, batch_size: int) -> Mapping[str, Tensor]:
-        return clicks.build(ClicksConfig(num_dense=3, rows=(7, 5), bag=2)).samples(
+        return clicks.Clicks(ClicksConfig(num_dense=3, rows=(7, 5), bag=2)).samples(
             np.arange(batch_size)
         )
 
@@ -207,7 +207,7 @@ class TestImages(MadeUpConformance):
 
 class TestClicks(MadeUpConformance):
     def make_dataset(self) -> clicks.Clicks:
-        return clicks.build(ClicksConfig(bag=3))
+        return clicks.Clicks(ClicksConfig(bag=3))
 
 
 class TestStdlib(MadeUpConformance):

@@ -4,7 +4,7 @@ from references import num_parameters
 from torch.nn import functional as F  # noqa: N812
 
 from sbp_models.configs import DlrmConfig
-from sbp_models.dlrm import Dlrm, build
+from sbp_models.dlrm import Dlrm
 
 SMALL = {"num_dense": 3, "rows": (7, 5, 6), "bag": 2, "hidden": 4, "bottom": (6,), "top": (6,)}
 
@@ -17,7 +17,7 @@ CRITEO = (
 
 def small(lookup: str = "bag", seed: int = 0) -> Dlrm:
     torch.manual_seed(seed)
-    return build(DlrmConfig(**{**SMALL, "lookup": lookup}))
+    return Dlrm(DlrmConfig(**{**SMALL, "lookup": lookup}))
 
 
 def some_batch() -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ def test_the_published_size_is_met() -> None:
     config = DlrmConfig(rows=CRITEO, hidden=16, bottom=(512, 256, 64), top=(512, 256))
 
     with torch.device("meta"):
-        model = build(config)
+        model = Dlrm(config)
 
     bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
     top = (16 + 27 * 26 // 2) * 512 + 512 + 512 * 256 + 256 + 256 + 1
@@ -92,7 +92,7 @@ def test_only_rows_that_were_looked_up_get_a_gradient() -> None:
 
 
 def test_there_may_be_no_hidden_layers() -> None:
-    model = build(DlrmConfig(**{**SMALL, "bottom": (), "top": ()}))
+    model = Dlrm(DlrmConfig(**{**SMALL, "bottom": (), "top": ()}))
 
     assert [name for name, _ in model.top.named_parameters()] == ["0.weight", "0.bias"]
     assert model(some_batch()["dense"], some_batch()["sparse"]).shape == (4,)

@@ -3,7 +3,7 @@ import torch
 
 from sbp_core.errors import SbpValueError
 from sbp_models.configs import GptConfig
-from sbp_models.gpt import Gpt, build
+from sbp_models.gpt import Gpt
 from sbp_torch.kinds import LanguageModel
 
 SMALL = GptConfig(vocabulary=11, context=6, num_layers=2, num_heads=2, hidden=8)
@@ -11,7 +11,7 @@ SMALL = GptConfig(vocabulary=11, context=6, num_layers=2, num_heads=2, hidden=8)
 
 def small(seed: int = 0) -> Gpt:
     torch.manual_seed(seed)
-    return build(SMALL)
+    return Gpt(SMALL)
 
 
 def some_tokens(seed: int = 0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def some_tokens(seed: int = 0) -> torch.Tensor:
 
 
 def test_the_default_model_has_a_few_million_parameters() -> None:
-    model = build(GptConfig())
+    model = Gpt(GptConfig())
 
     assert sum(parameter.numel() for parameter in model.parameters()) == 3_323_392
 

@@ -87,7 +87,7 @@ class TestDigits(DatasetConformance):
     splits = ("train", "validation")
 
     def make_dataset(self) -> digits.Digits:
-        return digits.build(DigitsConfig())
+        return digits.Digits(DigitsConfig())
 
 
 def test_images_are_scaled_and_labelled_by_their_folder(tmp_path: Path) -> None:
@@ -306,8 +306,8 @@ def test_a_sample_without_a_class_is_refused_and_pickles_are_not_opened(tmp_path
 
 
 def test_digits_are_scaled_by_whole_numbers_and_fit_a_model() -> None:
-    data = digits.build(DigitsConfig(image_size=16, channels=3))
-    plain = digits.build(DigitsConfig())
+    data = digits.Digits(DigitsConfig(image_size=16, channels=3))
+    plain = digits.Digits(DigitsConfig())
 
     batch, small = data.samples(np.arange(5)), plain.samples(np.arange(5))
 

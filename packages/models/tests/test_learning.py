@@ -26,44 +26,44 @@ from sbp_models.configs import (
 #: What makes the model and the data; steps; the part of the first loss that must not be left.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int, float]] = {
     "resnet": (
-        lambda: resnet.build(ResnetConfig(width=8)),
+        lambda: resnet.Resnet(ResnetConfig(width=8)),
         lambda: images.build(ImagesConfig(image_size=16)),
         15,
         0.8,
     ),
     "vit": (
-        lambda: vit.build(VitConfig(image_size=16, num_layers=2, hidden=64)),
+        lambda: vit.Vit(VitConfig(image_size=16, num_layers=2, hidden=64)),
         lambda: images.build(ImagesConfig(image_size=16)),
         30,
         0.6,
     ),
     "dlrm": (
-        lambda: dlrm.build(DlrmConfig()),
-        lambda: clicks.build(ClicksConfig()),
+        lambda: dlrm.Dlrm(DlrmConfig()),
+        lambda: clicks.Clicks(ClicksConfig()),
         60,
         0.9,
     ),
-    "gpt": (lambda: gpt.build(GptConfig(num_layers=1, hidden=64)), lambda: stdlib("next"), 25, 0.7),
+    "gpt": (lambda: gpt.Gpt(GptConfig(num_layers=1, hidden=64)), lambda: stdlib("next"), 25, 0.7),
     "llama": (
-        lambda: llama.build(LlamaConfig(num_layers=1, hidden=64)),
+        lambda: llama.Llama(LlamaConfig(num_layers=1, hidden=64)),
         lambda: stdlib("next"),
         25,
         0.7,
     ),
     "moe": (
-        lambda: moe.build(MoeConfig(num_layers=1, hidden=64, mlp_hidden=64)),
+        lambda: moe.Moe(MoeConfig(num_layers=1, hidden=64, mlp_hidden=64)),
         lambda: stdlib("next"),
         25,
         0.7,
     ),
     "bert": (
-        lambda: bert.build(BertConfig(num_layers=1, hidden=64)),
+        lambda: bert.Bert(BertConfig(num_layers=1, hidden=64)),
         lambda: stdlib("masked"),
         25,
         0.7,
     ),
     "t5": (
-        lambda: t5.build(T5Config(num_layers=1, hidden=64, mlp_hidden=128)),
+        lambda: t5.T5(T5Config(num_layers=1, hidden=64, mlp_hidden=128)),
         lambda: stdlib("continue"),
         25,
         0.7,

@@ -4,7 +4,7 @@ from references import assert_equal_results, num_parameters, randomised, take_we
 
 from sbp_core.errors import SbpValueError
 from sbp_models.configs import LlamaConfig
-from sbp_models.llama import Llama, Rotary, build
+from sbp_models.llama import Llama, Rotary
 from sbp_torch.kinds import LanguageModel
 
 SMALL = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 4, "num_key_heads": 2}
@@ -34,7 +34,7 @@ PUBLISHED = {
 
 def small(**settings: object) -> Llama:
     torch.manual_seed(0)
-    return build(LlamaConfig(**{**SMALL, **settings}))
+    return Llama(LlamaConfig(**{**SMALL, **settings}))
 
 
 def some_tokens() -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_the_published_sizes_are_met(sizes: tuple[int, int, int], published: int
     )
 
     with torch.device("meta"):
-        model = build(config)
+        model = Llama(config)
 
     assert num_parameters(model) == published
 

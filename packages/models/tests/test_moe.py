@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from sbp_core.errors import SbpValueError
 from sbp_models.configs import MoeConfig
-from sbp_models.moe import Experts, Moe, balance_loss, build
+from sbp_models.moe import Experts, Moe, balance_loss
 
 SMALL = {**SMALL_LLAMA, "num_experts": 4, "top_k": 2}
 
@@ -21,7 +21,7 @@ NAMES = {
 
 def small(**settings: object) -> Moe:
     torch.manual_seed(0)
-    return build(MoeConfig(**{**SMALL, **settings}))
+    return Moe(MoeConfig(**{**SMALL, **settings}))
 
 
 def some_tokens() -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_the_published_size_is_met() -> None:
     )
 
     with torch.device("meta"):
-        model = build(config)
+        model = Moe(config)
 
     # Mixtral 8x7B.
     assert num_parameters(model) == 46_702_792_704

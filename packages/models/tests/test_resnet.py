@@ -4,7 +4,7 @@ from references import assert_equal_results, num_parameters, randomised, take_we
 from torch.nn import functional as F  # noqa: N812
 
 from sbp_models.configs import ResnetConfig
-from sbp_models.resnet import Bottleneck, Resnet, build
+from sbp_models.resnet import Bottleneck, Resnet
 
 PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
 
@@ -37,7 +37,7 @@ def test_the_published_sizes_are_met(depth: int, published: int) -> None:
     config = ResnetConfig(depth=depth, width=64, stem="large", num_classes=1000)
 
     with torch.device("meta"):
-        model = build(config)
+        model = Resnet(config)
 
     assert num_parameters(model) == published
 
@@ -58,7 +58,7 @@ def test_results_equal_those_of_transformers_with_the_same_weights(depth: int, b
             )
         )
     )
-    model = build(ResnetConfig(depth=depth, width=8, stem="large", num_classes=7)).eval()
+    model = Resnet(ResnetConfig(depth=depth, width=8, stem="large", num_classes=7)).eval()
     take_weights(model, reference, NAMES)
     images = some_images(64)
 
@@ -67,7 +67,7 @@ def test_results_equal_those_of_transformers_with_the_same_weights(depth: int, b
 
 
 def test_names_are_those_of_torchvision() -> None:
-    names = set(build(ResnetConfig(depth=50, width=4)).state_dict())
+    names = set(Resnet(ResnetConfig(depth=50, width=4)).state_dict())
 
     assert {"conv1.weight", "bn1.running_mean", "layer1.0.conv3.weight"} <= names
     assert {"layer1.0.downsample.0.weight", "layer4.2.bn3.bias", "fc.bias"} <= names
@@ -75,7 +75,7 @@ def test_names_are_those_of_torchvision() -> None:
 
 
 def test_a_small_stem_keeps_the_resolution_of_a_small_image() -> None:
-    small, large = build(ResnetConfig(stem="small")), build(ResnetConfig(stem="large"))
+    small, large = Resnet(ResnetConfig(stem="small")), Resnet(ResnetConfig(stem="large"))
 
     shapes = []
     for model in (small, large):
@@ -87,8 +87,8 @@ def test_a_small_stem_keeps_the_resolution_of_a_small_image() -> None:
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_with_zero_initialised_norms_a_block_starts_as_its_shortcut(depth: int) -> None:
-    started = build(ResnetConfig(depth=depth)).layer1[1]
-    other = build(ResnetConfig(depth=depth, zero_init=False)).layer1[1]
+    started = Resnet(ResnetConfig(depth=depth)).layer1[1]
+    other = Resnet(ResnetConfig(depth=depth, zero_init=False)).layer1[1]
     width = 64 if isinstance(started, Bottleneck) else 16
     x = torch.rand(2, width, 4, 4)
 
@@ -99,14 +99,14 @@ def test_with_zero_initialised_norms_a_block_starts_as_its_shortcut(depth: int) 
 def test_kaiming_initialisation_keeps_the_variance_of_gradients() -> None:
     torch.manual_seed(0)
 
-    weight = build(ResnetConfig(width=64)).layer2[1].conv1.weight
+    weight = Resnet(ResnetConfig(width=64)).layer2[1].conv1.weight
 
     fan_out = 128 * 9
     assert weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
 
 
 def test_training_moves_the_statistics_and_evaluation_uses_them() -> None:
-    model = build(ResnetConfig())
+    model = Resnet(ResnetConfig())
     images = some_images(32, batch=4)
 
     before = model.bn1.running_mean.clone()
@@ -121,7 +121,7 @@ def test_training_moves_the_statistics_and_evaluation_uses_them() -> None:
 
 def test_labels_are_smoothed_if_so_configured() -> None:
     torch.manual_seed(0)
-    model: Resnet = build(ResnetConfig(label_smoothing=0.2)).eval()
+    model: Resnet = Resnet(ResnetConfig(label_smoothing=0.2)).eval()
     batch = {"images": some_images(32), "labels": torch.tensor([3, 4])}
 
     loss = model.loss(batch)

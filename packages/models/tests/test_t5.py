@@ -3,7 +3,7 @@ import torch
 from references import assert_equal_results, num_parameters, randomised, take_weights
 
 from sbp_models.configs import T5Config
-from sbp_models.t5 import T5, RelativeBias, build
+from sbp_models.t5 import T5, RelativeBias
 
 SMALL = {"vocabulary": 11, "num_layers": 2, "num_heads": 2, "head_width": 4, "hidden": 8}
 SMALL |= {"mlp_hidden": 16, "num_buckets": 8, "max_distance": 20}
@@ -33,7 +33,7 @@ NAMES = {
 
 def small() -> T5:
     torch.manual_seed(0)
-    return build(T5Config(**SMALL))
+    return T5(T5Config(**SMALL))
 
 
 def some_tokens(time: int = 12, seed: int = 0) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_the_published_size_is_met() -> None:
     )
 
     with torch.device("meta"):
-        model = build(config)
+        model = T5(config)
 
     # t5-small.
     assert num_parameters(model) == 60_506_624

@@ -4,7 +4,7 @@ from references import assert_equal_results, num_parameters, randomised, take_we
 
 from sbp_core.errors import SbpValueError
 from sbp_models.configs import VitConfig
-from sbp_models.vit import DropPath, Vit, build
+from sbp_models.vit import DropPath, Vit
 
 SMALL = {"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden": 8}
 
@@ -45,7 +45,7 @@ def some_images(size: int = 8, batch: int = 3) -> torch.Tensor:
 
 def small(**settings: object) -> Vit:
     torch.manual_seed(0)
-    return build(VitConfig(**{**SMALL, **settings}))
+    return Vit(VitConfig(**{**SMALL, **settings}))
 
 
 @pytest.mark.parametrize(("sizes", "published"), PUBLISHED.items())
@@ -61,7 +61,7 @@ def test_the_published_sizes_are_met(sizes: tuple[int, int, int], published: int
     )
 
     with torch.device("meta"):
-        model = build(config)
+        model = Vit(config)
 
     assert num_parameters(model) == published
 

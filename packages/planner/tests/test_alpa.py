@@ -24,10 +24,10 @@ from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import Builder, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner import alpa, exhaustive
-from sbp_planner.alpa import build
+from sbp_planner.alpa import AlpaPlanner
 from sbp_planner.joint.layers import tie
 from sbp_planner.model_blocks import machine_levels
-from sbp_planner.pipelines import build_pipedream
+from sbp_planner.pipelines import PipedreamPlanner
 from sbp_planner.search_configs import AlpaConfig, PipedreamConfig
 from sbp_planner.segment_search import SegmentSearch
 from sbp_planner.segments import StepSegments, grouped, merged
@@ -40,7 +40,7 @@ class TestAlpa(PlannerConformance):
     micro_batches = (4,)
 
     def make_planner(self):
-        return build(AlpaConfig())
+        return AlpaPlanner(AlpaConfig())
 
 
 def by_every_assignment(problem):
@@ -134,7 +134,7 @@ def test_the_objective_is_that_of_brute_force_over_everything(inside, between):
     machine = nodes_of_two(inside=inside, between=between)
     ask = asked(forward_chain((32, 64, 32)), machine)
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
     wanted = brute_force_s(ask, by_every_assignment)
     assert strategy.report["objective_s"] == pytest.approx(wanted)
@@ -150,7 +150,7 @@ def test_the_objective_of_a_training_step_is_that_of_all_stages(inside, between)
     machine = nodes_of_two(inside=inside, between=between, num_devices=3)
     ask = asked(mlp((32, 32, 32, 64), batch=4, num_micro_batches=4), machine)
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
     wanted = brute_force_s(ask, by_elimination)
     assert strategy.report["objective_s"] == pytest.approx(wanted)
@@ -186,9 +186,9 @@ def priced_s(ask, stages):
 def test_no_plan_is_slower_by_its_objective_than_that_of_pipedream(bytes_per_s):
     graph = mlp((64, 64, 256), batch=4, num_micro_batches=8)
     ask = asked(graph, nodes_of_two(inside=1e9, between=bytes_per_s))
-    other = build_pipedream(PipedreamConfig()).plan(ask).report["stages"]
+    other = PipedreamPlanner(PipedreamConfig()).plan(ask).report["stages"]
 
-    found = build(AlpaConfig()).plan(ask).report
+    found = AlpaPlanner(AlpaConfig()).plan(ask).report
 
     theirs = priced_s(ask, [(entry["blocks"], entry["ranks"]) for entry in other])
     assert found["objective_s"] <= theirs * (1 + 1e-9)
@@ -204,7 +204,7 @@ def simulated_s(ask, strategy):
 def test_across_slow_links_it_is_a_pipeline_whose_stages_take_what_is_said():
     ask = asked(mlp((64,) * 7, batch=4, num_micro_batches=8), nodes_of_two(inside=1e9, between=2e7))
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
     assert [stage.size for stage in strategy.stages] == [2, 2]
     for predicted, said in zip(strategy.report["predicted_by_stage"], strategy.report["stages"],
@@ -216,16 +216,16 @@ def test_across_slow_links_it_is_a_pipeline_whose_stages_take_what_is_said():
 def test_it_is_faster_than_pipedream_where_tensors_are_better_split_than_samples():
     ask = asked(mlp((64,) * 7, batch=4, num_micro_batches=8), nodes_of_two(inside=1e9, between=5e6))
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
-    other = build_pipedream(PipedreamConfig()).plan(ask)
+    other = PipedreamPlanner(PipedreamConfig()).plan(ask)
     assert simulated_s(ask, strategy) < 0.8 * simulated_s(ask, other)
 
 
 def test_with_fast_links_it_is_one_stage():
     ask = asked(mlp((64,) * 4, num_micro_batches=4), nodes_of_two(inside=1e12, between=1e12))
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
     assert len(strategy.stages) == 1
     assert "1 stage by 1f1b" in strategy.report["explanation"][0]
@@ -234,11 +234,11 @@ def test_with_fast_links_it_is_one_stage():
 @pytest.mark.slow
 def test_a_short_memory_is_kept_by_the_compiled_plan():
     ask = asked(mlp((64,) * 6, batch=4, num_micro_batches=8), nodes_of_two(inside=1e9, between=1e7))
-    free = build(AlpaConfig()).plan(ask)
+    free = AlpaPlanner(AlpaConfig()).plan(ask)
     compilation = Compilation(request=ask, limit_bytes=float("inf"))
     needs = compilation.compiled(free).memory_bytes
 
-    strategy = build(AlpaConfig(memory_bytes=0.75 * needs)).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig(memory_bytes=0.75 * needs)).plan(ask)
 
     compilation.limit_bytes = 0.75 * needs
     assert compilation.compiled(strategy).fits
@@ -249,7 +249,7 @@ def test_what_nothing_keeps_is_refused_with_what_to_change():
     ask = asked(mlp((64,) * 4, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e7))
 
     with pytest.raises(PlanError, match=r"no stages that were found fit the 1000 B") as caught:
-        build(AlpaConfig(memory_bytes=1000)).plan(ask)
+        AlpaPlanner(AlpaConfig(memory_bytes=1000)).plan(ask)
 
     assert "planner.memory_bytes" in caught.value.accepted
     assert "trainer.micro_batches" in caught.value.todo
@@ -266,7 +266,7 @@ def test_equal_stages_are_solved_once(monkeypatch):
 
     monkeypatch.setattr(alpa, "SegmentSearch", Counted)
 
-    build(AlpaConfig()).plan(asked(mlp((16,) * 7, num_micro_batches=8),
+    AlpaPlanner(AlpaConfig()).plan(asked(mlp((16,) * 7, num_micro_batches=8),
                                    nodes_of_two(inside=1e8, between=1e6)))  # fmt: skip
 
     assert len(made) == len(set(made))
@@ -275,9 +275,9 @@ def test_equal_stages_are_solved_once(monkeypatch):
 @pytest.mark.slow
 def test_without_time_it_is_the_first_pipeline_that_was_priced_with_its_distance_to_the_bound():
     ask = asked(mlp((64,) * 4, batch=4, num_micro_batches=8), nodes_of_two(inside=1e8, between=1e6))
-    best = build(AlpaConfig()).plan(ask).report
+    best = AlpaPlanner(AlpaConfig()).plan(ask).report
 
-    late = build(AlpaConfig(time_limit_s=1e-6)).plan(ask).report
+    late = AlpaPlanner(AlpaConfig(time_limit_s=1e-6)).plan(ask).report
 
     assert late["bound_s"] <= best["objective_s"] <= late["objective_s"]
 
@@ -286,7 +286,7 @@ def test_without_time_it_is_the_first_pipeline_that_was_priced_with_its_distance
 def test_positions_of_the_axis_pipe_are_the_stages():
     ask = request((2, 2), ("pipe", "data"))
 
-    strategy = build(AlpaConfig()).plan(ask)
+    strategy = AlpaPlanner(AlpaConfig()).plan(ask)
 
     assert [stage.rank_list for stage in strategy.stages] == [(0, 1), (2, 3)]
     assert strategy.stages[0].axes == ("data",)
@@ -295,7 +295,7 @@ def test_positions_of_the_axis_pipe_are_the_stages():
 
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(PlanError, match="has 2 blocks for 3 stages"):
-        build(AlpaConfig()).plan(
+        AlpaPlanner(AlpaConfig()).plan(
             PlanRequest(graph=mlp((4, 4, 4), num_micro_batches=4),
                         mesh=Placement.grid((3,), ("pipe",)), cluster=Cluster.nominal(3))
         )  # fmt: skip
@@ -303,7 +303,7 @@ def test_more_stages_than_blocks_are_refused():
 
 def test_a_mesh_that_says_no_stages_is_refused():
     with pytest.raises(ConfigError, match="does not say what its stages are"):
-        build(AlpaConfig()).plan(request((2, 2), ("data", "tensor")))
+        AlpaPlanner(AlpaConfig()).plan(request((2, 2), ("data", "tensor")))
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_a_pin_of_the_user_is_kept_inside_every_stage():
     pins = {"parameters": "B", "use:layers.1.weight": {"data": "B"}}
     ask = asked(mlp((64,) * 4, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e7))
 
-    strategy = build(AlpaConfig()).plan(replace(ask, pins=pins))
+    strategy = AlpaPlanner(AlpaConfig()).plan(replace(ask, pins=pins))
 
     stored = [strategy.storage[f"layers.{at}.weight"].sbp for at in range(3)]
     assert all(entry == B for sbp in stored for entry in sbp)
@@ -323,7 +323,7 @@ def test_stages_of_unequal_ranks_train_as_one_device():
     step = step_of(64, (64, 128), 16, samples=4, num_micro_batches=4)
     cluster = machine(num_devices=3, devices_per_node=3, inside=5e7, between=1e7, flop_per_s=1e9)
 
-    strategy = build(AlpaConfig()).plan(asked(step.graph, cluster))
+    strategy = AlpaPlanner(AlpaConfig()).plan(asked(step.graph, cluster))
 
     assert [stage.mesh_shape for stage in strategy.stages] == [(1,), (2,)]
     check(compile_plan(step.graph, strategy))
@@ -335,7 +335,7 @@ def test_stages_of_meshes_of_two_axes_train_as_one_device():
     step = step_of(64, (64, 64, 512), 64, samples=4, num_micro_batches=8)
     cluster = machine(num_devices=8, devices_per_node=4, inside=3e8, between=1e7, flop_per_s=1e9)
 
-    strategy = build(AlpaConfig()).plan(asked(step.graph, cluster))
+    strategy = AlpaPlanner(AlpaConfig()).plan(asked(step.graph, cluster))
 
     assert len(strategy.stages) > 1
     run_beside_one_device(step, strategy)

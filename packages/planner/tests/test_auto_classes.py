@@ -61,7 +61,7 @@ def _plan(bytes_per_s: float, family: Family | None) -> Strategy:
         cluster=cluster(num_devices=2, bytes_per_s=bytes_per_s, launch_s=1e-6),
         family=family,  # type: ignore[arg-type] # of the protocol, what is asked for here
     )
-    return auto.build(AutoConfig(time_limit_s=600)).plan(request)
+    return auto.AutoPlanner(AutoConfig(time_limit_s=600)).plan(request)
 
 
 @pytest.mark.slow

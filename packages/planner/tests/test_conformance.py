@@ -15,8 +15,8 @@ from sbp_aten.passes import prepare_step
 from sbp_core.planning import Planner
 from sbp_core.plugins import merge_settings
 from sbp_planner.configs import ManualConfig, OsdpConfig
-from sbp_planner.manual import build as build_manual
-from sbp_planner.osdp import build as build_osdp
+from sbp_planner.manual import ManualPlanner
+from sbp_planner.osdp import OsdpPlanner
 from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.testing.planner import PlannerRunConformance
 from sbp_torch.testing.programs import OneDeviceStep
@@ -105,7 +105,7 @@ class PresetSuite(TransformerSuite):
         text = files("sbp_planner.conf").joinpath("planner", "manual", f"{self.preset}.yaml")
         option = yaml.safe_load(text.read_text("utf-8"))
         assert option.pop("name") == "manual"
-        return build_manual(merge_settings(ManualConfig, option))
+        return ManualPlanner(merge_settings(ManualConfig, option))
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ class TestOsdp(TransformerSuite):
     meshes = (((1,), ("data",)), ((3,), ("data",)))
 
     def make_planner(self) -> Planner:
-        return build_osdp(OsdpConfig())
+        return OsdpPlanner(OsdpConfig())
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ class TestOsdpUnderALimit(TransformerSuite):
     memory_bytes = 50_000.0
 
     def make_planner(self) -> Planner:
-        return build_osdp(OsdpConfig(memory_bytes=self.memory_bytes))
+        return OsdpPlanner(OsdpConfig(memory_bytes=self.memory_bytes))
 
     def test_some_parameters_are_sharded_and_some_are_not(self) -> None:
         modes = self.plan(self.meshes[0], 1).report["osdp"]["modes"]

@@ -13,8 +13,8 @@ from sbp_core.planning import Planner
 from sbp_core.plugins import merge_settings
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.configs import ManualConfig, OsdpConfig
-from sbp_planner.manual import build as build_manual
-from sbp_planner.osdp import build as build_osdp
+from sbp_planner.manual import ManualPlanner
+from sbp_planner.osdp import OsdpPlanner
 
 
 class GptSuite(PlannerConformance):
@@ -32,14 +32,14 @@ class TestDataTensor(GptSuite):
         text = files("sbp_planner.conf").joinpath("planner", "manual", "data_tensor.yaml")
         option = yaml.safe_load(text.read_text("utf-8"))
         assert option.pop("name") == "manual"
-        return build_manual(merge_settings(ManualConfig, option))
+        return ManualPlanner(merge_settings(ManualConfig, option))
 
 
 class TestOsdp(PlannerConformance):
     meshes = (((1,), ("data",)), ((3,), ("data",)))
 
     def make_planner(self) -> Planner:
-        return build_osdp(OsdpConfig())
+        return OsdpPlanner(OsdpConfig())
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.configs import FileConfig, ManualConfig
-from sbp_planner.file import build
-from sbp_planner.manual import build as build_manual
+from sbp_planner.file import FilePlanner
+from sbp_planner.manual import ManualPlanner
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,11 @@ def asked() -> PlanRequest:
 @pytest.fixture(scope="module")
 def made(asked: PlanRequest) -> Strategy:
     pins = {"batch": "S(0)", "use:batch": "S(0)", "activations": "S(0)", "parameters": "B"}
-    return build_manual(ManualConfig(pins=pins)).plan(asked)
+    return ManualPlanner(ManualConfig(pins=pins)).plan(asked)
 
 
 def from_file(path: Path, asked: PlanRequest, *, other_graph: bool = False) -> Strategy:
-    return build(FileConfig(path=str(path), allow_other_graph=other_graph)).plan(asked)
+    return FilePlanner(FileConfig(path=str(path), allow_other_graph=other_graph)).plan(asked)
 
 
 @pytest.mark.parametrize("name", ["strategy.yaml", "strategy.json"])
@@ -255,7 +255,7 @@ def test_micro_batches_that_are_left_open_are_those_of_the_file(
     tmp_path: Path, is_said: bool
 ) -> None:
     two = GraphVariant(num_micro_batches=2)
-    made = build_manual(ManualConfig(pins={"batch": "S(0)"})).plan(of_two(None))
+    made = ManualPlanner(ManualConfig(pins={"batch": "S(0)"})).plan(of_two(None))
     path = tmp_path / "strategy.yaml"
     path.write_text(to_yaml(replace(made, variant=two if is_said else None)))
 

@@ -28,7 +28,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
 from sbp_core.testing.edits import edited, edited_text
 from sbp_planner.configs import FileConfig
-from sbp_planner.file import build
+from sbp_planner.file import FilePlanner
 
 LAYOUTS = {
     "zero": ((2,), ("data",)),
@@ -82,7 +82,7 @@ def take(layout: str, form: str, random: Random, folder: Path) -> str:
     path.write_text(text, encoding="utf-8", newline="")
     begin = process_time()
     try:
-        found = build(FileConfig(path=str(path), allow_other_graph=True)).plan(asked)
+        found = FilePlanner(FileConfig(path=str(path), allow_other_graph=True)).plan(asked)
         check(compile_plan(asked.graph, found))
     except ConfigError as error:
         assert error.what

@@ -22,7 +22,7 @@ from sbp_core.planning.compiled import Compilation
 from sbp_core.sbp import NdSbp, S
 from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
-from sbp_planner.galvatron import build
+from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.layer_search import (
     AXES,
     Kind,
@@ -44,7 +44,7 @@ class TestGalvatron(PlannerConformance):
     micro_batches = (4,)
 
     def make_planner(self):
-        return build(GalvatronConfig())
+        return GalvatronPlanner(GalvatronConfig())
 
 
 def test_ways_are_those_of_the_paper():
@@ -168,7 +168,7 @@ def cheapest_s(solver, stage, layers):
 
 
 def searches_of(ask, **settings):
-    return list(build(GalvatronConfig(**settings))._searches(ask, monotonic() + 1000))
+    return list(GalvatronPlanner(GalvatronConfig(**settings))._searches(ask, monotonic() + 1000))
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_one_stage_takes_what_is_said():
         mlp((64,) * 5, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)
     )
 
-    strategy = build(GalvatronConfig()).plan(ask)
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(ask)
 
     assert len(strategy.stages) == 1
     simulated = Compilation(request=ask, limit_bytes=1e12).compiled(strategy).step_s
@@ -220,7 +220,7 @@ def test_a_pipeline_goes_across_slow_links_with_stages_of_equal_time():
     graph = mlp((64, 64, 64, 64, 256), batch=4, num_micro_batches=8)
     ask = asked(graph, nodes_of_two(inside=1e9, between=1e7))
 
-    strategy = build(GalvatronConfig()).plan(ask)
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(ask)
 
     assert [stage.size for stage in strategy.stages] == [2, 2]
     # The last layer has more than half of the work: three are beside it, not two.
@@ -233,7 +233,7 @@ def test_micro_batches_are_chosen_if_the_step_has_variants():
     family = MlpFamily(sizes=(16, 64, 2, 16), batch_size=64, micro_batches=(1, 4))
     ask = family_request(family, bytes_per_s=1e6)
 
-    strategy = build(GalvatronConfig()).plan(ask)
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(ask)
 
     tried = strategy.report["tried"]
     assert {entry["micro_batches"] for entry in tried} == {1, 4}
@@ -250,10 +250,10 @@ def memory_of(ask, strategy):
 def test_layers_are_split_otherwise_where_memory_is_short():
     graph = mlp((64,) * 4, batch=128, num_micro_batches=2)
     ask = asked(graph, nodes_of_two(inside=1e10, between=1e9, num_devices=2))
-    free = build(GalvatronConfig()).plan(ask)
+    free = GalvatronPlanner(GalvatronConfig()).plan(ask)
     limit = 0.9 * memory_of(ask, free)
 
-    strategy = build(GalvatronConfig(memory_bytes=limit)).plan(ask)
+    strategy = GalvatronPlanner(GalvatronConfig(memory_bytes=limit)).plan(ask)
 
     assert memory_of(ask, strategy) <= limit
     assert strategy.report["objective_s"] > free.report["objective_s"]
@@ -265,7 +265,7 @@ def test_layers_of_several_ways_train_as_one_device():
     step = step_of(16, (16, 256), 16, samples=32, num_micro_batches=2)
     cluster = machine(num_devices=2, devices_per_node=2, inside=1e9, between=1e9, flop_per_s=1e9)
 
-    strategy = build(GalvatronConfig()).plan(asked(step.graph, cluster))
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(asked(step.graph, cluster))
 
     words = " ".join(strategy.report["explanation"])
     assert "DP 2" in words and "TP 2" in words, "all layers are split alike"
@@ -277,9 +277,9 @@ def test_products_of_ways_train_as_one_device():
     step = step_of(64, (64, 64, 64), 64, samples=128, num_micro_batches=2)
     cluster = machine(num_devices=4, devices_per_node=4, inside=2e9, between=1e9, flop_per_s=1e9)
     ask = asked(step.graph, cluster)
-    limit = 0.7 * memory_of(ask, build(GalvatronConfig()).plan(ask))
+    limit = 0.7 * memory_of(ask, GalvatronPlanner(GalvatronConfig()).plan(ask))
 
-    strategy = build(GalvatronConfig(memory_bytes=limit)).plan(ask)
+    strategy = GalvatronPlanner(GalvatronConfig(memory_bytes=limit)).plan(ask)
 
     assert memory_of(ask, strategy) <= limit
     words = " ".join(strategy.report["explanation"])
@@ -292,7 +292,7 @@ def test_a_pipeline_of_split_layers_trains_as_one_device():
     step = step_of(16, (16, 256, 16, 256), 16, samples=8, num_micro_batches=4)
     cluster = machine(num_devices=4, devices_per_node=2, inside=1e9, between=1e7, flop_per_s=1e9)
 
-    strategy = build(GalvatronConfig()).plan(asked(step.graph, cluster))
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(asked(step.graph, cluster))
 
     assert len(strategy.stages) == 2
     words = " ".join(strategy.report["explanation"])
@@ -305,19 +305,19 @@ def test_what_nothing_keeps_is_refused_with_what_would_do():
     ask = asked(
         mlp((64,) * 3, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)
     )
-    needs = memory_of(ask, build(GalvatronConfig()).plan(ask))
+    needs = memory_of(ask, GalvatronPlanner(GalvatronConfig()).plan(ask))
 
     with pytest.raises(PlanError, match="no stages that were found fit") as caught:
-        build(GalvatronConfig(memory_bytes=0.2 * needs)).plan(ask)
+        GalvatronPlanner(GalvatronConfig(memory_bytes=0.2 * needs)).plan(ask)
 
     assert caught.value.accepted.startswith("planner.memory_bytes >= ")
     limit = float(caught.value.accepted.rpartition(" ")[2])
-    assert memory_of(ask, build(GalvatronConfig(memory_bytes=limit)).plan(ask)) <= limit
+    assert memory_of(ask, GalvatronPlanner(GalvatronConfig(memory_bytes=limit)).plan(ask)) <= limit
 
 
 def test_a_mesh_of_several_axes_is_refused_with_the_one_to_set():
     with pytest.raises(ConfigError, match="divides the ranks of a stage itself") as caught:
-        build(GalvatronConfig()).plan(request((2, 2, 2), ("pipe", "data", "tensor")))
+        GalvatronPlanner(GalvatronConfig()).plan(request((2, 2, 2), ("pipe", "data", "tensor")))
 
     assert caught.value.todo == "say cluster.mesh=[2,4] cluster.axes=[pipe,data]"
 
@@ -328,7 +328,7 @@ def test_a_pin_of_the_user_holds_under_every_way():
     )
     pinned = replace(ask, pins={"layers.0.weight": {"data": "S(1)"}})
 
-    strategy = build(GalvatronConfig()).plan(pinned)
+    strategy = GalvatronPlanner(GalvatronConfig()).plan(pinned)
 
     assert set(strategy.storage["layers.0.weight"].sbp) == {S(1)}
     assert strategy.storage["layers.0.weight"].sbp != NdSbp(S(0))

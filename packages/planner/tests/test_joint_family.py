@@ -53,7 +53,7 @@ def asked(seed: int) -> PlanRequest:
 def needed(request: PlanRequest, count: int) -> float:
     """Return what the fastest plan of a number of micro-batches holds, in bytes."""
     one = request.of(GraphVariant(num_micro_batches=count))
-    found = ilp.build(IlpConfig()).plan(one)
+    found = ilp.IlpPlanner(IlpConfig()).plan(one)
     return Compilation(request=one, limit_bytes=1).compiled(found, exact=True).memory_bytes
 
 
@@ -63,8 +63,8 @@ def check_against_exhaustive(seed: int, count: int) -> None:
     limit = needed(request, count)
     assert needed(request, 1) > limit
 
-    found = ilp.build(IlpConfig(memory_bytes=limit, tied=False)).plan(request)
-    wanted = exhaustive.build(ExhaustiveConfig(memory_bytes=limit)).plan(request)
+    found = ilp.IlpPlanner(IlpConfig(memory_bytes=limit, tied=False)).plan(request)
+    wanted = exhaustive.ExhaustivePlanner(ExhaustiveConfig(memory_bytes=limit)).plan(request)
 
     assert found.report["cost_s"] == pytest.approx(wanted.report["cost_s"], rel=1e-9)
     # Of two variants that take the same time either may be taken.
@@ -91,7 +91,7 @@ def test_it_is_so_on_random_products_and_machines(seed: int, count: int) -> None
 def test_without_a_limit_the_variants_that_are_slower_are_struck_by_their_bounds() -> None:
     request = asked(0)
 
-    report = ilp.build(IlpConfig()).plan(request).report
+    report = ilp.IlpPlanner(IlpConfig()).plan(request).report
 
     assert [one["outcome"] for one in report["variants"]] == ["best", *["struck by its bound"] * 2]
     assert report["gap"] == pytest.approx(0, abs=1e-9)
@@ -118,7 +118,7 @@ def test_a_variant_that_a_proof_strikes_is_not_searched(monkeypatch: pytest.Monk
         return found and replace(found, bound_s=0.0)
 
     monkeypatch.setattr(FamilySearch, "_posed", without_floor)
-    report = ilp.build(IlpConfig()).plan(request).report
+    report = ilp.IlpPlanner(IlpConfig()).plan(request).report
 
     assert [one["outcome"] for one in report["variants"]] == ["best", *["struck by its bound"] * 2]
     assert searched == [1]
@@ -133,10 +133,10 @@ def test_of_very_large_steps_what_gains_little_is_not_planned(
 
     request = replace(asked(0), family=Four(4, 16, micro_batches=(4, 1)))
     request = replace(request, graph=request.family.graph(Four.variant))
-    whole = ilp.build(IlpConfig()).plan(request).report
+    whole = ilp.IlpPlanner(IlpConfig()).plan(request).report
     monkeypatch.setattr(family, "_MAX_NODES", 1)
     monkeypatch.setattr(family, "_NEAR_SHARE", 0.999)
-    found = ilp.build(IlpConfig()).plan(request).report
+    found = ilp.IlpPlanner(IlpConfig()).plan(request).report
 
     assert [one["outcome"] for one in whole["variants"]] == [
         "slower",
@@ -157,9 +157,9 @@ def test_a_variant_that_is_struck_would_have_been_no_faster(count: int) -> None:
     request = asked(1)
     one = request.of(GraphVariant(num_micro_batches=count))
 
-    best = ilp.build(IlpConfig()).plan(request).report["cost_s"]
+    best = ilp.IlpPlanner(IlpConfig()).plan(request).report["cost_s"]
 
-    assert ilp.build(IlpConfig()).plan(one).report["bound_s"] >= best
+    assert ilp.IlpPlanner(IlpConfig()).plan(one).report["bound_s"] >= best
 
 
 def test_where_the_search_of_a_variant_fails_its_bound_stays(
@@ -172,9 +172,9 @@ def test_where_the_search_of_a_variant_fails_its_bound_stays(
             raise PlanError("nothing was found")
         return fitting(search, *arguments)
 
-    whole = ilp.build(IlpConfig()).plan(asked(0)).report
+    whole = ilp.IlpPlanner(IlpConfig()).plan(asked(0)).report
     monkeypatch.setattr(JointSearch, "fitting", failing)
-    found = ilp.build(IlpConfig()).plan(asked(0)).report
+    found = ilp.IlpPlanner(IlpConfig()).plan(asked(0)).report
 
     assert found["cost_s"] > whole["cost_s"]
     assert found["bound_s"] == pytest.approx(whole["bound_s"])
@@ -185,9 +185,9 @@ def test_the_gap_is_that_to_variants_that_do_not_fit_too() -> None:
     request = asked(0)
     limit = needed(request, 4)
 
-    report = ilp.build(IlpConfig(memory_bytes=limit)).plan(request).report
+    report = ilp.IlpPlanner(IlpConfig(memory_bytes=limit)).plan(request).report
 
-    free = ilp.build(IlpConfig()).plan(request).report["cost_s"]
+    free = ilp.IlpPlanner(IlpConfig()).plan(request).report["cost_s"]
     assert report["bound_s"] == pytest.approx(free)
     assert report["gap"] == pytest.approx(1 - free / report["cost_s"])
     assert any("have no plan that was found and fits: 1 micro" in s for s in report["explanation"])
@@ -197,12 +197,12 @@ def test_the_gap_is_that_to_variants_that_do_not_fit_too() -> None:
 def test_activations_are_made_again_where_memory_is_short() -> None:
     family = MlpFamily(sizes=(16, 64, 2, 16), batch_size=256, micro_batches=(1,), may_slice=False)
     request = family_request(family, bytes_per_s=1e9)
-    free = ilp.build(IlpConfig()).plan(request)
+    free = ilp.IlpPlanner(IlpConfig()).plan(request)
     assert free.variant == GraphVariant()
     judge = Compilation(request=request, limit_bytes=1)
     limit = 0.75 * judge.compiled(free, exact=True).memory_bytes
 
-    found = ilp.build(IlpConfig(memory_bytes=limit, time_limit_s=20)).plan(request)
+    found = ilp.IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=20)).plan(request)
 
     assert found.variant is not None and found.variant.recompute_bytes is not None
     held = Compilation(request=request.of(found.variant), limit_bytes=limit).compiled(found)
@@ -213,7 +213,7 @@ def test_activations_are_made_again_where_memory_is_short() -> None:
 def test_once_it_is_late_nothing_further_is_begun_and_the_report_says_so() -> None:
     request = asked(2)
 
-    report = ilp.build(IlpConfig(time_limit_s=1e-9)).plan(request).report
+    report = ilp.IlpPlanner(IlpConfig(time_limit_s=1e-9)).plan(request).report
 
     assert report["unseen_micro_batches"] == [2, 4]
     assert report["explanation"][-1] == "  micro-batches that were not looked at in time: 2, 4"
@@ -223,7 +223,7 @@ def test_where_it_is_late_and_nothing_fits_the_leanest_variant_is_still_tried() 
     request = asked(2)
     limit = needed(request, 4)
 
-    found = ilp.build(IlpConfig(memory_bytes=limit, time_limit_s=1e-9)).plan(request)
+    found = ilp.IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=1e-9)).plan(request)
 
     assert found.variant == GraphVariant(num_micro_batches=4)
 
@@ -233,7 +233,7 @@ def test_the_least_of_all_variants_is_named_where_none_fits() -> None:
     limit = needed(request, 4) / 2
 
     with pytest.raises(PlanError, match=r"fits .* of 3 variants of the step") as refused:
-        ilp.build(IlpConfig(memory_bytes=limit)).plan(request)
+        ilp.IlpPlanner(IlpConfig(memory_bytes=limit)).plan(request)
 
     assert refused.value.accepted.startswith("planner.memory_bytes >= ")
 
@@ -241,7 +241,7 @@ def test_the_least_of_all_variants_is_named_where_none_fits() -> None:
 def test_a_pin_that_cannot_be_meant_is_told_whatever_the_variants_are() -> None:
     request = replace(asked(0), pins={"no.such": "B"})
 
-    for planner in (ilp.build(IlpConfig()), exhaustive.build(ExhaustiveConfig())):
+    for planner in (ilp.IlpPlanner(IlpConfig()), exhaustive.ExhaustivePlanner(ExhaustiveConfig())):
         with pytest.raises(ConfigError, match=r"no\.such"):
             planner.plan(request)
 
@@ -256,7 +256,7 @@ def test_a_number_of_micro_batches_of_which_there_is_no_step_is_passed_over() ->
     request = replace(asked(0), family=Odd(4, 16))
     request = replace(request, graph=request.family.graph(GraphVariant()))
 
-    strategy = ilp.build(IlpConfig()).plan(request)
+    strategy = ilp.IlpPlanner(IlpConfig()).plan(request)
 
     assert [one["variant"] for one in strategy.report["variants"]] == [
         "1 micro-batch",
@@ -268,7 +268,7 @@ def test_progress_says_which_variant_is_looked_at() -> None:
     told: list[tuple[str, float]] = []
     request = replace(asked(0), progress=lambda what, part: told.append((what, part)))
 
-    ilp.build(IlpConfig(memory_bytes=needed(request, 4))).plan(request)
+    ilp.IlpPlanner(IlpConfig(memory_bytes=needed(request, 4))).plan(request)
 
     assert any(what.startswith("4 micro-batches: ") for what, _ in told)
     assert all(0 <= part <= 1 for _, part in told)

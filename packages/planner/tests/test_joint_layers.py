@@ -168,8 +168,8 @@ def test_the_bound_of_all_signatures_is_that_of_layers_posed_one_by_one():
 
 def test_plans_of_equal_layers_fit_memory_as_before():
     asked = deep(6, width=32)
-    free = ilp.build(IlpConfig()).plan(asked)
-    alone = ilp.build(IlpConfig(tied=False)).plan(asked)
+    free = ilp.IlpPlanner(IlpConfig()).plan(asked)
+    alone = ilp.IlpPlanner(IlpConfig(tied=False)).plan(asked)
 
     assert free.report["cost_s"] >= alone.report["cost_s"] * (1 - 1e-9)
     assert free.report["bound_s"] <= free.report["cost_s"]

@@ -126,11 +126,11 @@ def step_cost(step, values):
 def check_bound_of_all(monkeypatch, seed):
     """Plan with all signatures, and near what is found axis by axis."""
     request = asked(seed)
-    best = ilp.build(IlpConfig(tied=False)).plan(request)
+    best = ilp.IlpPlanner(IlpConfig(tied=False)).plan(request)
     monkeypatch.setattr(nearness, "MAX_PRICES", 100)
     fastest = sum(table.min() for table in joint_problem(request).unary)
 
-    found = ilp.build(IlpConfig(tied=False)).plan(request)
+    found = ilp.IlpPlanner(IlpConfig(tied=False)).plan(request)
 
     report = found.report
     assert_legal(request.graph, found)

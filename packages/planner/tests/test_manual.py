@@ -14,7 +14,7 @@ from sbp_core.sbp import B, NdSbp, S
 from sbp_core.simulation import simulate
 from sbp_core.testing.graphs import mlp
 from sbp_planner.configs import ManualConfig
-from sbp_planner.manual import build
+from sbp_planner.manual import ManualPlanner
 
 MESHES = [
     ("data_parallel", (4,), ("data",)),
@@ -38,7 +38,7 @@ def preset(name, **changes):
     folder = files("sbp_planner.conf").joinpath("planner", "manual")
     option = yaml.safe_load(folder.joinpath(f"{name}.yaml").read_text("utf-8"))
     assert option.pop("name") == "manual"
-    return build(merge_settings(ManualConfig, {**option, **changes}))
+    return ManualPlanner(merge_settings(ManualConfig, {**option, **changes}))
 
 
 @pytest.mark.slow(but=2)
@@ -233,7 +233,7 @@ def test_a_preset_for_an_axis_that_the_mesh_lacks_says_so():
 def test_a_preset_refuses_a_mesh_without_the_axis_it_is_about(preset, axes, lacks):
     text = files("sbp_planner").joinpath(f"conf/planner/manual/{preset}.yaml").read_text()
     settings = yaml.safe_load(text)
-    planner = build(
+    planner = ManualPlanner(
         merge_settings(ManualConfig, {k: v for k, v in settings.items() if k != "name"})
     )
 
@@ -299,7 +299,7 @@ def test_the_users_pins_override_what_patterns_found():
 
 def test_a_preset_for_some_models_says_so_to_another_and_names_presets_for_any():
     fits = "gpt alone"
-    planner = build(ManualConfig(pins={"*.no_such_module.*": "B"}, fits=fits))
+    planner = ManualPlanner(ManualConfig(pins={"*.no_such_module.*": "B"}, fits=fits))
 
     with pytest.raises(ConfigError) as caught:
         planner.plan(request((2,), ("data",)))

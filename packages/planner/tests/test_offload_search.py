@@ -53,21 +53,21 @@ _FAMILY = MlpFamily(sizes=(8, 32, 1, 8), batch_size=16, may_recompute=False, may
 
 #: With settings that keep them short; `exhaustive` has too much to look at here.
 _PLANNERS: dict[str, Callable[..., Planner]] = {
-    "alpa": lambda **s: alpa.build(search_configs.AlpaConfig(**s)),
-    "auto": lambda **s: auto.build(search_configs.AutoConfig(time_limit_s=1e-6, **s)),
-    "dlplacer": lambda **s: placers.build_dlplacer(search_configs.DlplacerConfig(**s)),
-    "galvatron": lambda **s: galvatron.build(search_configs.GalvatronConfig(**s)),
-    "gpipe": lambda **s: pipelines.build_gpipe(search_configs.GpipeConfig(**s)),
-    "greedy": lambda **s: greedy.build(search_configs.GreedyConfig(**s)),
-    "ilp": lambda **s: ilp.build(search_configs.IlpConfig(**s)),
-    "propagate": lambda **s: propagate.build(PropagateConfig(**s)),
-    "manual": lambda **s: manual.build(ManualConfig(pins={"batch": "S(0)"}, **s)),
-    "mcmc": lambda **s: mcmc.build(search_configs.McmcConfig(proposals=2, **s)),
-    "optcnn": lambda **s: optcnn.build(search_configs.OptcnnConfig(**s)),
-    "osdp": lambda **s: osdp.build(OsdpConfig(**s)),
-    "pipedream": lambda **s: pipelines.build_pipedream(search_configs.PipedreamConfig(**s)),
-    "stanza": lambda **s: placers.build_stanza(search_configs.StanzaConfig(**s)),
-    "tofu": lambda **s: tofu.build(search_configs.TofuConfig(**s)),
+    "alpa": lambda **s: alpa.AlpaPlanner(search_configs.AlpaConfig(**s)),
+    "auto": lambda **s: auto.AutoPlanner(search_configs.AutoConfig(time_limit_s=1e-6, **s)),
+    "dlplacer": lambda **s: placers.DlplacerPlanner(search_configs.DlplacerConfig(**s)),
+    "galvatron": lambda **s: galvatron.GalvatronPlanner(search_configs.GalvatronConfig(**s)),
+    "gpipe": lambda **s: pipelines.GpipePlanner(search_configs.GpipeConfig(**s)),
+    "greedy": lambda **s: greedy.GreedyPlanner(search_configs.GreedyConfig(**s)),
+    "ilp": lambda **s: ilp.IlpPlanner(search_configs.IlpConfig(**s)),
+    "propagate": lambda **s: propagate.PropagatePlanner(PropagateConfig(**s)),
+    "manual": lambda **s: manual.ManualPlanner(ManualConfig(pins={"batch": "S(0)"}, **s)),
+    "mcmc": lambda **s: mcmc.McmcPlanner(search_configs.McmcConfig(proposals=2, **s)),
+    "optcnn": lambda **s: optcnn.OptcnnPlanner(search_configs.OptcnnConfig(**s)),
+    "osdp": lambda **s: osdp.OsdpPlanner(OsdpConfig(**s)),
+    "pipedream": lambda **s: pipelines.PipedreamPlanner(search_configs.PipedreamConfig(**s)),
+    "stanza": lambda **s: placers.StanzaPlanner(search_configs.StanzaConfig(**s)),
+    "tofu": lambda **s: tofu.TofuPlanner(search_configs.TofuConfig(**s)),
 }
 
 
@@ -229,7 +229,7 @@ def test_a_limit_that_host_memory_does_not_help_is_told() -> None:
 
 
 def test_a_wrong_pin_is_told_as_it_is() -> None:
-    made = osdp.build(OsdpConfig(pins={"nothing.like.it": "B"}))
+    made = osdp.OsdpPlanner(OsdpConfig(pins={"nothing.like.it": "B"}))
 
     with pytest.raises(SbpError) as without:
         made.plan(asked(host_bytes=None))
@@ -330,7 +330,7 @@ def test_what_memory_costs_is_known_from_variants_that_do_not_fit(
     report = {"cost_s": 1.0, "unlimited_s": unlimited_s, "variants": variants}
     planned = infer_strategy(asked(), planner="test", pins={"batch": "S(0)"}, report=report)
 
-    assert ilp.build(search_configs.IlpConfig()).gain(planned) == pytest.approx(wanted)
+    assert ilp.IlpPlanner(search_configs.IlpConfig()).gain(planned) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("host_bytes_per_s", [1e4, 1e6, 1e10])
@@ -347,7 +347,9 @@ def test_a_program_with_states_in_host_memory_costs_what_the_truth_does(
     )
     named = ("optimizer_states",)
 
-    truth = exhaustive.build(search_configs.ExhaustiveConfig(offload=named)).plan(request)
+    truth = exhaustive.ExhaustivePlanner(search_configs.ExhaustiveConfig(offload=named)).plan(
+        request
+    )
     found = _PLANNERS["ilp"](offload=named).plan(request)
     without = _PLANNERS["ilp"]().plan(request)
 

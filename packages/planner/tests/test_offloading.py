@@ -78,9 +78,9 @@ def test_presets_offload_what_they_are_told_to(planner: str) -> None:
     asked = _request()
     pins = {"batch": "S(0)"}
     made = (
-        manual.build(ManualConfig(pins=pins, offload=("optimizer_states",)))
+        manual.ManualPlanner(ManualConfig(pins=pins, offload=("optimizer_states",)))
         if planner == "manual"
-        else propagate.build(
+        else propagate.PropagatePlanner(
             PropagateConfig(pin_sets={"batch": pins}, offload=("optimizer_states",))
         )
     )
@@ -151,13 +151,13 @@ def test_auto_offloads_what_does_not_fit_otherwise(
     # The searches take long, and there is nothing to search on one rank.
     monkeypatch.setattr("sbp_planner.auto._Search._searches", lambda *_: iter(()))
     monkeypatch.setattr("sbp_planner.auto._NUM_OFFLOADED", 1)
-    fits_easily = auto.build(AutoConfig()).plan(asked)
+    fits_easily = auto.AutoPlanner(AutoConfig()).plan(asked)
     options = CompileOptions(cluster=asked.cluster)
     everything = offloading(asked, fits_easily, ["optimizer_states"])
     limit = predict_memory(compile_plan(asked.graph, everything, options)).peak
     config = AutoConfig(memory_bytes=limit)
 
-    strategy = auto.build(config).plan(asked)
+    strategy = auto.AutoPlanner(config).plan(asked)
 
     assert not _offloaded(fits_easily)
     assert _offloaded(strategy)
@@ -165,7 +165,7 @@ def test_auto_offloads_what_does_not_fit_otherwise(
     assert predict_memory(plan).peak <= limit
     assert "with offload is the fastest" in strategy.report["explanation"][0]
     with pytest.raises(PlanError, match="nothing that was tried fits"):
-        auto.build(config).plan(_request(None))
+        auto.AutoPlanner(config).plan(_request(None))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from sbp_core.simulation import simulate
 from sbp_planner import no_fit, sharding
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values
-from sbp_planner.osdp import build
+from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.sharding import ends_of
 
 
@@ -35,7 +35,7 @@ def slow_request(mesh_shape=(4,), axes=("data",)):
 
 @cache
 def plan(memory_bytes=None, mesh_shape=(4,), axes=("data",)):
-    return build(OsdpConfig(memory_bytes=memory_bytes)).plan(slow_request(mesh_shape, axes))
+    return OsdpPlanner(OsdpConfig(memory_bytes=memory_bytes)).plan(slow_request(mesh_shape, axes))
 
 
 def needed(strategy):
@@ -113,7 +113,7 @@ def test_what_is_faster_sharded_is_sharded_with_enough_memory():
     asked = request((4,), ("data",))
     fast = replace(asked.cluster, intra_node=Link(latency_s=0.0, bytes_per_s=1e12))
 
-    found = build(OsdpConfig()).plan(replace(asked, cluster=fast)).report["osdp"]
+    found = OsdpPlanner(OsdpConfig()).plan(replace(asked, cluster=fast)).report["osdp"]
 
     assert found["modes"]["head.weight"] == "ZDP"
     assert found["chosen"]["plan_step_s"] < found["all_dp"]["plan_step_s"]
@@ -226,7 +226,7 @@ def test_the_limit_of_the_machine_is_named_as_the_setting_of_the_cluster(bounds)
 
     # A little less is enough where some parameters are not gathered.
     with pytest.raises(ConfigError, match="no choice fits") as refused:
-        build(OsdpConfig()).plan(small)
+        OsdpPlanner(OsdpConfig()).plan(small)
 
     assert refused.value.accepted == f"cluster.memory_bytes >= {bounds[0]}"
 
@@ -245,7 +245,7 @@ def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(b
     limit = sum(bounds) / 2
     asked = replace(slow_request(), options=CompileOptions(bucket_bytes=0))
 
-    strategy = build(OsdpConfig(memory_bytes=limit)).plan(asked)
+    strategy = OsdpPlanner(OsdpConfig(memory_bytes=limit)).plan(asked)
 
     found = strategy.report["osdp"]
     compiled = compile_plan(asked.graph, strategy, asked.options)
@@ -258,7 +258,7 @@ def test_the_time_of_a_choice_is_that_of_the_plan_that_will_run():
     asked = slow_request()
     overlaps = CompileOptions(cluster=asked.cluster, boxing_thread=True, piece_s=0.0)
 
-    strategy = build(OsdpConfig()).plan(replace(asked, options=overlaps))
+    strategy = OsdpPlanner(OsdpConfig()).plan(replace(asked, options=overlaps))
 
     found = strategy.report["osdp"]["chosen"]["plan_step_s"]
     assert found == simulate(compile_plan(asked.graph, strategy, overlaps)).step_s
@@ -306,7 +306,7 @@ def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, m
     found = [measured(chosen) for chosen in choices]
     best = min(seconds for size, seconds in found if size <= limit)
 
-    found = build(OsdpConfig(memory_bytes=limit)).plan(asked).report["osdp"]
+    found = OsdpPlanner(OsdpConfig(memory_bytes=limit)).plan(asked).report["osdp"]
 
     assert found["chosen"]["plan_step_s"] == pytest.approx(best, rel=1e-12)
     assert found["chosen"]["num_sharded"] > 0
@@ -319,7 +319,7 @@ def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch
 
     monkeypatch.setattr(kept_plans, "call_layouts", none)
 
-    strategy = build(OsdpConfig()).plan(slow_request())
+    strategy = OsdpPlanner(OsdpConfig()).plan(slow_request())
 
     assert not strategy.report["osdp"]["memory_is_exact"]
     assert "a bound" in strategy.report["explanation"][0]
@@ -337,11 +337,11 @@ def test_updates_belong_to_the_parameter_whose_states_they_read():
 
 def test_an_axis_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"'data', which is not there.*\[tensor\]"):
-        build(OsdpConfig(axis="data")).plan(slow_request(axes=("tensor",)))
+        OsdpPlanner(OsdpConfig(axis="data")).plan(slow_request(axes=("tensor",)))
 
 
 def test_an_axis_that_is_not_known_is_asked_for():
     with pytest.raises(ConfigError, match="it is not said which") as refused:
-        build(OsdpConfig()).plan(slow_request((2, 2), ("outer", "tensor")))
+        OsdpPlanner(OsdpConfig()).plan(slow_request((2, 2), ("outer", "tensor")))
 
     assert refused.value.accepted == "one of outer, tensor"

@@ -18,7 +18,7 @@ from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options
 from sbp_planner.knapsack import choose, evaluate
-from sbp_planner.osdp import build
+from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.sharding import ends_of, mixed, shard_dim
 from sbp_planner.storage_search import StorageSearch
 from sbp_torch.testing.planner import PlannerRunConformance
@@ -45,7 +45,7 @@ def asked(axes=("data", "tensor")):
 @cache
 def plan(axes=("data", "tensor"), memory_bytes=None):
     pins = MEGATRON if "tensor" in axes else {}
-    return build(OsdpConfig(memory_bytes=memory_bytes, pins=pins)).plan(asked(axes))
+    return OsdpPlanner(OsdpConfig(memory_bytes=memory_bytes, pins=pins)).plan(asked(axes))
 
 
 @cache
@@ -78,7 +78,7 @@ class TestOsdpInCells(PlannerRunConformance):
     micro_batches = (2,)
 
     def make_planner(self):
-        return build(OsdpConfig(memory_bytes=5950))
+        return OsdpPlanner(OsdpConfig(memory_bytes=5950))
 
     def test_some_parameters_are_sharded(self) -> None:
         for mesh in self.meshes:
@@ -91,7 +91,7 @@ class TestOsdpInStages(PlannerConformance):
     micro_batches = (2,)
 
     def make_planner(self):
-        return build(OsdpConfig())
+        return OsdpPlanner(OsdpConfig())
 
 
 @pytest.mark.slow
@@ -210,10 +210,10 @@ def test_the_guide_is_solved_exactly(axes):
 def test_the_axis_is_found_by_its_name_or_as_the_only_one():
     for axes, shape in ((("rows",), (4,)), (("one", "rows"), (1, 4)), (("rows", "pipe"), (4, 1))):
         request = replace(asked(), mesh=Placement.grid(shape, axes))
-        strategy = build(OsdpConfig(memory_bytes=60_000)).plan(request)
+        strategy = OsdpPlanner(OsdpConfig(memory_bytes=60_000)).plan(request)
         assert "ZDP" in modes(strategy).values()
 
 
 def test_the_axis_of_stages_is_refused():
     with pytest.raises(ConfigError, match="'pipe', which is of stages"):
-        build(OsdpConfig(axis="pipe")).plan(asked(("pipe", "data")))
+        OsdpPlanner(OsdpConfig(axis="pipe")).plan(asked(("pipe", "data")))

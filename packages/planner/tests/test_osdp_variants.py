@@ -15,7 +15,7 @@ from sbp_core.memory import predict_memory
 from sbp_core.planning.variants import recompute_budgets
 from sbp_core.simulation import simulate
 from sbp_planner.configs import OsdpConfig
-from sbp_planner.osdp import build
+from sbp_planner.osdp import OsdpPlanner
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -34,7 +34,7 @@ WIDE = MlpFamily(sizes=(16, 16, 1, 1024), batch_size=16, may_recompute=False)
 
 @cache
 def plan(family_name, memory_bytes=None, **settings):
-    return build(OsdpConfig(memory_bytes=memory_bytes, **settings)).plan(asked(family_name))
+    return OsdpPlanner(OsdpConfig(memory_bytes=memory_bytes, **settings)).plan(asked(family_name))
 
 
 @cache
@@ -82,7 +82,7 @@ def test_softmaxes_are_whole_where_no_axis_could_split_their_classes():
 
     family = Family(sizes=SETTLED.sizes, batch_size=16, may_recompute=False, may_slice=False)
 
-    strategy = build(OsdpConfig()).plan(family_request(family, bytes_per_s=1e9))
+    strategy = OsdpPlanner(OsdpConfig()).plan(family_request(family, bytes_per_s=1e9))
 
     assert strategy.variant == GraphVariant(splits_classes=False)
 
@@ -96,7 +96,7 @@ def test_activations_are_made_again_where_no_storage_fits():
     assert strategy.variant.recompute_bytes is not None
     check_fits("deep, whole", strategy, limit)
     with pytest.raises(ConfigError, match="no choice fits"):
-        build(OsdpConfig(memory_bytes=limit)).plan(replace(asked("deep, whole"), family=None))
+        OsdpPlanner(OsdpConfig(memory_bytes=limit)).plan(replace(asked("deep, whole"), family=None))
 
 
 @pytest.mark.exhaustive
@@ -112,7 +112,7 @@ def test_the_variant_is_the_fastest_of_all_that_fit():
                 continue
             variant = replace(variant, recompute_bytes=budgets[budget])
         try:
-            found = build(OsdpConfig(memory_bytes=limit)).plan(request.of(variant))
+            found = OsdpPlanner(OsdpConfig(memory_bytes=limit)).plan(request.of(variant))
         except ConfigError:
             continue
         seconds.append(found.report["osdp"]["chosen"]["plan_step_s"])
@@ -172,7 +172,7 @@ def test_nothing_is_sliced_where_activations_are_the_peak():
     limit = 0.9 * needed(plan("deep, whole"), "all_zdp")
 
     with pytest.raises(ConfigError, match="no choice fits") as refused:
-        build(OsdpConfig(memory_bytes=limit)).plan(request)
+        OsdpPlanner(OsdpConfig(memory_bytes=limit)).plan(request)
 
     assert "slices" not in refused.value.todo
 
@@ -215,7 +215,7 @@ def test_batches_grow_while_they_fit_and_the_setting_to_change_is_named():
     limit = 1.1 * needed(plan("settled"), "all_zdp")
     request = family_request(replace(SETTLED, batch_size=64, _graphs={}), bytes_per_s=1e9)
 
-    report = build(OsdpConfig(memory_bytes=limit, batch_sizes="auto")).plan(request).report
+    report = OsdpPlanner(OsdpConfig(memory_bytes=limit, batch_sizes="auto")).plan(request).report
 
     fits = {row["batch_size"]: row["fits"] for row in report["osdp"]["batches"]}
     assert fits == {64: True, 128: True, 256: True, 512: False, 384: False}
@@ -235,4 +235,4 @@ def test_a_batch_that_fits_is_named_where_the_one_asked_for_does_not():
 
 def test_batches_of_a_step_without_others_are_refused():
     with pytest.raises(ConfigError, match="comes without other batches"):
-        build(OsdpConfig(batch_sizes=(8,))).plan(replace(asked("wide"), family=None))
+        OsdpPlanner(OsdpConfig(batch_sizes=(8,))).plan(replace(asked("wide"), family=None))

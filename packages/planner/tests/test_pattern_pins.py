@@ -27,7 +27,7 @@ from sbp_core.planning import PlanRequest
 from sbp_core.plugins import merge_settings
 from sbp_core.sbp import B, P, S
 from sbp_planner.configs import ManualConfig
-from sbp_planner.manual import build
+from sbp_planner.manual import ManualPlanner
 from sbp_planner.pattern_pins import pattern_pins
 
 #: Megatron's tensor parallelism by the names of gpt: what the patterns have to come to.
@@ -57,7 +57,7 @@ def planned(preset, step, mesh_shape=(2,), axes=("data",), bytes_per_s=1e9):
     """Plan a step by a preset, and compare a run of it with one device."""
     mesh = Placement.grid(mesh_shape, axes)
     cluster = machine(bytes_per_s, num_ranks=mesh.size)
-    planner = build(merge_settings(ManualConfig, option(preset)))
+    planner = ManualPlanner(merge_settings(ManualConfig, option(preset)))
     strategy = planner.plan(PlanRequest(graph=step.graph, mesh=mesh, cluster=cluster))
     run_beside_one_device(step, strategy)
     return strategy
@@ -78,7 +78,7 @@ def test_of_a_gpt_what_is_found_is_what_was_pinned_by_name(preset, mesh_shape, a
     by_name = settings | {"patterns": {}, "pins": settings["pins"] | BY_NAME}
 
     found, named = (
-        build(merge_settings(ManualConfig, one)).plan(asked) for one in (settings, by_name)
+        ManualPlanner(merge_settings(ManualConfig, one)).plan(asked) for one in (settings, by_name)
     )
 
     assert found.storage == named.storage

@@ -15,7 +15,7 @@ from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.model_blocks import machine_levels, model_blocks
-from sbp_planner.pipelines import build_gpipe, build_pipedream
+from sbp_planner.pipelines import GpipePlanner, PipedreamPlanner
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
 from sbp_planner.stages import MachineLevel
 
@@ -25,7 +25,7 @@ class TestGpipe(PlannerConformance):
     micro_batches = (4,)
 
     def make_planner(self):
-        return build_gpipe(GpipeConfig())
+        return GpipePlanner(GpipeConfig())
 
 
 class TestPipedream(PlannerConformance):
@@ -33,7 +33,7 @@ class TestPipedream(PlannerConformance):
     micro_batches = (4,)
 
     def make_planner(self):
-        return build_pipedream(PipedreamConfig())
+        return PipedreamPlanner(PipedreamConfig())
 
 
 def on_links(bytes_per_s, num_ranks=4):
@@ -71,7 +71,7 @@ def test_blocks_have_the_work_and_the_parameters_of_their_modules():
 
 
 def test_with_fast_links_data_are_split_over_all_ranks():
-    strategy = build_pipedream(PipedreamConfig()).plan(on_links(1e12))
+    strategy = PipedreamPlanner(PipedreamConfig()).plan(on_links(1e12))
 
     assert len(strategy.stages) == 1
     assert "1 stage by 1f1b" in strategy.report["explanation"][0]
@@ -80,7 +80,7 @@ def test_with_fast_links_data_are_split_over_all_ranks():
 def test_with_slow_links_what_has_many_parameters_is_not_replicated():
     asked = on_links(2e6)
 
-    strategy = build_pipedream(PipedreamConfig()).plan(asked)
+    strategy = PipedreamPlanner(PipedreamConfig()).plan(asked)
 
     assert len(strategy.stages) > 1
     last = strategy.storage["layers.2.weight"].stage
@@ -90,7 +90,7 @@ def test_with_slow_links_what_has_many_parameters_is_not_replicated():
 
 
 def test_gpipe_has_a_rank_for_each_stage_and_all_forward_passes_first():
-    strategy = build_gpipe(GpipeConfig()).plan(on_links(1e9, num_ranks=3))
+    strategy = GpipePlanner(GpipeConfig()).plan(on_links(1e9, num_ranks=3))
 
     assert [stage.size for stage in strategy.stages] == [1, 1, 1]
     assert strategy.in_flight == (8, 8, 8)
@@ -108,7 +108,7 @@ def test_ranks_that_cannot_share_the_samples_of_a_micro_batch_are_stages_instead
     # them would compute all samples, and a step would take as long as on one.
     asked = request((3,), ("data",))
 
-    strategy = build_pipedream(PipedreamConfig()).plan(asked)
+    strategy = PipedreamPlanner(PipedreamConfig()).plan(asked)
 
     assert [8 % stage.size for stage in strategy.stages] == [0] * len(strategy.stages)
     said = strategy.report["explanation"][-1]
@@ -127,7 +127,7 @@ def test_settings_refuse_a_mesh_that_says_no_stages_before_anything_is_captured(
 def test_positions_of_the_axis_pipe_are_the_stages():
     asked = request((2, 2), ("pipe", "data"))
 
-    strategy = build_pipedream(PipedreamConfig()).plan(asked)
+    strategy = PipedreamPlanner(PipedreamConfig()).plan(asked)
 
     assert [stage.rank_list for stage in strategy.stages] == [(0, 1), (2, 3)]
     assert_legal(asked.graph, strategy)
@@ -135,12 +135,12 @@ def test_positions_of_the_axis_pipe_are_the_stages():
 
 def test_more_stages_than_blocks_are_refused():
     with pytest.raises(PlanError, match="has 3 blocks for 4 stages"):
-        build_gpipe(GpipeConfig()).plan(on_links(1e9))
+        GpipePlanner(GpipeConfig()).plan(on_links(1e9))
 
 
 def test_a_mesh_that_says_no_stages_is_refused_with_the_mesh_to_set():
     with pytest.raises(ConfigError, match="does not say what its stages are") as caught:
-        build_gpipe(GpipeConfig()).plan(request((2, 2), ("data", "tensor")))
+        GpipePlanner(GpipeConfig()).plan(request((2, 2), ("data", "tensor")))
 
     assert "cluster.mesh=[4] cluster.axes=[data]" in caught.value.todo
 

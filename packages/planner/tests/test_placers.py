@@ -15,7 +15,7 @@ from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.simulation import simulate
 from sbp_core.testing.planner import PlannerConformance
-from sbp_planner.placers import build_dlplacer, build_stanza, nested_ranges
+from sbp_planner.placers import DlplacerPlanner, StanzaPlanner, nested_ranges
 from sbp_planner.search_configs import DlplacerConfig, StanzaConfig
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -30,14 +30,14 @@ class TestDlplacer(PlannerRunConformance):
     meshes = (((2,), ("data",)), ((2, 2), ("data", "tensor")))
 
     def make_planner(self):
-        return build_dlplacer(DlplacerConfig())
+        return DlplacerPlanner(DlplacerConfig())
 
 
 class TestStanza(PlannerConformance):
     meshes = (((3,), ("data",)),)
 
     def make_planner(self):
-        return build_stanza(StanzaConfig())
+        return StanzaPlanner(StanzaConfig())
 
 
 @cache
@@ -100,7 +100,7 @@ def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_bat
     step = branches(num_micro_batches)
     request = asked(step, 2)
 
-    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(request)
 
     where = places(strategy)
     (left,) = {where[f"left.{at}"] for at in range(3)}
@@ -118,7 +118,7 @@ def test_branches_may_have_several_ranks_each():
     step = branches()
     request = asked(step, 4, bytes_per_s=1e9)
 
-    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(request)
 
     where = places(strategy)
     sides = [{where[f"{side}.{at}"] for at in range(3)} for side in ("left", "right")]
@@ -146,14 +146,14 @@ def test_more_ranks_than_samples_do_not_share_them():
     step = convolutions()  # of 8 samples
     request = asked(step, 16, bytes_per_s=1e12)
 
-    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(request)
 
     assert max(stage.size for stage in strategy.stages) <= 8
 
 
 @pytest.mark.exhaustive
 def test_the_program_predicts_what_the_compiled_plan_takes():
-    strategy = build_dlplacer(DlplacerConfig()).plan(asked(branches(), 2))
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(asked(branches(), 2))
 
     predicted = strategy.report["placement_s"]
 
@@ -166,7 +166,7 @@ def test_convolutions_are_data_parallel_and_large_matrices_are_on_a_rank_of_thei
     step = convolutions()
     request = asked(step, 4)
 
-    strategy = build_stanza(StanzaConfig(num_fc_workers=1)).plan(request)
+    strategy = StanzaPlanner(StanzaConfig(num_fc_workers=1)).plan(request)
 
     assert places(strategy) == {
         "convs.0": "0, 1, 2",
@@ -188,10 +188,10 @@ def test_convolutions_are_data_parallel_and_large_matrices_are_on_a_rank_of_thei
 def test_the_fastest_size_of_the_smaller_part_is_found():
     request = asked(convolutions(), 4)
 
-    best = build_stanza(StanzaConfig()).plan(request)
+    best = StanzaPlanner(StanzaConfig()).plan(request)
 
     times = [
-        step_s(request, build_stanza(StanzaConfig(num_fc_workers=few)).plan(request))
+        step_s(request, StanzaPlanner(StanzaConfig(num_fc_workers=few)).plan(request))
         for few in (1, 2)
     ]
     assert step_s(request, best) == pytest.approx(min(times), rel=1e-9)
@@ -203,7 +203,7 @@ def test_parts_on_all_ranks_and_parts_on_one_of_them_go_together():
     step = convolutions()
     request = asked(step, 4)
 
-    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(request)
 
     where = places(strategy)
     assert where["convs.0"] == "0, 1, 2, 3"
@@ -213,7 +213,7 @@ def test_parts_on_all_ranks_and_parts_on_one_of_them_go_together():
 
 @pytest.mark.slow
 def test_where_everything_is_best_on_all_ranks_it_is_one_stage():
-    strategy = build_dlplacer(DlplacerConfig()).plan(asked(convolutions(), 2, bytes_per_s=1e12))
+    strategy = DlplacerPlanner(DlplacerConfig()).plan(asked(convolutions(), 2, bytes_per_s=1e12))
 
     assert [stage.rank_list for stage in strategy.stages] == [(0, 1)]
 
@@ -221,12 +221,12 @@ def test_where_everything_is_best_on_all_ranks_it_is_one_stage():
 @pytest.mark.slow
 def test_the_limit_of_memory_is_kept_by_the_compiled_plan():
     request = asked(branches(), 2, bytes_per_s=1e6)
-    together = build_dlplacer(DlplacerConfig()).plan(request)
+    together = DlplacerPlanner(DlplacerConfig()).plan(request)
     options = CompileOptions(cluster=request.cluster)
     needed = predict_memory(compile_plan(request.graph, together, options)).peak
     assert len({stage.rank_list for stage in together.stages}) == 1
 
-    apart = build_dlplacer(DlplacerConfig(memory_bytes=0.8 * needed)).plan(request)
+    apart = DlplacerPlanner(DlplacerConfig(memory_bytes=0.8 * needed)).plan(request)
 
     assert len({stage.rank_list for stage in apart.stages}) == 2
     held = predict_memory(compile_plan(request.graph, apart, options))
@@ -236,7 +236,7 @@ def test_the_limit_of_memory_is_kept_by_the_compiled_plan():
 @pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_the_setting():
     with pytest.raises(PlanError, match=r"fits the 1000 B of a rank") as refused:
-        build_dlplacer(DlplacerConfig(memory_bytes=1000)).plan(asked(branches(), 2))
+        DlplacerPlanner(DlplacerConfig(memory_bytes=1000)).plan(asked(branches(), 2))
 
     assert "planner.memory_bytes" in refused.value.accepted
 
@@ -247,10 +247,10 @@ def test_a_mesh_with_stages_of_its_own_is_refused():
     )
 
     with pytest.raises(ConfigError, match="makes stages of its own"):
-        build_dlplacer(DlplacerConfig()).plan(request)
+        DlplacerPlanner(DlplacerConfig()).plan(request)
 
 
 @pytest.mark.parametrize(("num_ranks", "few"), [(1, None), (2, 2)])
 def test_parts_that_there_are_not_are_refused(num_ranks, few):
     with pytest.raises(ConfigError, match=f"planner.num_fc_workers={few} of {num_ranks} positions"):
-        build_stanza(StanzaConfig(num_fc_workers=few)).plan(asked(branches(), num_ranks))
+        StanzaPlanner(StanzaConfig(num_fc_workers=few)).plan(asked(branches(), num_ranks))

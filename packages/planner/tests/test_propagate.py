@@ -23,7 +23,7 @@ from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual
 from sbp_planner.configs import FIT_ANY, ManualConfig, PropagateConfig
-from sbp_planner.propagate import build
+from sbp_planner.propagate import PropagatePlanner
 
 MESHES = [((2,), ("data",)), ((4,), ("any",)), ((2, 2), ("data", "tensor"))]
 
@@ -37,7 +37,7 @@ def settings_of(option: str) -> dict[str, Any]:
 
 
 def default() -> sbp_planner.propagate.PropagatePlanner:
-    return build(merge_settings(PropagateConfig, settings_of("propagate")))
+    return PropagatePlanner(merge_settings(PropagateConfig, settings_of("propagate")))
 
 
 def time_s(asked: PlanRequest, strategy: Strategy) -> float:
@@ -57,7 +57,7 @@ def test_it_is_as_fast_as_the_presets_for_any_model(
 
     assert_legal(asked.graph, found)
     for option in (*(one for one in FIT_ANY if one != "propagate"), "manual/zero1", "manual/zero2"):
-        preset = manual.build(merge_settings(ManualConfig, settings_of(option))).plan(asked)
+        preset = manual.ManualPlanner(merge_settings(ManualConfig, settings_of(option))).plan(asked)
         assert found.report["tried"]
         assert time_s(asked, found) <= time_s(asked, preset) * (1 + 1e-9), option
 
@@ -94,13 +94,13 @@ def test_pins_that_lead_to_no_plan_are_passed_over(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sbp_planner.propagate, "infer_strategy", refusing)
     works, works_not = {"batch": "S(0)"}, {"batch": "B"}
 
-    found = build(PropagateConfig(pin_sets={"no": works_not, "yes": works})).plan(
+    found = PropagatePlanner(PropagateConfig(pin_sets={"no": works_not, "yes": works})).plan(
         request((2,), ("data",))
     )
 
     assert found.report["tried"]["no"] == inf
     with pytest.raises(PlanError, match="no such plan"):
-        build(PropagateConfig(pin_sets={"no": works_not})).plan(request((2,), ("data",)))
+        PropagatePlanner(PropagateConfig(pin_sets={"no": works_not})).plan(request((2,), ("data",)))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_pins_that_cannot_be_meant_are_refused_though_others_lead_to_a_plan() ->
     pin_sets = {"yes": {"batch": "S(0)"}, "no": {"*.atention.*": "B"}}
 
     with pytest.raises(ConfigError, match="atention"):
-        build(PropagateConfig(pin_sets=pin_sets)).plan(request((2,), ("data",)))
+        PropagatePlanner(PropagateConfig(pin_sets=pin_sets)).plan(request((2,), ("data",)))
 
 
 def within(asked: PlanRequest, memory_bytes: float) -> PlanRequest:
@@ -124,7 +124,9 @@ def held_bytes(asked: PlanRequest, strategy: Strategy) -> float:
 
 def of_one(name: str) -> sbp_planner.propagate.PropagatePlanner:
     """Return the planner that tries one set of pins alone."""
-    return build(PropagateConfig(pin_sets={name: settings_of("propagate")["pin_sets"][name]}))
+    return PropagatePlanner(
+        PropagateConfig(pin_sets={name: settings_of("propagate")["pin_sets"][name]})
+    )
 
 
 SHARDED = "data parallel with sharded states"

@@ -21,7 +21,7 @@ from sbp_core.graph import Phase
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, P, S
-from sbp_planner.auto import build
+from sbp_planner.auto import AutoPlanner
 from sbp_planner.search_configs import AutoConfig
 
 
@@ -29,7 +29,7 @@ def planned(step, cluster, **settings):
     """Plan a step with `auto`, and compare a run of it with one device."""
     mesh = Placement.grid((cluster.num_devices,), ("data",))
     asked = PlanRequest(graph=step.graph, mesh=mesh, cluster=cluster)
-    strategy = build(AutoConfig(time_limit_s=120, **settings)).plan(asked)
+    strategy = AutoPlanner(AutoConfig(time_limit_s=120, **settings)).plan(asked)
     run_beside_one_device(step, strategy)
     return strategy
 

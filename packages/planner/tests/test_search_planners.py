@@ -33,11 +33,11 @@ SMALL = (((2,), ("data",)), ((2, 2), ("data", "tensor")))
 
 #: Each with settings under which it takes a moment.
 PLANNERS = {
-    "greedy": lambda: greedy.build(GreedyConfig()),
-    "ilp": lambda: ilp.build(IlpConfig(time_limit_s=10)),
-    "mcmc": lambda: mcmc.build(McmcConfig(proposals=5)),
-    "optcnn": lambda: optcnn.build(OptcnnConfig()),
-    "tofu": lambda: tofu.build(TofuConfig()),
+    "greedy": lambda: greedy.GreedyPlanner(GreedyConfig()),
+    "ilp": lambda: ilp.IlpPlanner(IlpConfig(time_limit_s=10)),
+    "mcmc": lambda: mcmc.McmcPlanner(McmcConfig(proposals=5)),
+    "optcnn": lambda: optcnn.OptcnnPlanner(OptcnnConfig()),
+    "tofu": lambda: tofu.TofuPlanner(TofuConfig()),
 }
 
 
@@ -80,7 +80,7 @@ class TestAuto(SearchConformance):
     meshes = SMALL[:1]
 
     def make_planner(self):
-        return auto.build(AutoConfig(time_limit_s=600))
+        return auto.AutoPlanner(AutoConfig(time_limit_s=600))
 
 
 def small(shape=(2,), axes=("data",), **sizes):
@@ -90,9 +90,9 @@ def small(shape=(2,), axes=("data",), **sizes):
 
 
 def check_against_exhaustive(asked: PlanRequest, max_assignments: int = 400_000) -> None:
-    truth = exhaustive.build(ExhaustiveConfig(max_assignments=max_assignments))
+    truth = exhaustive.ExhaustivePlanner(ExhaustiveConfig(max_assignments=max_assignments))
 
-    found = ilp.build(IlpConfig(tied=False)).plan(asked)
+    found = ilp.IlpPlanner(IlpConfig(tied=False)).plan(asked)
     wanted = truth.plan(asked)
 
     cost = found.report["cost_s"]
@@ -139,7 +139,7 @@ def test_what_a_planner_finds_of_a_transformer_is_legal(name):
 def test_on_all_axes_at_once_is_no_worse_than_axis_by_axis():
     asked = request((2, 2), ("data", "tensor"))
 
-    found = ilp.build(IlpConfig(time_limit_s=4)).plan(asked)
+    found = ilp.IlpPlanner(IlpConfig(time_limit_s=4)).plan(asked)
 
     report = found.report
     assert report["cost_s"] < 0.99 * report["cost_by_axis_s"]  # 2.4 % less
@@ -151,11 +151,11 @@ def test_what_fits_is_chosen_by_the_exact_memory_of_the_compiled_plan():
     slow = cluster(num_devices=2, bytes_per_s=1e7)
     mesh = Placement.grid((2,), ("data",))
     asked = PlanRequest(graph=mlp((32, 64), batch=512), mesh=mesh, cluster=slow)
-    free = ilp.build(IlpConfig()).plan(asked)
+    free = ilp.IlpPlanner(IlpConfig()).plan(asked)
     needed = Compilation(request=asked, limit_bytes=1).compiled(free).memory_bytes
     limit = 0.9 * needed
 
-    found = ilp.build(IlpConfig(memory_bytes=limit)).plan(asked)
+    found = ilp.IlpPlanner(IlpConfig(memory_bytes=limit)).plan(asked)
 
     held = Compilation(request=asked, limit_bytes=limit).compiled(found)
     assert held.fits
@@ -164,15 +164,15 @@ def test_what_fits_is_chosen_by_the_exact_memory_of_the_compiled_plan():
 
 def test_what_cannot_fit_is_refused_with_the_least_that_states_need():
     with pytest.raises(PlanError, match="no plan fits the 100 B of a rank: the states alone need"):
-        ilp.build(IlpConfig(memory_bytes=100)).plan(small())
+        ilp.IlpPlanner(IlpConfig(memory_bytes=100)).plan(small())
 
 
 LIMITED = {
-    "auto": lambda limit: auto.build(AutoConfig(memory_bytes=limit)),
-    "dlplacer": lambda limit: placers.build_dlplacer(DlplacerConfig(memory_bytes=limit)),
-    "ilp": lambda limit: ilp.build(IlpConfig(memory_bytes=limit)),
-    "mcmc": lambda limit: mcmc.build(McmcConfig(memory_bytes=limit, proposals=2)),
-    "osdp": lambda limit: osdp.build(OsdpConfig(memory_bytes=limit)),
+    "auto": lambda limit: auto.AutoPlanner(AutoConfig(memory_bytes=limit)),
+    "dlplacer": lambda limit: placers.DlplacerPlanner(DlplacerConfig(memory_bytes=limit)),
+    "ilp": lambda limit: ilp.IlpPlanner(IlpConfig(memory_bytes=limit)),
+    "mcmc": lambda limit: mcmc.McmcPlanner(McmcConfig(memory_bytes=limit, proposals=2)),
+    "osdp": lambda limit: osdp.OsdpPlanner(OsdpConfig(memory_bytes=limit)),
 }
 
 
@@ -186,14 +186,16 @@ def test_what_cannot_fit_is_refused_in_one_kind_of_error_that_names_the_limit(na
 
 def test_looking_at_everything_ends_where_there_is_too_much():
     with pytest.raises(ConfigError, match="more than 1,000 branches"):
-        exhaustive.build(ExhaustiveConfig(max_assignments=1000)).plan(request((2,), ("data",)))
+        exhaustive.ExhaustivePlanner(ExhaustiveConfig(max_assignments=1000)).plan(
+            request((2,), ("data",))
+        )
 
 
 @pytest.mark.slow
 def test_exhaustive_tells_how_far_it_is_and_how_many_assignments_there_are():
     told: list[float] = []
     asked = replace(request((2,), ("data",)), progress=lambda what, part: told.append(part))
-    planner = exhaustive.build(ExhaustiveConfig(max_assignments=50_000))
+    planner = exhaustive.ExhaustivePlanner(ExhaustiveConfig(max_assignments=50_000))
 
     with pytest.raises(ConfigError, match=r"50,000 branches .* some 10\^\d+ assignments"):
         planner.plan(asked)
@@ -206,7 +208,9 @@ def test_exhaustive_tells_how_far_it_is_and_how_many_assignments_there_are():
 def test_a_walk_is_the_same_for_the_same_seed():
     asked = small()
 
-    first, again = (mcmc.build(McmcConfig(proposals=20, seed=3)).plan(asked) for _ in range(2))
+    first, again = (
+        mcmc.McmcPlanner(McmcConfig(proposals=20, seed=3)).plan(asked) for _ in range(2)
+    )
 
     assert first == again
     assert first.report["num_accepted"] > 0
@@ -224,7 +228,7 @@ def test_factors_of_the_ranks_have_the_order_of_the_ranks():
 def test_a_pin_of_an_axis_holds_for_its_factors():
     asked = replace(request((4, 2), ("data", "tensor")), pins={"batch": {"data": "S(0)"}})
 
-    strategy = tofu.build(TofuConfig()).plan(asked)
+    strategy = tofu.TofuPlanner(TofuConfig()).plan(asked)
 
     (tokens,) = {e.name for e in asked.graph.inputs if e.name.endswith("tokens")} or {"tokens"}
     assert str(strategy.storage[tokens].sbp).startswith("S(0), S(0)")
@@ -235,11 +239,11 @@ def test_auto_is_no_slower_than_any_other():
     asked = small(shape=(2, 2), axes=("data", "tensor"))
     judge = Compilation(request=asked, limit_bytes=1 << 30)
 
-    chosen = judge.compiled(auto.build(AutoConfig(time_limit_s=600)).plan(asked))
+    chosen = judge.compiled(auto.AutoPlanner(AutoConfig(time_limit_s=600)).plan(asked))
 
     others = {
-        "osdp": lambda: osdp.build(OsdpConfig()),
-        "dlplacer": lambda: placers.build_dlplacer(DlplacerConfig()),
+        "osdp": lambda: osdp.OsdpPlanner(OsdpConfig()),
+        "dlplacer": lambda: placers.DlplacerPlanner(DlplacerConfig()),
     }
     for name, make in {**PLANNERS, **others}.items():
         other = judge.compiled(make().plan(asked))
@@ -250,7 +254,7 @@ def test_auto_is_no_slower_than_any_other():
 def test_auto_says_what_its_plans_hold_exactly():
     asked = small()
 
-    strategy = auto.build(AutoConfig()).plan(asked)
+    strategy = auto.AutoPlanner(AutoConfig()).plan(asked)
 
     held = Compilation(request=asked, limit_bytes=1 << 30).compiled(strategy, exact=True)
     said = strategy.report["explanation"]
@@ -263,13 +267,13 @@ def test_auto_cuts_stages_with_programs_of_their_own_if_there_are_micro_batches(
     graph = mlp((8, 8, 8), num_micro_batches=2)
     asked = PlanRequest(graph=graph, mesh=Placement.grid((2,), ("data",)), cluster=cluster())
 
-    report = auto.build(AutoConfig(time_limit_s=600)).plan(asked).report
+    report = auto.AutoPlanner(AutoConfig(time_limit_s=600)).plan(asked).report
 
     assert {"galvatron on data 2", "alpa on data 2"} <= set(report["tried"])
 
 
 def test_auto_says_what_it_had_no_time_for():
-    strategy = auto.build(AutoConfig(time_limit_s=1e-9)).plan(small())
+    strategy = auto.AutoPlanner(AutoConfig(time_limit_s=1e-9)).plan(small())
 
     assert strategy.report["untried"]
     assert any("not tried within 1e-09 s" in line for line in strategy.report["explanation"])
@@ -295,9 +299,9 @@ def test_auto_takes_smaller_micro_batches_where_memory_is_short():
     asked = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), family=family)
     four = asked.of(GraphVariant(num_micro_batches=4))
     needed = Compilation(request=four, limit_bytes=1).compiled(
-        auto.build(AutoConfig()).plan(four), exact=True
+        auto.AutoPlanner(AutoConfig()).plan(four), exact=True
     )
-    planner = auto.build(AutoConfig(memory_bytes=needed.memory_bytes))
+    planner = auto.AutoPlanner(AutoConfig(memory_bytes=needed.memory_bytes))
     with pytest.raises(PlanError, match="nothing that was tried fits"):
         planner.plan(replace(asked, family=None))
 

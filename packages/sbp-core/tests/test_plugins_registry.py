@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.errors import ConfigError, PluginError, SbpError, SbpLookupError
-from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, Problem
+from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, Problem, factories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,34 @@ def test_an_object_is_made_with_its_settings_and_imported_only_then(
     assert config == Config(size=4)
     assert not imported_early
     assert vars(made) == {"size": 8}
+
+
+def test_a_table_of_plugins_becomes_factories_by_name() -> None:
+    made = factories("pkg.{name}:{Name}Planner", {"ilp": (Config, "exact"), "osdp": (Config, "")})
+
+    assert made == {
+        "ilp": Factory(build="pkg.ilp:IlpPlanner", config=Config, summary="exact"),
+        "osdp": Factory(build="pkg.osdp:OsdpPlanner", config=Config),
+    }
+
+
+@pytest.mark.parametrize("target", ["Planner", "build"])
+def test_a_plugin_names_a_class_or_a_function(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "two_ways.py").write_text(
+        "class Planner:\n"
+        "    def __init__(self, config): self.size = config.size\n"
+        "    def plan(self, request): ...\n"
+        "def build(config): return Planner(config)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    made = registry(f"two_ways:{target}").make("planner", "mine", {"size": 4})
+
+    assert type(made).__name__ == "Planner"
+    assert vars(made) == {"size": 4}
 
 
 def test_settings_are_checked_before_anything_is_imported() -> None:

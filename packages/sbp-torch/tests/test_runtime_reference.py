@@ -21,7 +21,7 @@ from sbp_core.testing.graphs import cluster
 from sbp_torch.boxing.execute import shard
 from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
+from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import PROGRAMS, Program, eager_step, graph_states, same_states
 
@@ -412,7 +412,7 @@ def test_operators_use_the_threads_that_the_config_allows(
 ) -> None:
     before = torch.get_num_threads()
 
-    build(ReferenceConfig(threads_per_rank=2)).start(plan, states, None).step(
+    ReferenceRuntime(ReferenceConfig(threads_per_rank=2)).start(plan, states, None).step(
         gpt.batches(1)[0], _LR
     )
 

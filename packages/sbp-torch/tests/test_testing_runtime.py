@@ -13,13 +13,13 @@ from sbp_core.runtime import Runtime, StatePiece, StepResult
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime import undone
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
+from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 from sbp_torch.testing.runtime import RuntimeConformance
 
 
 class TestReferenceRuntime(RuntimeConformance):
     def make_runtime(self) -> ReferenceRuntime:
-        return build(ReferenceConfig())
+        return ReferenceRuntime(ReferenceConfig())
 
 
 class BrokenRuntime(Runtime):
@@ -225,7 +225,7 @@ def test_the_unbroken_runtime_passes_what_the_broken_ones_fail() -> None:
 def test_a_runtime_that_moves_no_bytes_may_not_claim_to_use_the_backend() -> None:
     class Suite(RuntimeConformance):
         def make_runtime(self) -> Runtime:
-            runtime = build(ReferenceConfig())
+            runtime = ReferenceRuntime(ReferenceConfig())
             runtime.uses_backend = True
             return runtime
 

@@ -15,7 +15,7 @@ def sbp_runtimes() -> Mapping[str, Factory]:
     """Register the actor runtime."""
     return {
         "actor": Factory(
-            build="sbp_actor_runtime.runtime:build",
+            build="sbp_actor_runtime.runtime:ActorRuntime",
             config=ActorConfig,
             summary="registers, credits and static order; one set of threads a rank",
         )

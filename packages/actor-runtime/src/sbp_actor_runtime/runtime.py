@@ -79,8 +79,3 @@ class ActorRuntime(Runtime):
             owns_backend=False,
             keeps=keeps,
         )
-
-
-def build(config: ActorConfig) -> ActorRuntime:
-    """Return the runtime. Kind `runtime`, name `actor`."""
-    return ActorRuntime(config)

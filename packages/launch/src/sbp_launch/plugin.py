@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sbp_core.plugins import EmptyConfig, Factory, hookimpl
+from sbp_core.plugins import EmptyConfig, Factory, factories, hookimpl
 from sbp_launch.checkpoint.folder_storage import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters.local import LocalConfig, MeasuredConfig
@@ -36,16 +36,6 @@ from sbp_launch.trainer.early_stop import EarlyStopConfig
 SBP_API_VERSION = 2
 
 
-def _factories(
-    builders: str, kinds: Mapping[str, tuple[type, str]], build: str = "build_{}"
-) -> Mapping[str, Factory]:
-    """Return a `Factory` for each name, from its config class and summary."""
-    return {
-        name: Factory(build=f"sbp_launch.{builders}:{build.format(name)}", config=of, summary=what)
-        for name, (of, what) in kinds.items()
-    }
-
-
 @hookimpl
 def sbp_optimizers() -> Mapping[str, Factory]:
     """Register optimizers of `torch.optim` and `sbp_torch.optim`."""
@@ -61,7 +51,7 @@ def sbp_optimizers() -> Mapping[str, Factory]:
         "rmsprop": (RmspropConfig, "gradients over the root of their mean square"),
         "sgd": (SgdConfig, "stochastic gradient descent with momentum"),
     }
-    return _factories("optimizers", kinds)
+    return factories("sbp_launch.optimizers:build_{name}", kinds)
 
 
 @hookimpl
@@ -78,7 +68,10 @@ def sbp_clusters() -> Mapping[str, Factory]:
         "local": (LocalConfig, "the ranks of one process, one CPU core each"),
         "measured": (MeasuredConfig, "a machine that sbp-calibrate has measured"),
     }
-    return {**_factories("clusters.nvidia", gpus), **_factories("clusters.local", own)}
+    return {
+        **factories("sbp_launch.clusters.nvidia:build_{name}", gpus),
+        **factories("sbp_launch.clusters.local:build_{name}", own),
+    }
 
 
 @hookimpl
@@ -91,8 +84,8 @@ def sbp_loggers() -> Mapping[str, Factory]:
     }
     others = {"tensorboard": (TensorboardConfig, "event files for TensorBoard, and JSON lines")}
     return {
-        **_factories("metrics.files", files),
-        **_factories("metrics.tensorboard", others, "build"),
+        **factories("sbp_launch.metrics.files:build_{name}", files),
+        **factories("sbp_launch.metrics.tensorboard:build", others),
     }
 
 
@@ -100,7 +93,7 @@ def sbp_loggers() -> Mapping[str, Factory]:
 def sbp_callbacks() -> Mapping[str, Factory]:
     """Register callbacks of the trainer."""
     kinds = {"early_stop": (EarlyStopConfig, "end a run whose evaluations no longer improve")}
-    return _factories("trainer.early_stop", kinds)
+    return factories("sbp_launch.trainer.early_stop:EarlyStop", kinds)
 
 
 @hookimpl
@@ -109,23 +102,29 @@ def sbp_storages() -> Mapping[str, Factory]:
     local = {"local": (LocalStorageConfig, "a folder, of the run if it is not named")}
     objects = {"fsspec": (FsspecConfig, "an object store, or whatever else fsspec reaches")}
     return {
-        **_factories("checkpoint.folder_storage", local),
-        **_factories("checkpoint.objects", objects),
+        **factories("sbp_launch.checkpoint.folder_storage:build_{name}", local),
+        **factories("sbp_launch.checkpoint.objects:build_{name}", objects),
     }
 
 
 @hookimpl
 def sbp_launchers() -> Mapping[str, Factory]:
     """Register launchers, which start the processes of a run."""
-    kinds = {
+    threads = {
+        # For callers that do not know the boxing backend; otherwise `choose_launcher` resolves it.
         "auto": (AutoLauncherConfig, "as boxing needs it, and by who started sbp-train"),
         "threads": (ThreadsConfig, "all ranks in one process, as threads"),
+    }
+    others = {
         "spawn": (ProcessesConfig, "one process a rank on this machine, watched by sbp-train"),
         "torchrun": (ProcessesConfig, "one process a rank under torchrun"),
         "mpiexec": (ProcessesConfig, "one process a rank under mpiexec"),
         "slurm": (SlurmConfig, "one process a rank on Slurm: under srun, or by submitit"),
     }
-    return _factories("launching.launchers", kinds)
+    return {
+        **factories("sbp_launch.launching.launchers:Threads", threads),
+        **factories("sbp_launch.launching.launchers:{Name}", others),
+    }
 
 
 @hookimpl

@@ -166,8 +166,3 @@ class Bert(nn.Module):
         """
         logits_BTV = self.forward(batch["tokens"], batch.get("mask"), batch.get("segments"))
         return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten())
-
-
-def build(config: BertConfig) -> Bert:
-    """Make the model, initialised from torch's global random state."""
-    return Bert(config)

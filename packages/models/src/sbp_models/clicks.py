@@ -80,8 +80,3 @@ class Clicks(SplitDataset):
             total = total + effects.sum(axis=1)
         scale: float = LOGIT_STD / np.sqrt(dense.shape[1] + len(picks) * self._config.bag)
         return scale * total
-
-
-def build(config: ClicksConfig) -> Clicks:
-    """Build the data set."""
-    return Clicks(config)

@@ -58,8 +58,3 @@ class Digits(SplitDataset):
     def describe(self) -> str:
         """Return a line with the number of images."""
         return f"{self._label}: {self._counts()}, 10 classes"
-
-
-def build(config: DigitsConfig) -> Digits:
-    """Build the data set."""
-    return Digits(config)

@@ -83,8 +83,3 @@ class Dlrm(nn.Module):
         if self.bags:
             return [table(sparse_BFL[:, i]) for i, table in enumerate(self.tables)]
         return [table(sparse_BFL[:, i]).sum(dim=1) for i, table in enumerate(self.tables)]
-
-
-def build(config: DlrmConfig) -> Dlrm:
-    """Make the model, initialised from torch's global random state."""
-    return Dlrm(config)

@@ -149,8 +149,3 @@ class Gpt(nn.Module):
                 nn.init.zeros_(parameter)
             elif "norm" not in name:
                 nn.init.normal_(parameter, std=INIT_STD)
-
-
-def build(config: GptConfig) -> Gpt:
-    """Make the model, initialised from torch's global random state."""
-    return Gpt(config)

@@ -175,8 +175,3 @@ class Llama(nn.Module):
         """
         logits_BTV = self.forward(batch["tokens"])
         return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten())
-
-
-def build(config: LlamaConfig) -> Llama:
-    """Make the model, initialised from torch's global random state."""
-    return Llama(config)

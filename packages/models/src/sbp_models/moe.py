@@ -178,8 +178,3 @@ def balance_loss(chances_NE: torch.Tensor, picked_NE: torch.Tensor) -> torch.Ten
     """
     share_E = picked_NE.mean(dim=0)
     return (share_E * chances_NE.mean(dim=0)).sum() * chances_NE.shape[1]
-
-
-def build(config: MoeConfig) -> Moe:
-    """Make the model, initialised from torch's global random state."""
-    return Moe(config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sbp_core.plugins import Factory, hookimpl
+from sbp_core.plugins import Factory, factories, hookimpl
 from sbp_models.configs import (
     BertConfig,
     ClickLogConfig,
@@ -35,108 +35,64 @@ SBP_API_VERSION = 2
 
 @hookimpl
 def sbp_models() -> Mapping[str, Factory]:
-    """Return the models of this package."""
+    """Return the models of this package, initialised from torch's global random state."""
+    models = {
+        "gpt": (GptConfig, "decoder-only transformer, pre-norm, learned positions"),
+        "llama": (
+            LlamaConfig,
+            "decoder-only transformer, rotary positions, grouped queries, SwiGLU",
+        ),
+        "moe": (MoeConfig, "Llama with a mixture of experts in every block, as in Mixtral"),
+        "bert": (BertConfig, "transformer encoder that predicts masked tokens"),
+        "t5": (T5Config, "encoder and decoder, relative positions; continues a text"),
+        "resnet": (ResnetConfig, "residual network of 18 to 152 layers, for images"),
+        "vit": (VitConfig, "vision transformer, for images"),
+        "dlrm": (DlrmConfig, "embedding tables, dot products and MLPs, for clicks"),
+    }
+    hf = {
+        "hf": (HfConfig, "any language model or image classifier of transformers, random weights"),
+    }
     return {
-        "gpt": Factory(
-            build="sbp_models.gpt:build",
-            config=GptConfig,
-            summary="decoder-only transformer, pre-norm, learned positions",
-        ),
-        "llama": Factory(
-            build="sbp_models.llama:build",
-            config=LlamaConfig,
-            summary="decoder-only transformer, rotary positions, grouped queries, SwiGLU",
-        ),
-        "moe": Factory(
-            build="sbp_models.moe:build",
-            config=MoeConfig,
-            summary="Llama with a mixture of experts in every block, as in Mixtral",
-        ),
-        "bert": Factory(
-            build="sbp_models.bert:build",
-            config=BertConfig,
-            summary="transformer encoder that predicts masked tokens",
-        ),
-        "t5": Factory(
-            build="sbp_models.t5:build",
-            config=T5Config,
-            summary="encoder and decoder, relative positions; continues a text",
-        ),
-        "resnet": Factory(
-            build="sbp_models.resnet:build",
-            config=ResnetConfig,
-            summary="residual network of 18 to 152 layers, for images",
-        ),
-        "vit": Factory(
-            build="sbp_models.vit:build", config=VitConfig, summary="vision transformer, for images"
-        ),
-        "dlrm": Factory(
-            build="sbp_models.dlrm:build",
-            config=DlrmConfig,
-            summary="embedding tables, dot products and MLPs, for clicks",
-        ),
-        "hf": Factory(
-            build="sbp_models.hf:build",
-            config=HfConfig,
-            summary="any language model or image classifier of transformers, random weights",
-        ),
+        **factories("sbp_models.{name}:{Name}", models),
+        **factories("sbp_models.hf:build", hf),
     }
 
 
 @hookimpl
 def sbp_datasets() -> Mapping[str, Factory]:
     """Return the data sets of this package."""
+    own = {
+        "images": (
+            ImagesConfig,
+            "synthetic images of stripes; their direction and colour tell the class",
+        ),
+        "image_folder": (ImageFolderConfig, "your images, in a folder for each class"),
+        "webdataset": (WebDatasetConfig, "your images in tar files of the webdataset format"),
+        "click_log": (ClickLogConfig, "your clicks, in Parquet or CSV files"),
+        "hf_dataset": (HfDatasetConfig, "a folder that the library `datasets` has saved"),
+    }
+    at_hand = {
+        "clicks": (
+            ClicksConfig,
+            "synthetic clicks: numbers, categorical features, and a rule to learn",
+        ),
+        "digits": (DigitsConfig, "1,797 handwritten digits, which come with scikit-learn"),
+    }
+    text = {
+        "stdlib": (StdlibConfig, "bytes of the running Python's own standard library"),
+        "text": (TextConfig, "the bytes of your file or folder"),
+    }
+    tokens = {
+        "tokens": (
+            TokensConfig,
+            "your text or .jsonl files, tokenised by a tokenizer.json and packed",
+        ),
+    }
     return {
-        "stdlib": Factory(
-            build="sbp_models.text:build_stdlib",
-            config=StdlibConfig,
-            summary="bytes of the running Python's own standard library",
-        ),
-        "text": Factory(
-            build="sbp_models.text:build_text",
-            config=TextConfig,
-            summary="the bytes of your file or folder",
-        ),
-        "images": Factory(
-            build="sbp_models.images:build",
-            config=ImagesConfig,
-            summary="synthetic images of stripes; their direction and colour tell the class",
-        ),
-        "clicks": Factory(
-            build="sbp_models.clicks:build",
-            config=ClicksConfig,
-            summary="synthetic clicks: numbers, categorical features, and a rule to learn",
-        ),
-        "tokens": Factory(
-            build="sbp_models.token_text:build",
-            config=TokensConfig,
-            summary="your text or .jsonl files, tokenised by a tokenizer.json and packed",
-        ),
-        "image_folder": Factory(
-            build="sbp_models.image_folder:build",
-            config=ImageFolderConfig,
-            summary="your images, in a folder for each class",
-        ),
-        "digits": Factory(
-            build="sbp_models.digits:build",
-            config=DigitsConfig,
-            summary="1,797 handwritten digits, which come with scikit-learn",
-        ),
-        "webdataset": Factory(
-            build="sbp_models.webdataset:build",
-            config=WebDatasetConfig,
-            summary="your images in tar files of the webdataset format",
-        ),
-        "click_log": Factory(
-            build="sbp_models.click_log:build",
-            config=ClickLogConfig,
-            summary="your clicks, in Parquet or CSV files",
-        ),
-        "hf_dataset": Factory(
-            build="sbp_models.hf_dataset:build",
-            config=HfDatasetConfig,
-            summary="a folder that the library `datasets` has saved",
-        ),
+        **factories("sbp_models.{name}:build", own),
+        **factories("sbp_models.{name}:{Name}", at_hand),
+        **factories("sbp_models.text:build_{name}", text),
+        **factories("sbp_models.token_text:build", tokens),
     }
 
 

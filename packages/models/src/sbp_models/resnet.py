@@ -155,8 +155,3 @@ class Resnet(nn.Module):
                 nn.init.zeros_(module.bn2.weight)
             elif zero_init and isinstance(module, Bottleneck):
                 nn.init.zeros_(module.bn3.weight)
-
-
-def build(config: ResnetConfig) -> Resnet:
-    """Make the model, initialised from torch's global random state."""
-    return Resnet(config)

@@ -197,8 +197,3 @@ class T5(nn.Module):
             elif isinstance(module, Mlp):
                 nn.init.normal_(module.up.weight, std=config.hidden**-0.5)
                 nn.init.normal_(module.down.weight, std=config.mlp_hidden**-0.5)
-
-
-def build(config: T5Config) -> T5:
-    """Make the model, initialised from torch's global random state."""
-    return T5(config)

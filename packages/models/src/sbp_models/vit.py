@@ -185,8 +185,3 @@ class Vit(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=INIT_STD)
                 nn.init.zeros_(module.bias)
-
-
-def build(config: VitConfig) -> Vit:
-    """Make the model, initialised from torch's global random state."""
-    return Vit(config)

@@ -286,8 +286,3 @@ class IntraOperator:
         alike = ranks.link_class(self.segments.cluster)
         self._alike.setdefault(alike, ranks)
         return self.segments.segment(stage.blocks).key, alike
-
-
-def build(config: AlpaConfig) -> AlpaPlanner:
-    """Make the planner."""
-    return AlpaPlanner(config)

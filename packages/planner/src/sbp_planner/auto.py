@@ -472,8 +472,3 @@ def _blocks(graph: LogicalGraph) -> set[str]:
 
 def _mesh_words(mesh: Placement) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.mesh_shape, strict=True))
-
-
-def build(config: AutoConfig) -> AutoPlanner:
-    """Make the planner."""
-    return AutoPlanner(config)

@@ -247,8 +247,3 @@ class _Search:
     def _conversions(self, at: int, values: list[int]) -> float:
         """Return the cost of the boxing whose last undecided variable was just decided."""
         return sum(self.problem.groups[number].cost(values) for number in self.ready[at])
-
-
-def build(config: ExhaustiveConfig) -> ExhaustivePlanner:
-    """Make the planner."""
-    return ExhaustivePlanner(config)

@@ -146,8 +146,3 @@ def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-
-
-def build(config: FileConfig) -> FilePlanner:
-    """Make the planner."""
-    return FilePlanner(config)

@@ -197,8 +197,3 @@ def _told(
     ]
     report = {**strategy.report, "tried": named, "explanation": lines}
     return replace(strategy, report=report)
-
-
-def build(config: GalvatronConfig) -> GalvatronPlanner:
-    """Make the planner."""
-    return GalvatronPlanner(config)

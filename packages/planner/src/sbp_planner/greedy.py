@@ -63,8 +63,3 @@ class GreedyPlanner(SearchedPlanner):
                 ],
             },
         )
-
-
-def build(config: GreedyConfig) -> GreedyPlanner:
-    """Make the planner."""
-    return GreedyPlanner(config)

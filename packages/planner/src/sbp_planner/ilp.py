@@ -77,8 +77,3 @@ class IlpPlanner(SearchedPlanner):
             if one["outcome"] in (VariantOutcome.SLOWER, VariantOutcome.NO_FIT):
                 less.append(float(one["bound_s"]))
         return 1 - min(less) / cost_s if cost_s else 0.0
-
-
-def build(config: IlpConfig) -> IlpPlanner:
-    """Make the planner."""
-    return IlpPlanner(config)

@@ -88,8 +88,3 @@ def _joined(
         both = isinstance(pin, Mapping) and isinstance(before, Mapping) and "*" not in pin
         joined[name] = {**before, **pin} if both else pin  # type: ignore[dict-item]  # see `both`
     return joined
-
-
-def build(config: ManualConfig) -> ManualPlanner:
-    """Make the planner."""
-    return ManualPlanner(config)

@@ -166,8 +166,3 @@ class _Walk:
             costs.append((float(own) + boxing, value != kept, value))
         values[variable] = kept
         return min(costs)[2]
-
-
-def build(config: McmcConfig) -> McmcPlanner:
-    """Make the planner."""
-    return McmcPlanner(config)

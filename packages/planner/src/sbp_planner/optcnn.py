@@ -79,8 +79,3 @@ class OptcnnPlanner(SearchedPlanner):
                 ],
             },
         )
-
-
-def build(config: OptcnnConfig) -> OptcnnPlanner:
-    """Make the planner."""
-    return OptcnnPlanner(config)

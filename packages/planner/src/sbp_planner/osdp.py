@@ -239,8 +239,3 @@ def _batch(size: int, tried: TriedVariant) -> Batch:
         num_sharded=sum(tried.choice),
         variant=tried.words,
     )
-
-
-def build(config: OsdpConfig) -> OsdpPlanner:
-    """Make the planner."""
-    return OsdpPlanner(config)

@@ -197,13 +197,3 @@ def _report(planner: str, plan: FlushedPlan, schedule: str) -> dict[str, Any]:
         "pipeline": schedule,
         "explanation": lines,
     }
-
-
-def build_gpipe(config: GpipeConfig) -> GpipePlanner:
-    """Make the planner `gpipe`."""
-    return GpipePlanner(config)
-
-
-def build_pipedream(config: PipedreamConfig) -> PipedreamPlanner:
-    """Make the planner `pipedream`."""
-    return PipedreamPlanner(config)

@@ -452,13 +452,3 @@ def _counted(count: int, what: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:4])}, ..., {names[-1]}"
-
-
-def build_dlplacer(config: DlplacerConfig) -> DlplacerPlanner:
-    """Make the planner `dlplacer`."""
-    return DlplacerPlanner(config)
-
-
-def build_stanza(config: StanzaConfig) -> StanzaPlanner:
-    """Make the planner `stanza`."""
-    return StanzaPlanner(config)

@@ -135,8 +135,3 @@ def _lines(
     else:
         yield f"propagate: {best}, the fastest of what was tried and fits {limit}: {told}; {needed}"
     yield "  planner=ilp and planner=osdp look for what is faster within the memory of a rank"
-
-
-def build(config: PropagateConfig) -> PropagatePlanner:
-    """Make the planner."""
-    return PropagatePlanner(config)

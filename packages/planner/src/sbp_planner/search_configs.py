@@ -6,45 +6,48 @@ As in `configs`, messages begin with the name of the setting.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
-from sbp_core.planning import Offload, Offloads, check_offload
+from sbp_core.planning import Offload, Offloads
 from sbp_planner.configs import check_stage_axes
 
 #: Pattern -> SBP, as in `ManualConfig`.
 PinMap = Mapping[str, str | Mapping[str, str]]
 
 
-def _check_limits(memory_bytes: float | None, **positive: float) -> None:
-    """Refuse limits that are not positive.
+#: Settings that must be above 0, in addition to those named `max_...`.
+_POSITIVE = ("memory_bytes", "time_limit_s", "proposals", "temperature")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limited(Offloads):
+    """A config with limits of a search, which are checked by their names.
 
     Raises:
-        ConfigError: one is not above 0.
+        ConfigError: a limit is not above 0, or `gap` is not in [0, 1).
     """
-    for name, value in {"memory_bytes": memory_bytes, **positive}.items():
-        if value is not None and not value > 0:
-            unset = ", or null for the device's" if name == "memory_bytes" else ""
-            raise ConfigError(f"{name}={value}", accepted=f"a number above 0{unset}")
+
+    def __post_init__(self) -> None:
+        Offloads.__post_init__(self)
+        for setting in fields(self):
+            name, value = setting.name, getattr(self, setting.name)
+            is_positive = name in _POSITIVE or name.startswith("max_")
+            if is_positive and value is not None and not value > 0:
+                unset = ", or null for the device's" if name == "memory_bytes" else ""
+                raise ConfigError(f"{name}={value}", accepted=f"a number above 0{unset}")
+            # With 1, any plan would be good enough.
+            if name == "gap" and not 0 <= value < 1:
+                raise ConfigError(
+                    f"gap={value}",
+                    accepted="a number from 0, and less than 1",
+                    todo=f"gap={value / 100:g} is {value:g} %" if 1 <= value < 100 else "",
+                )
 
 
-def _check_gap(gap: float) -> None:
-    """Refuse an invalid gap: with 1, any plan would be good enough.
-
-    Raises:
-        ConfigError: it is not in [0, 1).
-    """
-    if not 0 <= gap < 1:
-        raise ConfigError(
-            f"gap={gap}",
-            accepted="a number from 0, and less than 1",
-            todo=f"gap={gap / 100:g} is {gap:g} %" if 1 <= gap < 100 else "",
-        )
-
-
-class _CutsStages(Offloads):
+class _CutsStages(_Limited):
     """The common settings of planners that cut the model into stages."""
 
     __slots__ = ()
@@ -61,7 +64,7 @@ class _CutsStages(Offloads):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IlpConfig(Offloads):
+class IlpConfig(_Limited):
     """Settings of `sbp_planner.ilp`.
 
     Args:
@@ -82,14 +85,9 @@ class IlpConfig(Offloads):
     tied: bool = True
     offload: Offload = "auto"
 
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
-        _check_gap(self.gap)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExhaustiveConfig(Offloads):
+class ExhaustiveConfig(_Limited):
     """Settings of `sbp_planner.exhaustive`.
 
     Args:
@@ -103,10 +101,6 @@ class ExhaustiveConfig(Offloads):
     memory_bytes: float | None = None
     max_assignments: int = 2_000_000
     offload: Offload = "auto"
-
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, max_assignments=self.max_assignments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +131,7 @@ class TofuConfig(Offloads):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptcnnConfig(Offloads):
+class OptcnnConfig(_Limited):
     """Settings of `sbp_planner.optcnn`.
 
     Args:
@@ -150,13 +144,9 @@ class OptcnnConfig(Offloads):
     max_entries: int = 1 << 18
     offload: Offload = "auto"
 
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(None, max_entries=self.max_entries)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class McmcConfig(Offloads):
+class McmcConfig(_Limited):
     """Settings of `sbp_planner.mcmc`.
 
     Args:
@@ -178,18 +168,9 @@ class McmcConfig(Offloads):
     seed: int = 0
     offload: Offload = "auto"
 
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(
-            self.memory_bytes,
-            proposals=self.proposals,
-            time_limit_s=self.time_limit_s,
-            temperature=self.temperature,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoConfig(Offloads):
+class AutoConfig(_Limited):
     """Settings of `sbp_planner.auto`.
 
     Args:
@@ -207,8 +188,7 @@ class AutoConfig(Offloads):
     offload: Offload = "auto"
 
     def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
+        _Limited.__post_init__(self)
         if self.pipeline not in SCHEDULES:
             raise ConfigError(
                 f"pipeline={self.pipeline!r}", accepted=nearest(self.pipeline, SCHEDULES)
@@ -257,14 +237,9 @@ class AlpaConfig(_CutsStages):
     gap: float = 0.01
     offload: Offload = "auto"
 
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, max_blocks=self.max_blocks, time_limit_s=self.time_limit_s)
-        _check_gap(self.gap)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DlplacerConfig(Offloads):
+class DlplacerConfig(_Limited):
     """Settings of `sbp_planner.placers.DlplacerPlanner`.
 
     Args:
@@ -280,11 +255,6 @@ class DlplacerConfig(Offloads):
     gap: float = 0.01
     max_groups: int = 32
     offload: Offload = "auto"
-
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s, max_groups=self.max_groups)
-        _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +290,3 @@ class GalvatronConfig(_CutsStages):
     max_layers: int = 64
     time_limit_s: float = 60.0
     offload: Offload = "auto"
-
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-        _check_limits(self.memory_bytes, max_layers=self.max_layers, time_limit_s=self.time_limit_s)

@@ -112,8 +112,3 @@ def _spread(value: PinValue, axes: Mapping[str, list[str]], mesh: Placement) -> 
         )
     named = zip(mesh.axes, parts, strict=True)
     return {one: part.strip() for axis, part in named for one in axes[axis]}
-
-
-def build(config: TofuConfig) -> TofuPlanner:
-    """Make the planner."""
-    return TofuPlanner(config)

@@ -26,7 +26,7 @@ def sbp_runtimes() -> Mapping[str, Factory]:
     """Offer the reference runtime."""
     return {
         "reference": Factory(
-            build="sbp_torch.runtime.reference:build",
+            build="sbp_torch.runtime.reference:ReferenceRuntime",
             config=ReferenceConfig,
             summary="all ranks in lock-step in one thread",
         )

@@ -87,7 +87,14 @@ class SlurmConfig:
             )
 
 
-class Threads:
+class _WithoutSettings:
+    """A launcher whose config has no settings."""
+
+    def __init__(self, config: object) -> None:
+        pass
+
+
+class Threads(_WithoutSettings):
     """The launcher `threads`: one process with all ranks."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
@@ -95,7 +102,7 @@ class Threads:
         return (LaunchSpec(command=request.command, ranks=tuple(range(request.num_ranks))),)
 
 
-class Spawn:
+class Spawn(_WithoutSettings):
     """The launcher `spawn`: the commands that the boxing backend proposes for this machine."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
@@ -110,7 +117,7 @@ class Spawn:
         )
 
 
-class Torchrun:
+class Torchrun(_WithoutSettings):
     """The launcher `torchrun`: torchrun on this machine, unless it has started this process."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
@@ -127,7 +134,7 @@ class Torchrun:
         )
 
 
-class Mpiexec:
+class Mpiexec(_WithoutSettings):
     """The launcher `mpiexec`: mpiexec on this machine, unless it has started this process."""
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
@@ -174,31 +181,3 @@ def _refusing() -> Iterator[None]:
         yield
     except BoxingError as error:
         raise error.replaced(ConfigError) from error
-
-
-def build_threads(config: ThreadsConfig | AutoLauncherConfig) -> Threads:
-    """Return the launcher `threads`."""
-    return Threads()
-
-
-#: For callers that do not know the boxing backend; otherwise `choose_launcher` resolves `auto`.
-build_auto = build_threads
-
-
-def build_spawn(config: ProcessesConfig) -> Spawn:
-    """Return the launcher `spawn`."""
-    return Spawn()
-
-
-def build_torchrun(config: ProcessesConfig) -> Torchrun:
-    """Return the launcher `torchrun`."""
-    return Torchrun()
-
-
-def build_mpiexec(config: ProcessesConfig) -> Mpiexec:
-    """Return the launcher `mpiexec`."""
-    return Mpiexec()
-
-
-#: The launcher `slurm`.
-build_slurm = Slurm

@@ -90,8 +90,3 @@ class EarlyStop(Callback):
         if not (best is None or isinstance(best, float)) or not isinstance(worse, int):
             raise SbpValueError(f"best={best!r}, worse={worse!r}", accepted="a number, an integer")
         self._best, self._worse = best, worse
-
-
-def build_early_stop(config: EarlyStopConfig) -> EarlyStop:
-    """Return the callback."""
-    return EarlyStop(config)

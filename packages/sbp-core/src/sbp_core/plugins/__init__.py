@@ -8,7 +8,7 @@ kinds that use PyTorch in `sbp_torch.kinds`.
 from sbp_core.exports import moved_names
 from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, TrainingContext
 from sbp_core.plugins.discovery import PluginSource, discover
-from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
+from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, factories, hookimpl
 from sbp_core.plugins.kinds import (
     CheckpointStorage,
     ChecksCombination,
@@ -58,6 +58,7 @@ __all__ = [
     "combination_check",
     "describe_type",
     "discover",
+    "factories",
     "former_fields",
     "hookimpl",
     "merge_settings",

@@ -63,6 +63,22 @@ class Factory:
             )
 
 
+def factories(build: str, plugins: Mapping[str, tuple[type, str]]) -> dict[str, Factory]:
+    """Return the `Factory` of each plugin in a table.
+
+    Args:
+        build: `Factory.build`, where `{name}` stands for the name of the plugin, and `{Name}` for
+            that name with a capital letter: `"my_package.{name}:{Name}Planner"`.
+        plugins: The config and the summary of each plugin, by its name.
+    """
+    return {
+        name: Factory(
+            build=build.format(name=name, Name=name.capitalize()), config=of, summary=what
+        )
+        for name, (of, what) in plugins.items()
+    }
+
+
 #: Plugin kinds: the Hydra group (or listing name) of each hook that returns factories.
 KINDS = {
     "model": "sbp_models",

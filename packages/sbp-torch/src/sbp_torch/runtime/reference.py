@@ -79,11 +79,6 @@ class ReferenceRuntime(Runtime):
         return ReferenceSession(plan, states, self.config, keeps=keeps)
 
 
-def build(config: ReferenceConfig) -> ReferenceRuntime:
-    """Return the runtime. Kind `runtime`, name `reference`."""
-    return ReferenceRuntime(config)
-
-
 class ReferenceSession(Session):
     """A session of the reference runtime: the states of all ranks, and the replay of steps."""
 
