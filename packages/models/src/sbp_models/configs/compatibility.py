@@ -1,7 +1,7 @@
-"""Whether data sets of this package fit its models: what a model asks of a batch is in its data.
+"""Check that a data set config is compatible with a model config: kind and sizes of samples.
 
-Said before anything is made. Data sets of other packages are passed over: what they lack is said
-when the model asks a batch for it.
+The model configs of this package call these checks, before any object is built. Data sets of other
+packages are not checked: the model reports a missing entry when it reads the first batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sbp_models.configs.files import (
 from sbp_models.configs.synthetic_data import ClicksConfig, ImagesConfig
 from sbp_models.configs.text_data import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
 
-#: What a data set gives, and the option of each.
+#: Config class -> (the kind of its samples, name of its option).
 OPTIONS: Mapping[type, tuple[str, str]] = {
     StdlibConfig: ("a text", "stdlib"),
     TextConfig: ("a text", "text"),
@@ -179,7 +179,7 @@ def _check_kind(data: object, model: str, *wanted: type) -> None:
     """Refuse a data set of this package that is none of those wanted.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the data set is of another kind.
     """
     if type(data) not in OPTIONS or isinstance(data, wanted):
         return
