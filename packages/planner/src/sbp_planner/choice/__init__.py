@@ -2,18 +2,18 @@
 
 In the order in which they are used: `problem` (what is to be chosen, and what a choice costs),
 `reduced_graph` and `reduce` (exact reductions), `compact` (what they leave), `program` (the integer
-program), `record` (the best so far), `solver` (these together, elimination of narrow graphs, and
+program), `incumbent` (the best so far), `solver` (these together, elimination of narrow graphs, and
 the search of `large` for what is left). Besides, `chain` solves chains and knapsacks exactly, and
 for tables over any number of nodes, without memory, `prove` proves an assignment by `moved_costs`
 and elimination. `iopddl` has the files of a contest, and random problems.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain
+from sbp_planner.choice.incumbent import ChoiceSolution, Progress
 from sbp_planner.choice.iopddl.instance import FORBIDDEN, read_problem, write_problem
 from sbp_planner.choice.iopddl.planted import FAMILIES, Shape, planted_problem
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
 from sbp_planner.choice.problem import AssignmentCost, ChoiceProblem, evaluate, memory_rows
-from sbp_planner.choice.record import ChoiceSolution, Progress
 from sbp_planner.choice.solver import solve
 
 __all__ = [
