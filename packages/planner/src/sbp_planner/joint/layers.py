@@ -2,7 +2,7 @@
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 
-`sbp_core.infer.colour_refinement` says which nodes are alike. Where a step was posed with its equal
+`sbp_core.infer.equal_layers` says which nodes are alike. Where a step was posed with its equal
 layers as one (`joint_problem(tied=True)`), there is little left to be tied; what is posed layer by
 layer is tied here, and means and costs the same then.
 """
