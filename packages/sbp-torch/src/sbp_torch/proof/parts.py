@@ -40,9 +40,10 @@ from sbp_core.graph import (
     map_refs,
 )
 from sbp_core.runtime import Number
+from sbp_torch.proof.double_precision import off_by
 from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.proof.numbering import Numbering, Value, numbered
-from sbp_torch.proof.running import bytes_s, off_by, run_s
+from sbp_torch.proof.run_time import bytes_s, run_s
 from sbp_torch.runtime.single import run_graph
 
 #: The draws of a part; a part without integers and booleans uses only the first two.

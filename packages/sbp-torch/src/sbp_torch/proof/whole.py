@@ -34,8 +34,9 @@ from sbp_core.graph import (
 )
 from sbp_core.runtime import Number
 from sbp_core.units import format_seconds
+from sbp_torch.proof.double_precision import TOLERANCE, graph_to_double, largest, off_by, to_double
 from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
-from sbp_torch.proof.running import TOLERANCE, largest, off_by, run_s, wide, widened
+from sbp_torch.proof.run_time import run_s
 from sbp_torch.runtime.single import run_graph
 
 #: Lower bound of the scale of a state, relative to the largest state of its kind (its key).
@@ -213,7 +214,7 @@ class PaddedStep:
             SbpValueError: it would take longer; it does not run in double precision; or the loss
                 of the batch is not finite, so there is no verdict.
         """
-        before, after = widened(self.before), widened(self.after)
+        before, after = graph_to_double(self.before), graph_to_double(self.after)
         each_s = run_s(before, before.nodes) + run_s(after, after.nodes)
         if each_s > budget_s:
             raise SbpValueError(f"it would take about {format_seconds(each_s)}")
@@ -422,10 +423,10 @@ def _moves(
     """Return losses, metrics, and the change of each state, in double precision."""
     found, new = run_graph(graph, states, batches, scalars)
     changes = {
-        name: wide(torch.as_tensor(new[name])) - wide(torch.as_tensor(one))
+        name: to_double(torch.as_tensor(new[name])) - to_double(torch.as_tensor(one))
         for name, one in states.items()
     }
-    return {name: wide(one) for name, one in found.items()} | changes
+    return {name: to_double(one) for name, one in found.items()} | changes
 
 
 def _times(value: Tensor | Number, factor: float) -> Any:
