@@ -31,7 +31,8 @@ from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.console import change_text, columns
-from sbp_launch.explaining.compare import Figures, change_row, figures_of
+from sbp_launch.explaining.compare import change_row
+from sbp_launch.explaining.plan_figures import Figures, figures_of
 from sbp_launch.explaining.question import Question, value_text
 from sbp_launch.explaining.reasons import MovedModule, appears, moved_text, reason, refusal
 from sbp_launch.planning.flow import Planned, compiled
