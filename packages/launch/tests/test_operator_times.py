@@ -32,7 +32,8 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.times import OperatorTimes, rank_times
+from sbp_launch.tracing.operator_times import OperatorTimes
+from sbp_launch.tracing.times import rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.configs import ReferenceConfig

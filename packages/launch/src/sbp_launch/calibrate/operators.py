@@ -17,7 +17,7 @@ from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.times import OPERATORS, OperatorTimes
+from sbp_launch.tracing.operator_times import OPERATORS, OperatorTimes
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:

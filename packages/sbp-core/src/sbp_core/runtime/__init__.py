@@ -2,7 +2,7 @@
 
 `contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
 rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
-of steps that are traced, and what that says of operators.
+of steps that are traced; `traced_operators` what that says of operators.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from sbp_core.runtime.trace import (
     SpanKind,
     TensorMeter,
     Trace,
-    measured_operators,
 )
+from sbp_core.runtime.traced_operators import measured_operators
 
 __all__ = [
     "BatchIs",

@@ -11,18 +11,10 @@ Times are of the wall clock, which the processes of a host share.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
-
-from sbp_core.cost import local_call, operator_work
-from sbp_core.graph import LogicalGraph
-from sbp_core.operators import MeasuredOperator
-from sbp_core.signatures import OpCall, work_flop
-from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
     from sbp_core.tensor import Tensor
@@ -124,57 +116,3 @@ class Trace:
             if hasattr(value, "untyped_storage"):
                 self.meter.note(rank, value, handed=handed)
         self.held.append(MemorySample(rank, self.now_ns(), self.meter.alive(rank)))
-
-
-def measured_operators(
-    graph: LogicalGraph, strategy: Strategy, spans: Iterable[Span]
-) -> tuple[MeasuredOperator, ...]:
-    """Return what the calls of a traced run took, sorted by their text.
-
-    A firing waits for its turn where ranks are threads of one process, and takes and hands on: that
-    belongs to what it computes. So the time of a firing is shared out to its operators by what each
-    of them takes. Of each rank the median of all firings counts, and of the ranks the slowest one,
-    as the others will wait for it.
-
-        firing     | turn | aten.mm 30 us | aten.relu 10 us | hands on |     60 us in all
-        shared out | aten.mm 45 us                | aten.relu 15 us    |
-
-    Args:
-        graph: What ran.
-        strategy: Under which it ran.
-        spans: Of all ranks, with those of operators; without them nothing is found.
-    """
-    times_s: dict[str, list[float]] = defaultdict(list)
-    found: dict[str, MeasuredOperator] = {}
-    for name, time_s in _node_times(spans).items():
-        if name not in strategy.nodes:
-            continue  # a step of boxing that computes
-        assigned = strategy.nodes[name]
-        call = OpCall.of(graph, graph.by_name[name])
-        mesh_shape = strategy.stages[assigned.stage].mesh_shape
-        key = local_call(call, assigned.signature, mesh_shape)
-        work = operator_work(call, assigned.signature, mesh_shape, work_flop(call))
-        found[key] = MeasuredOperator(
-            call=key, dtype=work.dtype, flop=work.flop, num_bytes=work.num_bytes, time_s=0.0
-        )
-        times_s[key].append(time_s)
-    return tuple(replace(found[key], time_s=median(times_s[key])) for key in sorted(found))
-
-
-def _node_times(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of each node on the slowest rank: of each rank the median."""
-    firings_ns: dict[tuple[int, str, int, int], int] = {}
-    operators: dict[tuple[int, str, int, int], Counter[str]] = defaultdict(Counter)
-    for span in spans:
-        key = span.rank, span.actor, span.step, span.micro_batch
-        took_ns = span.end_ns - span.begin_ns
-        if span.kind is SpanKind.FIRING:
-            firings_ns[key] = took_ns
-        elif span.kind is SpanKind.OPERATOR:
-            operators[key][span.node] += took_ns
-    times_s: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for key, by_node in operators.items():
-        share = firings_ns[key] / max(1, by_node.total())
-        for node, took_ns in by_node.items():
-            times_s[node][key[0]].append(took_ns * share * 1e-9)
-    return {node: max(map(median, by_rank.values())) for node, by_rank in times_s.items()}
