@@ -14,7 +14,7 @@ RANDOM = "sbp.random_"
 
 
 @dataclass(slots=True)
-class MicroBatch(ABC):
+class MicroBatchBuilder(ABC):
     """What is written of one micro-batch, and what is known of it.
 
     Args:
@@ -44,7 +44,7 @@ class MicroBatch(ABC):
     whole_types: dict[str, ValueType] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A copy of its own: `declare` adds to what it knows.
+        # A copy of its own: `add_constant` adds to what it knows.
         self.whole_types = dict(self.graph.types)
         self.graph = replace(self.graph, types=self.whole_types)
         self.producers = dict(self.graph.producers)
@@ -65,7 +65,7 @@ class MicroBatch(ABC):
         self.nodes.append(node)
         self.types.update(zip(node.outputs, made, strict=True))
 
-    def declare(self, node: Node, kind: TensorType) -> None:
+    def add_constant(self, node: Node, kind: TensorType) -> None:
         """Write a node that the whole graph does not have, and does the same in every micro-batch.
 
         The whole graph knows it from now on, so that what it makes is cut where it meets samples.
@@ -73,9 +73,9 @@ class MicroBatch(ABC):
         (value,) = node.outputs
         self.producers[value] = node
         self.whole_types[value] = kind
-        self.as_it_is(node)
+        self.copy_node(node)
 
-    def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
+    def add_merged(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
         """Write a node under new names, unless an equal one is written; return what it makes."""
         key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
         if key not in self._written:
@@ -107,7 +107,7 @@ class MicroBatch(ABC):
             self._first_equal[value] = self._expressions.setdefault(key, value)
         return self._first_equal[value]
 
-    def as_it_is(self, node: Node) -> None:
+    def copy_node(self, node: Node) -> None:
         """Write a node that does the same in every micro-batch."""
         if node.op.startswith(RANDOM):
             node = replace(node, kwargs={**node.kwargs, "micro_batches": self.num_parts})
@@ -115,7 +115,7 @@ class MicroBatch(ABC):
         self.same.update(node.outputs)
 
     @abstractmethod
-    def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
+    def slice_constant(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
         """Return a part of a tensor that is made of numbers alone; None if parts would differ.
 
         Args:
