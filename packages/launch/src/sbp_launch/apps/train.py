@@ -34,7 +34,7 @@ from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
 from sbp_launch.launching.launching import choose_launcher, follow, launch
 from sbp_launch.launching.rendezvous import Rendezvous, RunOrder, connect
 from sbp_launch.run.folder import RUN_FILE, load_run
-from sbp_launch.run.status import outlive_status_signals
+from sbp_launch.run.status import ignore_status_signals
 from sbp_launch.settings.budget import Unit
 from sbp_launch.settings.check import check, close_mesh
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
@@ -209,7 +209,7 @@ def _run_among(world: World) -> int:
 @standard_output(_NAME, outlives=True)
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
-    outlive_status_signals()
+    ignore_status_signals()
     world = World()
     try:
         world = World.of_environment()

@@ -24,7 +24,7 @@ from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.names import called_here
+from sbp_launch.checkpoint.names import match_names
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, LazyTensors, dtype_name
@@ -227,7 +227,7 @@ class ReadTogether(LazyTensors):
 
     def call(self, own: Collection[str]) -> None:
         """Use the names of a step, in which other modules may be wrapped than in the checkpoint."""
-        self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
+        self._tensors = Chosen(self.checkpoint, match_names(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
         """See `LazyTensors.like`."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
-from sbp_launch.checkpoint.names import called_here, model_names, without_wrappers
+from sbp_launch.checkpoint.names import match_names, model_names, without_wrappers
 from sbp_launch.checkpoint.places import FoundTensors, look, open_tensors
 from sbp_launch.checkpoint.tensors import LazyTensors
 from sbp_torch.graph_capture import UpdateOptions, copied_states
@@ -122,7 +122,7 @@ def named_as_in(states: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, 
     own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if all(name in states for name in own):
         return states  # a lazy mapping stays lazy
-    return {here: states[there] for here, there in called_here(states, own).items()}
+    return {here: states[there] for here, there in match_names(states, own).items()}
 
 
 def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:

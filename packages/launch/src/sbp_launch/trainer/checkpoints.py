@@ -194,7 +194,7 @@ class RunCheckpoints:
                 self._metadata(state, cursor),
                 session.snapshot(limit_bytes=self._settings.copy_bytes),
                 self._processes,
-                behind_commit=lambda: self._remove_others(name, state),
+                after_commit=lambda: self._remove_others(name, state),
             )
         )
 

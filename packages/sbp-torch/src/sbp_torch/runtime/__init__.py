@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.bad_values import BadValue, BadValueWatch
     from sbp_torch.runtime.devices import RankDevice, check_device
     from sbp_torch.runtime.feeding import Feeder
-    from sbp_torch.runtime.finite import last_moments, not_finite, undone
+    from sbp_torch.runtime.finite import not_finite, undo_limits, undone_error
     from sbp_torch.runtime.partial_update import (
         overwrite,
         partially_updated,
@@ -43,7 +43,6 @@ __all__ = [
     "Values",
     "check_device",
     "check_tensor",
-    "last_moments",
     "not_finite",
     "overwrite",
     "partially_updated",
@@ -52,7 +51,8 @@ __all__ = [
     "step_interrupted",
     "store_of",
     "tells_of_partial_update",
-    "undone",
+    "undo_limits",
+    "undone_error",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -68,7 +68,7 @@ __getattr__, __dir__ = lazy(
         "Values": "store",
         "check_device": "devices",
         "check_tensor": "store",
-        "last_moments": "finite",
+        "undo_limits": "finite",
         "not_finite": "finite",
         "overwrite": "partial_update",
         "partially_updated": "partial_update",
@@ -77,6 +77,6 @@ __getattr__, __dir__ = lazy(
         "step_failure": "partial_update",
         "step_interrupted": "partial_update",
         "tells_of_partial_update": "partial_update",
-        "undone": "finite",
+        "undone_error": "finite",
     },
 )

@@ -47,7 +47,7 @@ from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
-from sbp_torch.runtime.finite import not_finite, undone
+from sbp_torch.runtime.finite import not_finite, undone_error
 from sbp_torch.runtime.partial_update import overwrite, partially_updated, step_failure
 from sbp_torch.runtime.sharing import store_of
 from sbp_torch.runtime.state_layout import Values
@@ -265,7 +265,7 @@ class _Tensors(InstructionDomain[Value]):
             NotFiniteStepError: the loss is not finite.
         """
         if self.only_finite and not_finite(self.results):
-            raise undone(self.results, self.step)
+            raise undone_error(self.results, self.step)
 
     def _overwrite(self) -> None:
         """Note that a state is about to be overwritten."""

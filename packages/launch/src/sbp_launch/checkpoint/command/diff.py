@@ -15,7 +15,7 @@ from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import Metadata
-from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
+from sbp_launch.checkpoint.names import model_names, parse_renames, rename
 from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_of, open_tensors
 from sbp_launch.console import make_console, reading, say, show_table
 from sbp_launch.exit_codes import FAILED
@@ -103,7 +103,7 @@ def diff(options: Namespace) -> int:
     one, other = look(options.one), look(options.other)
     with open_tensors(one) as firsts, open_tensors(other) as seconds:
         names = {name: name for name in _wanted(firsts, options)}
-        own = Chosen(firsts, renamed(names, renames))
+        own = Chosen(firsts, rename(names, renames))
         with reading("comparing", sum(size_bytes(own.like(name)) for name in own)) as tell:
             others = Chosen(seconds, {name: name for name in _wanted(seconds, options)})
             result = compare(Chosen(firsts, own.sources, tell), others)
