@@ -20,7 +20,13 @@ from sbp_core.memory import MemoryReport, memory_bound
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning.flow import Planned, PlanSettings, capture_training, check_fits, compiled
+from sbp_launch.planning.flow import (
+    Planned,
+    PlanSettings,
+    capture_training,
+    check_fits,
+    compile_strategy,
+)
 
 SOFTMAX = "aten._log_softmax.default"
 
@@ -69,7 +75,7 @@ def test_softmaxes_are_in_parts_only_where_their_classes_are_split(
     graph, strategy = captured.planned(planned)
 
     assert (SOFTMAX in {node.op for node in graph.nodes}) == is_one_operator
-    compiled(graph, strategy, settings)
+    compile_strategy(graph, strategy, settings)
     assert captured.planned(lambda graph: read_again(strategy, graph)) == (graph, strategy)
 
 
@@ -91,7 +97,7 @@ def on_two_ranks() -> tuple[Planned, Callable[[int], Cluster]]:
     optimizer = torch.optim.SGD(model.parameters())
     graph = capture_training(model, many_classes, torch.ones(4, 3), optimizer, settings).graph
     strategy = infer_strategy(settings.request(graph), planner="test", pins={"*": "B"})
-    return compiled(graph, strategy, settings), cluster_of
+    return compile_strategy(graph, strategy, settings), cluster_of
 
 
 @pytest.mark.parametrize(("missing", "is_predicted"), [(0, False), (1, True)])

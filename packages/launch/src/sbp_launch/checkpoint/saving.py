@@ -22,7 +22,7 @@ from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import CheckpointStorage
-from sbp_launch.checkpoint.cover import cut
+from sbp_launch.checkpoint.cover import split_into_blocks
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import match_names
 from sbp_launch.checkpoint.places import newest_first
@@ -73,12 +73,14 @@ class Processes:
             action()
         except (OSError, SbpError) as error:
             problem = error
-        texts = self.gather("" if problem is None else _said(problem))
+        texts = self.gather("" if problem is None else _error_text(problem))
         if isinstance(problem, SbpError):
             raise problem
         if problem is not None:
             raise RunError(
-                f"{what}: {_said(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
+                f"{what}: {_error_text(problem)}",
+                where=where,
+                todo=f"make room, or {self.elsewhere}",
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -190,7 +192,7 @@ def damage_of_any(
         ConfigError: the processes have read different checkpoints.
         BoxingError: another process has failed, or did not answer.
     """
-    texts = processes.gather(f"{read}\n{_said(problem) if problem else ''}")
+    texts = processes.gather(f"{read}\n{_error_text(problem) if problem else ''}")
     for rank, text in zip(processes.ranks, texts, strict=True):
         found, _, said = text.partition("\n")
         if found != read:
@@ -271,7 +273,7 @@ class ReadTogether(LazyTensors):
         return damage_of_any(processes, f"{self.checkpoint.name} of step {step}", self.problem)
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return words_of(error)
@@ -317,6 +319,6 @@ def write_checkpoint(
         shape, dtype = tuple(like.shape), dtype_name(like)
         parts += [
             _Part(tensors=tensors, name=own, shape=shape, dtype=dtype, bounds=bounds)
-            for bounds in cut(shape, like.element_size(), PART_BYTES)
+            for bounds in split_into_blocks(shape, like.element_size(), PART_BYTES)
         ]
     save(storage, name, metadata, parts, Processes())

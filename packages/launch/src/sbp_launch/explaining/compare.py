@@ -128,16 +128,16 @@ def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list
         # Parameters with equal changes are put together.
         after, alike = dict(new.parameters), defaultdict[str, list[str]](list)
         for name, sbp in old.parameters:
-            if text := _changed(sbp, after.get(name, "-")):
+            if text := _change_text(sbp, after.get(name, "-")):
                 alike[text].append(name)
         parameters = tuple((", ".join(names), text) for text, names in alike.items())
-        output = _changed(old.output, new.output)
-        stage = _changed(f"stage {old.stage}", f"stage {new.stage}")
+        output = _change_text(old.output, new.output)
+        stage = _change_text(f"stage {old.stage}", f"stage {new.stage}")
         if parameters or output or stage:
             parts = (*((("stage", stage),) if stage else ()), *parameters)
             found.append(replace(old, stage=0, parameters=parts, output=output, moves=()))
     return found, len(modules)
 
 
-def _changed(old: str, new: str) -> str:
+def _change_text(old: str, new: str) -> str:
     return "" if old == new else f"{old or '-'}{_ARROW}{new or '-'}"

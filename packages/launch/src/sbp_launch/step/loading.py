@@ -34,7 +34,7 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     states = _match_names(training, states)
     ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
     known = set(training.states.names)
-    kept = training.states.frozen(name for name in states if name not in known)
+    kept = training.states.frozen_states(name for name in states if name not in known)
     _check(training, states, kept)
     missing = [name for name in training.states.names if name not in states]
     fresh: dict[str, Tensor] = {}

@@ -38,7 +38,7 @@ def run_storage(run: Run) -> CheckpointStorage:
     return storage
 
 
-def claimed(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
+def claim_storage(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
     """Keep other runs from writing to the storage inside the block; the first process does."""
     return storage.claim() if run.is_first else nullcontext()
 
