@@ -22,7 +22,7 @@ from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.proof import PlannedStep, prove
 from sbp_torch.proof.double_precision import graph_to_double, off_by
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
-from sbp_torch.proof.numbering import Numbering, numbered
+from sbp_torch.proof.numbering import Numbering, number_values
 
 ROWS, TOKENS, SIZE = 4, 5, 6
 WHOLE = LossMeaning.WHOLE_BATCH
@@ -282,7 +282,7 @@ def test_views_of_the_same_numbers_are_the_same_value():
 
     graph = graph_to_double(capture(Views(), lambda m, b: m(b["x"]), {"x": torch.zeros(2, 3)}))
 
-    values = numbered(graph, Numbering(), lambda name: name)
+    values = number_values(graph, Numbering(), lambda name: name)
 
     sines = {values[n.outputs[0]] for n in graph.nodes if n.kind == "sin"}
     assert len(sines) == 1

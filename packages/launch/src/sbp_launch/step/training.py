@@ -405,7 +405,7 @@ class Training:
         assert connected is not None and session is not None, "it has begun"
         if looks_again:
             connected.reconnect()
-        written = connected.written()
+        written = connected.written_states()
         if written:
             with self.until_done():
                 if self._counters_differ(written):

@@ -41,8 +41,8 @@ from sbp_core.graph import (
 )
 from sbp_core.runtime import Number
 from sbp_torch.proof.double_precision import off_by
-from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
-from sbp_torch.proof.numbering import Numbering, Value, numbered
+from sbp_torch.proof.drawing import Draw, Integers, draw_tensor, integers_of
+from sbp_torch.proof.numbering import Numbering, Value, number_values
 from sbp_torch.proof.run_time import bytes_s, run_s
 from sbp_torch.runtime.single import run_graph
 
@@ -91,7 +91,7 @@ class _Cone:
     nodes: tuple[Node, ...]
     given: tuple[str, ...]
 
-    def alone(self) -> LogicalGraph:
+    def as_graph(self) -> LogicalGraph:
         """Return the cone as a graph with one output."""
         inputs = []
         for name in self.given:
@@ -119,7 +119,7 @@ class Sweep:
         self.before, self.after = before, after
         self.numbering = Numbering()
         tied = {old: one.name for one in after.inputs for old in one.stands_for}
-        self.old = numbered(before, self.numbering, lambda name: tied.get(name, name))
+        self.old = number_values(before, self.numbering, lambda name: tied.get(name, name))
         self.new: dict[str, Value] = {}
         self.found = PartialProof(left_s=budget_s)
         self._places = [{n.name: at for at, n in enumerate(g.nodes)} for g in (before, after)]
@@ -131,7 +131,7 @@ class Sweep:
     def run(self) -> PartialProof:
         """Compare the graphs."""
         self._shared = {self.old[entry.name].base for entry in self.before.inputs}
-        numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
+        number_values(self.after, self.numbering, lambda name: name, self._settle, self.new)
         tied = {old: one.name for one in self.after.inputs for old in one.stands_for}
         replaced = {out.name: out.value for out in self.after.outputs}
         for out in self.before.outputs:
@@ -142,7 +142,7 @@ class Sweep:
                 self.found.open.append(out.name)
         return self.found
 
-    def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
+    def _settle(self, node: Node, made: Iterable[Value]) -> list[Value]:
         """Return the values of the outputs of a node of the second graph, after comparison."""
         values = list(made)
         self.new.update(zip(node.outputs, values, strict=True))
@@ -222,7 +222,7 @@ class Sweep:
             self.found.left_s -= each_s * len(draws)
             self.found.parts += 1
             try:
-                self._verdicts[key] = self._compared(pair, draws)
+                self._verdicts[key] = self._compare(pair, draws)
             except (SbpError, RuntimeError, IndexError, ValueError, TypeError):
                 self._verdicts[key] = None
         return self._verdicts[key]
@@ -251,15 +251,15 @@ class Sweep:
             found.append(names[cone.value])
         return tuple(found)
 
-    def _compared(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
+    def _compare(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
         """Return the relative difference of two values on random numbers; None if all are NaN."""
-        alone = [(cone, cone.alone()) for cone in pair]
+        alone = [(cone, cone.as_graph()) for cone in pair]
         integers: dict[int, Integers] = {}
         for cone, graph in alone:
             for name, found in integers_of(graph).items():
                 if name in cone.values:
                     base = cone.values[name].base
-                    integers[base] = integers.get(base, Integers()).merged(found)
+                    integers[base] = integers.get(base, Integers()).merge(found)
         worst, says_something = 0.0, False
         for how in draws:
             random = how.generator()
@@ -291,7 +291,7 @@ class Sweep:
                 known = integers.get(value.base, Integers())
                 varies = cone.graph.rate_of(name) is Rate.MICRO
                 bases[value.base] = [
-                    self._drawn(value, kind, known, how, random)
+                    self._draw(value, kind, known, how, random)
                     for _ in range(count if varies else 1)
                 ]
             parts = bases[value.base]
@@ -309,7 +309,7 @@ class Sweep:
                 states[name] = parts[0]
         return run_graph(graph, states, list(batches), scalars)[0][_OUT]
 
-    def _drawn(
+    def _draw(
         self, value: Value, kind: ValueType, integers: Integers, how: Draw, random: torch.Generator
     ) -> Tensor | Number:
         if not isinstance(kind, TensorType):  # a host number: a float from 0.5 to 1.5, or a count
@@ -319,4 +319,6 @@ class Sweep:
         size = self.numbering.sizes[value.base]
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
-        return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+        return draw_tensor(
+            whole if is_whole else TensorType((size,), kind.dtype), integers, how, random
+        )

@@ -186,14 +186,14 @@ def prove(
             return replace(known, is_known=True)
     begin = time.perf_counter()
     with torch.no_grad():
-        found = _proved(step, states, small, budget_s)
+        found = _prove(step, states, small, budget_s)
     found = replace(found, took_s=time.perf_counter() - begin)
     if entry is not None:
         entry.write(found)
     return found
 
 
-def _proved(
+def _prove(
     step: PlannedStep,
     states: Callable[[], Mapping[str, Tensor]],
     small: Callable[[], PlannedStep] | None,

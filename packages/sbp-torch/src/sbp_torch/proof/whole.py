@@ -35,7 +35,7 @@ from sbp_core.graph import (
 from sbp_core.runtime import Number
 from sbp_core.units import format_seconds
 from sbp_torch.proof.double_precision import TOLERANCE, graph_to_double, largest, off_by, to_double
-from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
+from sbp_torch.proof.drawing import Draw, Integers, draw_tensor, integers_of
 from sbp_torch.proof.run_time import run_s
 from sbp_torch.runtime.single import run_graph
 
@@ -127,7 +127,7 @@ class WholeStep:
             known = integers_of(before)
             batches: list[Mapping[str, Tensor]] = [
                 {
-                    name: drawn(
+                    name: draw_tensor(
                         before.tensor(name),
                         known.get(name, Integers()),
                         how,
@@ -143,7 +143,7 @@ class WholeStep:
                 near = _NEAR if self.near else None
                 states = _drawn_states(before, self.states, how, random, near)
                 _, warm = run_graph(before, states, batches, scalars)
-                states = _around(before, states, warm, random)
+                states = _draw_around(before, states, warm, random)
             parts: list[Mapping[str, Tensor]] = list(batches)
             count = after.num_micro_batches
             if len(batches) != count:  # the parts of the one batch, for the second graph
@@ -158,7 +158,7 @@ class WholeStep:
                     for index in range(count)
                 ]
             no_loss = "the loss of the captured step is no number there" * (how is DRAWS[0])
-            judged = _judged(before, after, (batches, scalars, states), parts, how, no_loss)
+            judged = _judge(before, after, (batches, scalars, states), parts, how, no_loss)
             yield from judged
             if not all(one.is_rounding for one in judged):
                 return
@@ -232,14 +232,14 @@ class PaddedStep:
                 held = _drawn_states(before, states(), how, random, noise=0.0)
                 given: Given = ([batch], _drawn_scalars(before, random), held)
                 no_loss = "the loss of the batch is no finite number"
-                judged = _judged(before, after, given, [padded], how, no_loss)
+                judged = _judge(before, after, given, [padded], how, no_loss)
             except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
                 told = (str(error).splitlines() or [type(error).__name__])[0]
                 raise SbpValueError(f"it does not run in double precision: {told}") from error
         return [one for one in judged if not one.is_rounding]
 
 
-def _judged(
+def _judge(
     before: LogicalGraph,
     after: LogicalGraph,
     given: Given,
@@ -362,7 +362,7 @@ def _drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Nu
     return found
 
 
-def _around(
+def _draw_around(
     graph: LogicalGraph,
     states: Mapping[str, Tensor | Number],
     made: Mapping[str, Tensor | Number],
