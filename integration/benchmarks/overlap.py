@@ -36,7 +36,7 @@ from sbp_core import Placement
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning import PlanSettings, capture_training, compile_strategy
+from sbp_launch.planning import PlanSettings, capture_training, compiled
 from sbp_torch.graph_capture import initial_states
 
 RATIOS = (4, 2, 1)
@@ -61,7 +61,7 @@ def start(
     batch = _batch(name, num_ranks)
     captured = capture_training(program, model_loss, batch, optimizer, settings)
     graph, strategy = captured.planned(lambda graph: planner.plan(settings.request(graph)))
-    plan = compile_strategy(graph, strategy, settings).plan
+    plan = compiled(graph, strategy, settings).plan
     runtime = registry.make("runtime", "actor", {})
     return stack.enter_context(runtime.start(plan, initial_states(program, optimizer), backend))
 

@@ -31,7 +31,7 @@ from sbp_core.planning import Planner
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning import PlanSettings, StepFamily, capture_training, compile_strategy
+from sbp_launch.planning import PlanSettings, StepFamily, capture_training, compiled
 from sbp_torch.call_times import CallTimer
 from sbp_torch.graph_capture import initial_states
 
@@ -171,7 +171,7 @@ def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) 
     graph, strategy = captured.planned(planned)
     if strategy.variant is not None:
         settings, graph = family.settings_of(strategy.variant), family.graph(strategy.variant)
-    plan = compile_strategy(graph, strategy, settings).plan
+    plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
     states = initial_states(program, optimizer)

@@ -32,7 +32,7 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.operator_times import OperatorTimes
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OperatorTimes
 from sbp_launch.tracing.times import rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer
@@ -139,7 +139,7 @@ def test_a_run_leaves_the_times_and_says_what_to_do_with_them(
 ) -> None:
     trainer.train(run_config(trace="2..3", trace_operators=True), registry(), tmp_path)
 
-    found = OperatorTimes.load(tmp_path / "operators.json")
+    found = OPERATOR_TIMES.read(tmp_path / "operators.json")
     assert (found.backend, found.num_ranks) == ("local", 2)
     assert any(one.call.startswith("aten.mm.default(float32") for one in found.operators)
     assert all(0 < one.time_s <= FIRING_NS * 1e-9 for one in found.operators)
@@ -173,7 +173,7 @@ def operator(call: str = "aten.relu.default(float32[2])->float32[2]", time_s: fl
 def write_times(folder: Path, *operators: MeasuredOperator, **changed: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     given = {"backend": "local", "num_ranks": 2, "machine": describe_machine("1.0")} | changed
-    OperatorTimes(operators=operators, **given).save(folder / "operators.json")
+    OPERATOR_TIMES.write(OperatorTimes(operators=operators, **given), folder / "operators.json")
     return str(folder)
 
 

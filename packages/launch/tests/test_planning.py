@@ -25,7 +25,7 @@ from sbp_launch.planning.flow import (
     PlanSettings,
     capture_training,
     check_fits,
-    compile_strategy,
+    compiled,
 )
 
 SOFTMAX = "aten._log_softmax.default"
@@ -75,7 +75,7 @@ def test_softmaxes_are_in_parts_only_where_their_classes_are_split(
     graph, strategy = captured.planned(planned)
 
     assert (SOFTMAX in {node.op for node in graph.nodes}) == is_one_operator
-    compile_strategy(graph, strategy, settings)
+    compiled(graph, strategy, settings)
     assert captured.planned(lambda graph: read_again(strategy, graph)) == (graph, strategy)
 
 
@@ -97,7 +97,7 @@ def on_two_ranks() -> tuple[Planned, Callable[[int], Cluster]]:
     optimizer = torch.optim.SGD(model.parameters())
     graph = capture_training(model, many_classes, torch.ones(4, 3), optimizer, settings).graph
     strategy = infer_strategy(settings.request(graph), planner="test", pins={"*": "B"})
-    return compile_strategy(graph, strategy, settings), cluster_of
+    return compiled(graph, strategy, settings), cluster_of
 
 
 @pytest.mark.parametrize(("missing", "is_predicted"), [(0, False), (1, True)])

@@ -13,7 +13,7 @@ from sbp_launch.planning.flow import (
     PlanSettings,
     capture_forward,
     capture_training,
-    compile_strategy,
+    compiled,
     evaluating,
 )
 from sbp_launch.planning.shared_states import plan_on_states
@@ -33,9 +33,7 @@ def test_states_that_an_evaluation_does_not_read_stay_on_their_stage() -> None:
     )
     batch, optimizer = torch.ones(4, 8), torch.optim.SGD(model.parameters())
     graph = capture_training(model, mean_square, batch, optimizer, settings).graph
-    train = compile_strategy(
-        graph, infer_strategy(settings.request(graph), planner="test"), settings
-    )
+    train = compiled(graph, infer_strategy(settings.request(graph), planner="test"), settings)
     with evaluating(model):
         forward = capture_forward(model, mean_square, batch, settings, "evaluate")
 

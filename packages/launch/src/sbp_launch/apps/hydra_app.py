@@ -55,7 +55,7 @@ from sbp_launch.settings.compose import (
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved_error
-from sbp_launch.settings.resumed import quote_value
+from sbp_launch.settings.resumed import quote
 
 #: Failure of a run of a sweep as long as it has not ended.
 _UNTOLD = "it goes on, or its process was ended before it could say why"
@@ -213,9 +213,7 @@ def _take_folder(
         take_folder(wanted, overwrite=overwrite)
         return before, []
     made = make_folder(wanted)
-    return replace(FolderBefore.of(made), is_new=True), [
-        f"hydra.{mode}.dir={quote_value(str(made))}"
-    ]
+    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir={quote(str(made))}"]
 
 
 def _folder_of(config: DictConfig, mode: str) -> Path:

@@ -38,7 +38,7 @@ from sbp_launch.run.status import ignore_status_signals
 from sbp_launch.settings.budget import Unit
 from sbp_launch.settings.check import check, close_mesh
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.settings.resumed import RESUMED, offer, quote_value
+from sbp_launch.settings.resumed import RESUMED, offer, quote
 from sbp_launch.world import World
 
 _KEY = "resume"
@@ -86,7 +86,7 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     return [
         *(f"+{text}" if is_added(text) else text for text in given),
         f"++trainer.resume={AUTO}",
-        f"hydra.run.dir={quote_value(str(folder))}",
+        f"hydra.run.dir={quote(str(folder))}",
         "--config-name",
         RESUMED,
     ]

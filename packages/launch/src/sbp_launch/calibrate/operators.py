@@ -17,7 +17,7 @@ from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.operator_times import OPERATORS, OperatorTimes
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OPERATORS, OperatorTimes
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:
@@ -33,7 +33,7 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
         ConfigError: there is no such file, or no times in a folder; or they are for another
             machine, another number of ranks, or a backend that the file does not know.
     """
-    found = [(folder, OperatorTimes.load(Path(folder) / OPERATORS)) for folder in folders]
+    found = [(folder, OPERATOR_TIMES.read(Path(folder) / OPERATORS)) for folder in folders]
     _, first = found[0]
     cluster = _cluster_file(out, first.backend, first.num_ranks)
     for folder, times in found:

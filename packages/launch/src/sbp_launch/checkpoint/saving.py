@@ -73,14 +73,12 @@ class Processes:
             action()
         except (OSError, SbpError) as error:
             problem = error
-        texts = self.gather("" if problem is None else _error_text(problem))
+        texts = self.gather("" if problem is None else _text(problem))
         if isinstance(problem, SbpError):
             raise problem
         if problem is not None:
             raise RunError(
-                f"{what}: {_error_text(problem)}",
-                where=where,
-                todo=f"make room, or {self.elsewhere}",
+                f"{what}: {_text(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -192,7 +190,7 @@ def damage_of_any(
         ConfigError: the processes have read different checkpoints.
         BoxingError: another process has failed, or did not answer.
     """
-    texts = processes.gather(f"{read}\n{_error_text(problem) if problem else ''}")
+    texts = processes.gather(f"{read}\n{_text(problem) if problem else ''}")
     for rank, text in zip(processes.ranks, texts, strict=True):
         found, _, said = text.partition("\n")
         if found != read:
@@ -273,7 +271,7 @@ class ReadTogether(LazyTensors):
         return damage_of_any(processes, f"{self.checkpoint.name} of step {step}", self.problem)
 
 
-def _error_text(error: Exception) -> str:
+def _text(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return words_of(error)

@@ -35,7 +35,7 @@ from sbp_launch.explaining.compare import change_row
 from sbp_launch.explaining.plan_figures import Figures, figures_of
 from sbp_launch.explaining.question import Question, value_text
 from sbp_launch.explaining.reasons import MovedModule, appears, moved_text, reason, refusal
-from sbp_launch.planning.flow import Planned, compile_strategy
+from sbp_launch.planning.flow import Planned, compiled
 
 #: Function that plans the whole step with additional pins of the user.
 Replan = Callable[[Mapping[str, PinValue]], Planned]
@@ -163,7 +163,7 @@ def alternative(
     try:
         settings, graph = planned.settings, planned.graph
         near = infer_nearby(settings.request(graph), planned.strategy, {pattern: value})
-        add(compile_strategy(graph, near.strategy, settings), near.modules)
+        add(compiled(graph, near.strategy, settings), near.modules)
     except SbpError as error:
         refused.append(error)
     try:

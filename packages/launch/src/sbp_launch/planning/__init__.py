@@ -15,22 +15,9 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.planning.family import StepFamily
-    from sbp_launch.planning.flow import (
-        Captured,
-        Planned,
-        PlanSettings,
-        capture_training,
-        compile_strategy,
-    )
+    from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_training, compiled
 
-__all__ = [
-    "Captured",
-    "PlanSettings",
-    "Planned",
-    "StepFamily",
-    "capture_training",
-    "compile_strategy",
-]
+__all__ = ["Captured", "PlanSettings", "Planned", "StepFamily", "capture_training", "compiled"]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -40,6 +27,6 @@ __getattr__, __dir__ = lazy(
         "Planned": "flow",
         "StepFamily": "family",
         "capture_training": "flow",
-        "compile_strategy": "flow",
+        "compiled": "flow",
     },
 )

@@ -200,7 +200,7 @@ class Captured:
             GraphError: the loss of the whole batch is asked for, and does not follow from those of
                 its micro-batches.
         """
-        graph = prepare_captured(captured, settings)
+        graph = prepare(captured, settings)
         return cls(graph=graph, original=captured, settings=settings, numbers=numbers)
 
     @cached_property
@@ -213,7 +213,7 @@ class Captured:
             return None
         passes = replace(self.settings.compile.passes, split_classes=None)
         settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
-        return without_unused(prepare_captured(self.original, settings), self.left_out)
+        return without_unused(prepare(self.original, settings), self.left_out)
 
     def drop_unused_inputs(self, names: Collection[str]) -> Captured:
         """Leave out those of some inputs that nothing uses."""
@@ -326,9 +326,7 @@ def capture_forward(
         per_shard_random=settings.compile.random == "per_shard",
         device=settings.mesh.device,
     )
-    return prepare_captured(
-        captured, replace(settings, micro_batches=1, micro_batches_per_update=1)
-    )
+    return prepare(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
 
 
 def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
@@ -354,7 +352,7 @@ def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
     )
 
 
-def prepare_captured(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
+def prepare(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
     """Return a captured step in the form that is planned.
 
     Args:
@@ -397,7 +395,7 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
     check_patterns(f"{key}.lower", how.lower, kinds, "operator")
 
 
-def compile_strategy(
+def compiled(
     graph: LogicalGraph, strategy: Strategy, settings: PlanSettings, kept: KeptPlans | None = None
 ) -> Planned:
     """Compile a strategy, check the plan, and play it in simulated time.

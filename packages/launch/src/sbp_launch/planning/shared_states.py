@@ -15,7 +15,7 @@ from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
 from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Storage, Strategy
-from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compile_strategy
+from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compiled
 
 #: Plans a graph, with what is pinned of it: SBP by name.
 PlanAround = Callable[[LogicalGraph, Mapping[str, str]], Strategy]
@@ -102,7 +102,7 @@ def plan_form(
 
     left_out = {*counted, *_new_states(captured.graph, known)}
     graph, strategy = captured.drop_unused_inputs(left_out).planned(around)
-    made = compile_strategy(graph, strategy, settings)
+    made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made
 
@@ -141,7 +141,7 @@ def plan_on_states(train: Planned, graph: LogicalGraph, settings: PlanSettings) 
     )
     storage = _where_unread_lies(train, graph, strategy)
     strategy = replace(strategy, storage=storage, regather=train.strategy.regather)
-    made = compile_strategy(graph, strategy, settings)
+    made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made
 

@@ -22,7 +22,7 @@ from sbp_core.interrupts import HeldInterrupts
 
 def until_done() -> HeldInterrupts:
     """Return what holds the first interrupt in a block, until that is over."""
-    return HeldInterrupts(_report_interrupt("when this call is done"), most=1)
+    return HeldInterrupts(_reporter("when this call is done"), most=1)
 
 
 def until_all_agree(*, tells: bool) -> HeldInterrupts:
@@ -31,13 +31,11 @@ def until_all_agree(*, tells: bool) -> HeldInterrupts:
     Args:
         tells: Whether this process says so.
     """
-    heard = (
-        _report_interrupt("in all processes, before the next step or evaluation") if tells else None
-    )
+    heard = _reporter("in all processes, before the next step or evaluation") if tells else None
     return HeldInterrupts(heard, most=1, signals=[signal.SIGINT])
 
 
-def _report_interrupt(when: str) -> Callable[[BaseException], None]:
+def _reporter(when: str) -> Callable[[BaseException], None]:
     def tell(error: BaseException) -> None:
         # Past Python's buffers: the signal may have come in the middle of a print.
         with suppress(OSError):

@@ -27,7 +27,7 @@ from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
     check_fits,
-    compile_strategy,
+    compiled,
     regathering,
 )
 from sbp_launch.step.engine import Stage, quietly
@@ -198,7 +198,7 @@ class StepPlanner:
                 settings = self.family.settings_of(strategy.variant)
                 graph = self.family.graph(strategy.variant)
         with self.stage("compiling and checking the plan"):
-            return compile_strategy(graph, strategy, settings, kept)
+            return compiled(graph, strategy, settings, kept)
 
     def captured_as(self, settings: PlanSettings) -> Captured:
         """Return the captured step as the settings that the planner has chosen say.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
@@ -30,20 +29,8 @@ class OperatorTimes:
     machine: Mapping[str, str]
     operators: tuple[MeasuredOperator, ...]
 
-    def save(self, path: Path) -> None:
-        """Write the file."""
-        OPERATOR_TIMES.write(self, path)
 
-    @classmethod
-    def load(cls, path: Path) -> OperatorTimes:
-        """Read the output of `save`.
-
-        Raises:
-            ConfigError: there is no such file, or it has another format.
-        """
-        return OPERATOR_TIMES.read(path)
-
-
+#: The file.
 OPERATOR_TIMES: Document[OperatorTimes] = Document(
     kind=OperatorTimes,
     format="sbp-operators",

@@ -35,7 +35,7 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.folder import writing
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.operator_times import OPERATORS, OperatorTimes
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OPERATORS, OperatorTimes
 from sbp_launch.tracing.times import time_table
 from sbp_torch.boxing.processes import gather_texts
 from sbp_torch.memory import MemoryMeter
@@ -279,7 +279,7 @@ class StepTracer:
                 machine=describe_machine(torch.__version__),
                 operators=measured_operators(self.planned.graph, self.planned.strategy, spans),
             )
-            found.save(self.folder / OPERATORS)
+            OPERATOR_TIMES.write(found, self.folder / OPERATORS)
             self.lines.append(
                 f"times of {len(found.operators)} calls of operators: {OPERATORS}; plan with them: "
                 f"sbp-calibrate ops={self.folder} out=CLUSTER_FILE"

@@ -11,7 +11,7 @@ from sbp_core.infer import PIPE_AXIS
 from sbp_core.placement import Placement
 from sbp_core.plugins import ClusterFactory
 from sbp_core.strategy import Strategy
-from sbp_launch.planning.flow import Captured, Planned, compile_strategy
+from sbp_launch.planning.flow import Captured, Planned, compiled
 from sbp_launch.run.run import Run
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of
@@ -45,7 +45,7 @@ def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: RunP
         settings = replace(settings, cluster=make(last + 1))
     try:
         check_strategy(graph, strategy)
-        return compile_strategy(graph, strategy, settings)
+        return compiled(graph, strategy, settings)
     except SbpError as error:
         raise error.replaced(ConfigError, where=("compare", *error.where)) from error
 

@@ -60,10 +60,7 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
                 value = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
             values[entry.name] = _intern(value, tensors)
         for node in placed.nodes:
-            call = (
-                node.op,
-                operators.hashable_argument((node.args, tuple(node.kwargs.items())), frozen),
-            )
+            call = node.op, operators.freeze((node.args, tuple(node.kwargs.items())), frozen)
             if call not in known:
                 try:
                     made = operators.call(node.op, node.args, node.kwargs, values.__getitem__)

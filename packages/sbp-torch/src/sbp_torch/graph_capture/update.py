@@ -154,9 +154,7 @@ class Update:
         found = self._clip(found, metrics)
         updated, before = list[str](), dict[str, Tensor]()
         if overflow is not None:
-            updated = sorted(
-                {name for one in self._optimizers for name in one.updated_parameters()}
-            )
+            updated = sorted({name for one in self._optimizers for name in one.updated_names()})
             before = {name: parameters[name].clone() for name in updated}
             before |= {name: value.clone() for name, value in states.items()}
         for one in self._optimizers:

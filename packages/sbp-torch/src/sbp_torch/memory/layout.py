@@ -30,7 +30,7 @@ from sbp_core.signatures import check_shapes
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch._torch_patches import unlogged_failures
 from sbp_torch.boxing.execute import local_step, torch_dtype
-from sbp_torch.ops.operators import asked_for, bind, hashable_argument, operator_of, results_of
+from sbp_torch.ops.operators import asked_for, bind, freeze, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe
 
 #: Stands for the result of a host operator that cannot take the stand-ins of its arguments.
@@ -96,9 +96,9 @@ class Layouts:
 
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            what: object = (rank, steps[index], hashable_argument(source, lies))
+            what: object = (rank, steps[index], freeze(source, lies))
         else:
-            what = hashable_argument((entry.args, tuple(entry.kwargs.items())), lies)
+            what = freeze((entry.args, tuple(entry.kwargs.items())), lies)
         # The key has everything that the layout depends on, but no names: the layouts of arguments,
         # and which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))

@@ -158,7 +158,7 @@ def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
         yield from [(name(0), Integers(None, args[1]))] * _is_integer(graph, name(0))
 
 
-def draw_tensor(
+def draw(
     kind: TensorType,
     integers: Integers,
     how: Draw,

@@ -91,9 +91,7 @@ class Numbering:
         self.sizes[number] = whole.numel()
         return _view_value(number, whole)
 
-    def output_values(
-        self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]
-    ) -> list[Value]:
+    def outputs(self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]) -> list[Value]:
         """Return the values of a node's outputs, given the values of its arguments."""
         first = next(iter(node.inputs()), None)
         if first is not None and len(node.outputs) == 1:
@@ -117,7 +115,7 @@ class Numbering:
             op = f"host.{node.kind}"
         rate = node.rate if graph.num_micro_batches > 1 else None
         named = tuple(sorted(node.kwargs.items()))
-        key = (op, rate, operators.hashable_argument((node.args, named), values.__getitem__))
+        key = (op, rate, operators.freeze((node.args, named), values.__getitem__))
         return [
             self.base((key, index), graph.types[name]) for index, name in enumerate(node.outputs)
         ]
@@ -167,6 +165,6 @@ def number_values(
         key = ("input", key_of_input(entry.name))
         found[entry.name] = numbering.base(key, graph.types[entry.name])
     for node in graph.nodes:
-        made = numbering.output_values(graph, node, found)
+        made = numbering.outputs(graph, node, found)
         found.update(zip(node.outputs, settle(node, made), strict=True))
     return found

@@ -41,7 +41,7 @@ from sbp_core.graph import (
 )
 from sbp_core.runtime import Number
 from sbp_torch.proof.double_precision import off_by
-from sbp_torch.proof.drawing import Draw, Integers, draw_tensor, integers_of
+from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
 from sbp_torch.proof.numbering import Numbering, Value, number_values
 from sbp_torch.proof.run_time import bytes_s, run_s
 from sbp_torch.runtime.single import run_graph
@@ -319,6 +319,4 @@ class Sweep:
         size = self.numbering.sizes[value.base]
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
-        return draw_tensor(
-            whole if is_whole else TensorType((size,), kind.dtype), integers, how, random
-        )
+        return draw(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)

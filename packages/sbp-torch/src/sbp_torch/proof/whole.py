@@ -35,7 +35,7 @@ from sbp_core.graph import (
 from sbp_core.runtime import Number
 from sbp_core.units import format_seconds
 from sbp_torch.proof.double_precision import TOLERANCE, graph_to_double, largest, off_by, to_double
-from sbp_torch.proof.drawing import Draw, Integers, draw_tensor, integers_of
+from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
 from sbp_torch.proof.run_time import run_s
 from sbp_torch.runtime.single import run_graph
 
@@ -127,7 +127,7 @@ class WholeStep:
             known = integers_of(before)
             batches: list[Mapping[str, Tensor]] = [
                 {
-                    name: draw_tensor(
+                    name: draw(
                         before.tensor(name),
                         known.get(name, Integers()),
                         how,

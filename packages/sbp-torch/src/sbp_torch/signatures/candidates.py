@@ -37,7 +37,7 @@ def candidates(
     """
     found: dict[Inputs, None] = {}
     whole = (B,) * len(inputs)
-    for candidate in _likely_first(inputs, [entries(entry, axis_size) for entry in inputs]):
+    for candidate in _in_order(inputs, [entries(entry, axis_size) for entry in inputs]):
         if candidate != whole and candidate not in found:
             if len(found) == budget:
                 return list(found), False
@@ -45,9 +45,7 @@ def candidates(
     return list(found), True
 
 
-def _likely_first(
-    inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]
-) -> Iterator[Inputs]:
+def _in_order(inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
     """Yield candidates, some more than once: those that are likely to be legal come first."""
     extents = sorted({extent for entry in inputs for extent in entry.shape}, reverse=True)
     agreeing = [_splits(inputs, choices, extent) for extent in extents]

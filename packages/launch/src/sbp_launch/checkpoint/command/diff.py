@@ -128,9 +128,8 @@ def compare(ones: LazyTensors, others: LazyTensors) -> TensorDifferences:
         if one != other:
             forms[name] = one, other
         if likes[0].shape == likes[1].shape:
-            blocks = split_into_blocks(
-                likes[0].shape, max(like.element_size() for like in likes), PART_BYTES
-            )
+            item_bytes = max(like.element_size() for like in likes)
+            blocks = split_into_blocks(likes[0].shape, item_bytes, PART_BYTES)
             found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
             if found.differing:
                 values[name] = found

@@ -115,7 +115,7 @@ def prune(options: Namespace) -> int:
             f"{found.place} is no folder of checkpoints",
             accepted="a run folder, or its folder of checkpoints",
         )
-    kept, damaged, removed = choose_checkpoints(storage, options.keep)
+    kept, damaged, removed = choose(storage, options.keep)
     if not kept:
         raise ConfigError(
             f"no checkpoint in {storage.place()} is whole, so none is removed",
@@ -156,9 +156,7 @@ def prune(options: Namespace) -> int:
     return 0
 
 
-def choose_checkpoints(
-    storage: CheckpointStorage, keep: int
-) -> tuple[list[str], list[str], list[str]]:
+def choose(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
     """Return the newest intact checkpoints, the damaged ones among them, and all older ones.
 
     Args:

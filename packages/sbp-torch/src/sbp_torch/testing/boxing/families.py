@@ -256,10 +256,7 @@ def _collectives(
         rest = product(others, repeat=mesh.num_axes - count)
         kinds: dict[_Pair, StepKind] = {}
         for kept, (kind, before, after) in product(rest, list(_entry_changes(count))):
-            source, target = (
-                _weave_entries(mesh, axes, before, kept),
-                _weave_entries(mesh, axes, after, kept),
-            )
+            source, target = _weave(mesh, axes, before, kept), _weave(mesh, axes, after, kept)
             if _is_legal(source, axes):
                 kinds[(mesh, source), (mesh, target)] = kind
         for case in spread(kinds, shapes, dtypes):
@@ -284,7 +281,7 @@ def _entry_changes(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tupl
                 yield StepKind.ALL_TO_ALL, before, after
 
 
-def _weave_entries(
+def _weave(
     mesh: Placement, axes: Sequence[int], changed: Sequence[Sbp], kept: Sequence[Sbp]
 ) -> NdSbp:
     """Return the nd-SBP with entries `changed` on `axes`, and `kept` on the other axes."""
