@@ -1,4 +1,4 @@
-"""What `sbp-calibrate` finds in whole steps: launches."""
+"""What `sbp-calibrate` finds in whole steps: launches, and how much longer bytes take there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.simulation import simulate
-from sbp_launch.calibrate.launch_overhead import SmallModel, launches, make_plans, measure_steps
+from sbp_launch.calibrate.launch_overhead import (
+    SmallModel,
+    in_steps,
+    launches,
+    make_plans,
+    measure_large,
+    measure_steps,
+)
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -47,12 +55,37 @@ def test_steps_that_are_faster_than_their_calls_leave_the_launches_of_a_loop() -
     assert found == (cluster.device.launch_s, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("took_s", "stretch"),
+    [(0.00511, 1.0), (0.01011, 2.0), (0.00011, 1.0), (0.5, 2.5)],
+    ids=["as in a loop", "bytes take twice as long", "faster", "disturbed"],
+)
+def test_bytes_in_steps_are_compared_with_those_of_calls_that_follow_each_other(
+    took_s: float, stretch: float
+) -> None:
+    # 10 us and 5 ms for 4 MB; 100 us to start.
+    samples = [
+        Measurement(
+            backend="local", kind="all-reduce", group_size=2, shared_bytes=size,
+            times_s=(1e-5 + size * 1.25e-9,),
+        )
+        for size in (1000, 10_000, 100_000, 1_000_000, 4_000_000)
+    ]  # fmt: skip
+    calibration = replace(Calibration.of(samples), boxing_launch_s=1e-4)
+
+    found = in_steps(calibration, 2, {4_000_000: [took_s, 2.0, took_s, 3.0, took_s, 9.0, took_s]})
+
+    assert found == pytest.approx(stretch, rel=1e-3)
+    assert in_steps(calibration, 2, {}) == 1
+
+
 @pytest.mark.slow
 def test_steps_of_a_runtime_that_moves_data_itself_say_nothing_of_the_backend() -> None:
     backend = LocalBackend()
     backend.open([0, 1])
 
     assert measure_steps(backend, ReferenceRuntime(ReferenceConfig()), 2) == {}
+    assert measure_large(backend, ReferenceRuntime(ReferenceConfig()), 2) == {}
     assert backend.local_ranks() == (0, 1)  # it stays open
     backend.close()
 

@@ -30,12 +30,11 @@ from sbp_core.processes import Line, supervise
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.calibrate.calibration_config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, CallTimes, Progress
-from sbp_launch.calibrate.large_all_reduces import in_steps
-from sbp_launch.calibrate.launch_overhead import SmallModel, launches
+from sbp_launch.calibrate.launch_overhead import SmallModel, in_steps, launches
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.operator_times import OperatorTimes
+from sbp_launch.tracing.times import OperatorTimes
 
 T = TypeVar("T")
 

@@ -12,11 +12,16 @@ plans of one small model are timed:
 The predicted step time is linear in `Device.launch_s` and `Device.boxing_launch_s`. So the two
 measured times give both, after the predicted times for compute, copies and communication are
 subtracted; these are short, because the tensors are small.
+
+Large all-reduces, too, take longer in a step than in a loop, where the processor's caches and the
+transport are warm. `measure_large` times them between the segments of a model of a few large
+matrices, by a trace; `in_steps` returns the ratio to the loop, for `Calibration.in_steps`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -25,23 +30,34 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.boxing import BoxingBackend, Communicator
+from sbp_core.boxing import BoxingBackend, Communicator, StepKind
+from sbp_core.calibration import Calibration
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile import Collective, CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.graph import TensorType
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
-from sbp_core.runtime import Runtime
+from sbp_core.runtime import Runtime, SpanKind, Trace
 from sbp_core.simulation import simulate
+from sbp_launch.calibrate.measuring import Stopwatch
 from sbp_torch.graph_capture import capture, initial_states
 
 #: Plan -> SBPs: of batch and activations; of parameters, optimizer states, gradients and updates.
 _PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}
 
 _WIDTH, _TOKENS, _SAMPLES = 64, 16, 2
+_WARM_UP_STEPS = 3
 
-#: Untimed steps at the beginning.
-WARM_UP_STEPS = 3
+#: The model of large matrices: their width and number, samples of a rank, and steps. The model is
+#: small, because each all-reduce takes a transport some milliseconds.
+_LARGE_WIDTH, _LARGE_LAYERS, _LARGE_SAMPLES, _LARGE_STEPS = 1024, 3, 32, 24
+
+#: Seconds that a call may wait for other ranks.
+_DEADLINE_S = 60.0
+
+#: Upper bound of `in_steps`; a larger ratio is a disturbed measurement.
+_MOST_IN_STEPS = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +115,11 @@ def make_plans(
         pins["use:parameters"] = "B"
         options = [CompileOptions(cluster=cluster, bucket_bytes=0) for cluster in clusters]
         step = model, optimizer, _batch(name, num_ranks)
-        plans[name] = compile_with_pins(step, num_ranks, pins, options)
+        plans[name] = _compiled(step, num_ranks, pins, options)
     return plans
 
 
-def compile_with_pins(
+def _compiled(
     step: tuple[nn.Module, torch.optim.Optimizer, Mapping[str, Tensor]],
     num_ranks: int,
     pins: Mapping[str, str],
@@ -134,23 +150,22 @@ def measure_steps(
     """
     found: dict[str, float] = {}
     for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)], size).items():
-        sent_before = total_sent_bytes(backend)
+        sent_before = _sent_bytes(backend)
         times_s: list[float] = []
         states, batch = initial_states(*_model(size.layers)), _batch(name, num_ranks)
-        with runtime.start(plan, states, OpenBackend(backend)) as session:
-            for index in range(WARM_UP_STEPS + size.steps):
+        with runtime.start(plan, states, _Open(backend)) as session:
+            for index in range(_WARM_UP_STEPS + size.steps):
                 began = time.perf_counter()
                 result = session.step(batch, {"lr": 1e-3, "seed": 0, "step": index})
                 result.loss.item()
                 times_s.append(time.perf_counter() - began)
-        if plan.boxing_bytes and total_sent_bytes(backend) == sent_before:
+        if plan.boxing_bytes and _sent_bytes(backend) == sent_before:
             return {}
-        found[name] = median(times_s[WARM_UP_STEPS:])
+        found[name] = median(times_s[_WARM_UP_STEPS:])
     return found
 
 
-def total_sent_bytes(backend: BoxingBackend) -> int:
-    """Return the bytes that the ranks of this process have sent."""
+def _sent_bytes(backend: BoxingBackend) -> int:
     return sum(backend.communicator(rank).sent_bytes for rank in backend.local_ranks())
 
 
@@ -186,7 +201,84 @@ def launches(
     return launch_s, max(0.0, (together_s - launch_s * together_l) / together_b)
 
 
-class OpenBackend(BoxingBackend):
+def measure_large(
+    backend: BoxingBackend, runtime: Runtime, num_ranks: int
+) -> Mapping[int, tuple[float, ...]]:
+    """Measure the times of all-reduces of large tensors between the segments of steps.
+
+    Args:
+        backend: The backend, open on all ranks; it stays open.
+        runtime: The runtime that runs the plan.
+        num_ranks: Number of ranks of the run, >= 2.
+
+    Returns:
+        Bytes -> seconds of each all-reduce, from the begin on the last rank to the end on the last
+        rank; empty if the runtime moves data without the backend.
+    """
+    torch.manual_seed(0)
+    layers = [nn.Linear(_LARGE_WIDTH, _LARGE_WIDTH, bias=False) for _ in range(_LARGE_LAYERS)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shape = (_LARGE_SAMPLES * num_ranks, _LARGE_WIDTH)
+    batch = {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
+    pins = dict.fromkeys(("batch", "use:batch", "activations"), "S(0)")
+    pins |= dict.fromkeys(("parameters", "optimizer_states", "updates"), "B")
+    options = CompileOptions(bucket_bytes=0)
+    (plan,) = _compiled((model, optimizer, batch), num_ranks, pins, [options])
+    sent_before, trace = _sent_bytes(backend), Trace()
+    with runtime.start(plan, initial_states(model, optimizer), _Open(backend)) as session:
+        for index in range(_WARM_UP_STEPS + _LARGE_STEPS):
+            session.trace = trace if index >= _WARM_UP_STEPS else None
+            session.step(batch, {"lr": 1e-3, "seed": 0, "step": index}).loss.item()
+    if _sent_bytes(backend) == sent_before:
+        return {}
+    first, *others = backend.local_ranks()
+    large: dict[str, int] = {}  # the bytes of each actor that reduces a large tensor
+    for actor in plan.by_rank[first].actors:
+        if isinstance(actor, Collective):
+            step = plan.steps[actor.step]
+            size = TensorType(step.shape, step.dtype).size_bytes
+            if step.kind is StepKind.ALL_REDUCE and size >= 4 * _LARGE_WIDTH**2:
+                large[actor.name] = size
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span in trace.spans:
+        if span.kind is SpanKind.FIRING and span.actor in large:
+            spans[span.actor, span.step].append((1e-9 * span.begin_ns, 1e-9 * span.end_ns))
+    of_ranks = [(max(s for s, _ in of), max(s for _, s in of)) for of in spans.values()]
+    if not others:  # each rank has a process
+        watch = Stopwatch(backend.communicator(first), num_ranks, torch.device("cpu"), _DEADLINE_S)
+        times_s = watch.durations(of_ranks)
+    else:
+        times_s = [end_s - begin_s for begin_s, end_s in of_ranks]
+    found: dict[int, list[float]] = defaultdict(list)
+    for (name, _), time_s in zip(spans, times_s, strict=True):
+        found[large[name]].append(time_s)
+    return {size: tuple(times) for size, times in found.items()}
+
+
+def in_steps(
+    calibration: Calibration, num_ranks: int, large: Mapping[int, Sequence[float]]
+) -> float:
+    """Return `Calibration.in_steps` from the result of `measure_large`.
+
+    Args:
+        calibration: Times of calls in a loop, and `boxing_launch_s`.
+        num_ranks: Number of ranks of the run.
+        large: Bytes -> seconds of all-reduces; may be empty.
+    """
+    ratios: list[float] = []
+    for size, times_s in large.items():
+        none_s, call_s = (
+            calibration.time_s(StepKind.ALL_REDUCE.value, num_ranks, 1, of) for of in (0, size)
+        )
+        if none_s is not None and call_s is not None and call_s > none_s:
+            # The first quartile, as for calls in a loop.
+            took_s = sorted(times_s)[(len(times_s) - 1) // 4] - (calibration.boxing_launch_s or 0.0)
+            ratios.append((took_s - none_s) / (call_s - none_s))
+    return min(_MOST_IN_STEPS, max(1.0, median(ratios))) if ratios else 1.0
+
+
+class _Open(BoxingBackend):
     """A wrapper of an open backend that ignores `open` and `close`, so a session leaves it open."""
 
     def __init__(self, backend: BoxingBackend) -> None:
@@ -197,15 +289,12 @@ class OpenBackend(BoxingBackend):
         """Do nothing."""
 
     def local_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of this process."""
         return self._backend.local_ranks()
 
     def communicator(self, rank: int) -> Communicator:
-        """Return the communicator of a rank."""
         return self._backend.communicator(rank)
 
     def fail(self, error: BaseException) -> None:
-        """Report an error to the backend."""
         self._backend.fail(error)
 
     def close(self) -> None:

@@ -20,8 +20,7 @@ from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, CallTimes, Progress, Rates
-from sbp_launch.calibrate.large_all_reduces import measure_large
-from sbp_launch.calibrate.launch_overhead import SmallModel, measure_steps
+from sbp_launch.calibrate.launch_overhead import SmallModel, measure_large, measure_steps
 from sbp_launch.calibrate.measuring import RankMeasurer, Stopwatch, measure_busy, measure_rates
 from sbp_torch.call_times import CallTimer
 
