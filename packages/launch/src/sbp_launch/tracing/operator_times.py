@@ -30,7 +30,6 @@ class OperatorTimes:
     operators: tuple[MeasuredOperator, ...]
 
 
-#: The file.
 OPERATOR_TIMES: Document[OperatorTimes] = Document(
     kind=OperatorTimes,
     format="sbp-operators",

@@ -143,10 +143,8 @@ def _reshaped_empty(call: OpCall) -> Notation:
         [*labels("y", len(target) - front - back)],
     )
     left, right = ([(name,) for name in (*ends[0], *names, *ends[1])] for names in middle)
-    why = "a dim of a tensor without elements has no counterpart"
-    return movement_notation(
-        call, [left], [right], whole=middle[0] + middle[1], why=why * any(middle)
-    )
+    why = "a dim of a tensor without elements has no counterpart" * any(middle)
+    return movement_notation(call, [left], [right], whole=middle[0] + middle[1], why=why)
 
 
 def _reshape_locally(call: OpCall, shards: Shards) -> LocalCall:
@@ -254,10 +252,8 @@ def _strided(call: OpCall) -> Notation:
     batch = fresh_dims(count, "b")
     left = fresh_dims(len(call.inputs[0].shape) - count, "x")
     right = fresh_dims(len(call.outputs[0].shape) - count, "y")
-    whole = [name for (name,) in (*left, *right)]
-    return movement_notation(
-        call, [(*batch, *left)], [(*batch, *right)], whole=whole, why=_ADDRESSED
-    )
+    own = [name for (name,) in (*left, *right)]
+    return movement_notation(call, [(*batch, *left)], [(*batch, *right)], whole=own, why=_ADDRESSED)
 
 
 def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:

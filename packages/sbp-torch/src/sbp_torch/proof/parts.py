@@ -21,6 +21,7 @@ show it except for a set of measure 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +41,10 @@ from sbp_core.graph import (
     map_refs,
 )
 from sbp_core.runtime import Number
+from sbp_core.signatures import OpCall, work_flop
 from sbp_torch.proof.double_precision import off_by
 from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
 from sbp_torch.proof.numbering import Numbering, Value, number_values
-from sbp_torch.proof.run_time import bytes_s, run_s
 from sbp_torch.runtime.single import run_graph
 
 #: The draws of a part; a part without integers and booleans uses only the first two.
@@ -320,3 +321,29 @@ class Sweep:
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
         return draw(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+
+
+#: Rates of one server core in double precision, in flop/s and bytes/s; and seconds of a call.
+#: Only orders of magnitude: a proof has to know whether something takes a second or an hour.
+_FLOP_PER_S = 10e9
+_BYTES_PER_S = 0.5e9
+_CALL_S = 20e-6
+
+
+def run_s(graph: LogicalGraph, nodes: Iterable[Node]) -> float:
+    """Return the estimated seconds of some nodes of a graph in one step of all micro-batches."""
+    total_s = 0.0
+    for node in nodes:
+        each_s = _CALL_S
+        if not node.is_host and "view" not in node.tags:
+            kinds = [graph.types[name] for name in (*node.inputs(), *node.outputs)]
+            each_s += bytes_s(sum(one.size_bytes for one in kinds if isinstance(one, TensorType)))
+            with suppress(SbpError):
+                each_s += work_flop(OpCall.of(graph, node)) / _FLOP_PER_S
+        total_s += graph.repetitions[node.rate] * each_s
+    return total_s
+
+
+def bytes_s(num_bytes: int) -> float:
+    """Return the estimated seconds to read or write some bytes."""
+    return num_bytes / _BYTES_PER_S

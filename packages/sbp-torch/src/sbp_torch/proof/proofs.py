@@ -26,8 +26,7 @@ from sbp_core.units import format_seconds
 from sbp_core.user_paths import cache_folder
 from sbp_torch.proof.double_precision import graph_to_double
 from sbp_torch.proof.drawing import Draw
-from sbp_torch.proof.parts import Sweep
-from sbp_torch.proof.run_time import run_s
+from sbp_torch.proof.parts import Sweep, run_s
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.result_file import ResultFile
 

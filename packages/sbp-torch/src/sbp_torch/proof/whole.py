@@ -36,7 +36,7 @@ from sbp_core.runtime import Number
 from sbp_core.units import format_seconds
 from sbp_torch.proof.double_precision import TOLERANCE, graph_to_double, largest, off_by, to_double
 from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
-from sbp_torch.proof.run_time import run_s
+from sbp_torch.proof.parts import run_s
 from sbp_torch.runtime.single import run_graph
 
 #: Lower bound of the scale of a state, relative to the largest state of its kind (its key).
