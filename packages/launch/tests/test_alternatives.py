@@ -15,8 +15,8 @@ from sbp_launch.explaining.alternatives import (
     MatchedTensors,
     alternative,
     holds,
-    present,
     tensors_of,
+    used_sbps,
     values_of,
 )
 from sbp_launch.planning.flow import Planned
@@ -43,7 +43,7 @@ def test_how_tensors_are_cut_in_a_plan_is_read_from_its_strategy() -> None:
         planned = found_plan(name)
         tensors = MatchedTensors(stored=("head.weight",), used=())
 
-        assert present(planned.graph, planned.strategy, tensors) == [NdSbp.parse(expected)]
+        assert used_sbps(planned.graph, planned.strategy, tensors) == [NdSbp.parse(expected)]
 
 
 @pytest.mark.slow

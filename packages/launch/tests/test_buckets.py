@@ -71,7 +71,7 @@ def test_padding_keeps_what_there_is_and_fills_the_rest(data: st.DataObject) -> 
         assert one.dtype == dtypes[index] and one.shape[dim] == size
         assert torch.equal(one.narrow(dim, 0, length), before[index])
         assert bool((one.narrow(dim, length, size - length) == values[f"x.{index}"]).all())
-    assert padding.resized(found, length)["x"][0].shape == before[0].shape
+    assert padding.resize(found, length)["x"][0].shape == before[0].shape
     if length == size:
         assert found is batch
 

@@ -19,7 +19,7 @@ SAMPLES, TOKENS, EPOCH = 8, 800, 100
 
 def allowance(unit: Any, amount: float, **changes: int) -> Allowance:
     sizes = {"step_samples": SAMPLES, "step_tokens": TOKENS, "epoch_samples": EPOCH, **changes}
-    return Budget(unit=unit, amount=amount).counted(**sizes)
+    return Budget(unit=unit, amount=amount).allowance(**sizes)
 
 
 def after(steps: int, *, each: int = SAMPLES, begun: TrainerState | None = None) -> TrainerState:

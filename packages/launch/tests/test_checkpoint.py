@@ -23,7 +23,7 @@ from sbp_core.placement import Placement
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp, S, Sbp
 from sbp_launch.checkpoint import manifest, reading, writing
-from sbp_launch.checkpoint.cover import covers, cut
+from sbp_launch.checkpoint.cover import covers, split_into_blocks
 from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import (
     CheckpointManifest,
@@ -93,7 +93,7 @@ def test_blocks_are_runs_of_bytes_that_make_up_the_tensor(
 ) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
 
-    blocks = list(cut(shape, item_bytes, block_bytes))
+    blocks = list(split_into_blocks(shape, item_bytes, block_bytes))
 
     parts = [whole[tuple(slice(*dim) for dim in block)] for block in blocks]
     assert torch.equal(torch.cat([part.flatten() for part in parts]), whole.flatten())

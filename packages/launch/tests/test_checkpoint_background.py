@@ -245,7 +245,7 @@ def test_what_follows_the_commit_is_done_by_the_first_process(tmp_path: Path) ->
             Metadata(step=1, seed=0),
             given[processes.rank],
             processes,
-            behind_commit=lambda: removed.append((processes.rank, list(storage.names()))),
+            after_commit=lambda: removed.append((processes.rank, list(storage.names()))),
         ).finish()
 
     assert two_processes(process) == ["done", "done"]

@@ -16,7 +16,7 @@ from written_checkpoints import answered, called, states, write
 from sbp_core.boxing import volume
 from sbp_core.errors import ConfigError
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
-from sbp_launch.checkpoint.names import renamed
+from sbp_launch.checkpoint.names import rename
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.places import look, manifest_of, open_tensors
 
@@ -226,12 +226,12 @@ def test_a_target_that_is_there_is_replaced_only_if_asked_for(
 
 def test_no_name_is_empty_and_none_stands_for_two() -> None:
     with pytest.raises(ConfigError, match="would both be called"):
-        renamed({"x": "x"}, [("x", "")])
+        rename({"x": "x"}, [("x", "")])
     with pytest.raises(ConfigError, match=r"'b.x' and 'a.x' would both be called 'x'"):
-        renamed({"a.x": "a.x", "b.x": "b.x"}, [("a.", ""), ("b.", "")])
+        rename({"a.x": "a.x", "b.x": "b.x"}, [("a.", ""), ("b.", "")])
     with pytest.raises(ConfigError, match=r"or \._orig_mod\. for the middle of names"):
-        renamed({"h.0._orig_mod.w": ""}, [("_orig_mod.", "")])
-    assert renamed({"h.0._orig_mod.w": ""}, [("._orig_mod.", ".")]) == {"h.0.w": ""}
+        rename({"h.0._orig_mod.w": ""}, [("_orig_mod.", "")])
+    assert rename({"h.0._orig_mod.w": ""}, [("._orig_mod.", ".")]) == {"h.0.w": ""}
 
 
 def test_a_disk_that_is_full_is_a_failure(

@@ -31,7 +31,7 @@ def test_a_process_cuts_what_its_rank_holds_of_the_batch_of_one_device(
 
     for rank in ranks_of(plan):
         part = LocalPart(plan, [rank])
-        found = part.cut({name: value[part.rows] for name, value in whole.items()})
+        found = part.slice_rows({name: value[part.rows] for name, value in whole.items()})
         wanted = {
             name: whole[name][[sample for span in own.samples for sample in span]]
             for name, own in batch_parts(plan, [rank]).items()
@@ -123,4 +123,4 @@ def test_across_changes_of_mesh_and_batch_size_each_sample_is_used_once_an_epoch
 def test_a_tensor_that_the_data_do_not_give_is_left_to_the_session() -> None:
     part = LocalPart(layout("data", 4, 1), [1])
 
-    assert part.cut({"x": torch.zeros(2, 2)}).keys() == {"x"}
+    assert part.slice_rows({"x": torch.zeros(2, 2)}).keys() == {"x"}

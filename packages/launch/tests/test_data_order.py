@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_launch.data import DataCursor, SampleOrder
-from sbp_launch.data.order import key_of, permuted
+from sbp_launch.data.order import key_of, permute_indices
 
 KEY = st.integers(0, 2**64 - 1)
 
 
 @given(st.integers(1, 3000), KEY)
 def test_a_permutation_has_every_number_once(size: int, key: int) -> None:
-    found = permuted(np.arange(size), size, key)
+    found = permute_indices(np.arange(size), size, key)
 
     assert np.array_equal(np.sort(found), np.arange(size))
 
@@ -31,7 +31,7 @@ def test_places_of_a_large_permutation_are_apart_and_within(
 ) -> None:
     places = (start + np.arange(count)) % size
 
-    found = permuted(places, size, key)
+    found = permute_indices(places, size, key)
 
     assert len(set(found.tolist())) == count
     assert 0 <= found.min() <= found.max() < size
@@ -44,14 +44,18 @@ def test_what_stands_at_a_place_does_not_depend_on_what_else_is_asked(
 ) -> None:
     places = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
 
-    assert np.array_equal(permuted(places, size, key), permuted(np.arange(size), size, key)[places])
+    assert np.array_equal(
+        permute_indices(places, size, key), permute_indices(np.arange(size), size, key)[places]
+    )
 
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 64, 100])
 def test_every_number_is_as_likely_at_every_place(size: int) -> None:
     epochs = 3000
-    found = np.stack([permuted(np.arange(size), size, key_of(1, epoch)) for epoch in range(epochs)])
+    found = np.stack(
+        [permute_indices(np.arange(size), size, key_of(1, epoch)) for epoch in range(epochs)]
+    )
 
     for place in (0, size // 2, size - 1):
         counts = np.bincount(found[:, place], minlength=size)
@@ -61,7 +65,7 @@ def test_every_number_is_as_likely_at_every_place(size: int) -> None:
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    found = permuted(np.arange(10_000), 10_000, key_of(0, 0))
+    found = permute_indices(np.arange(10_000), 10_000, key_of(0, 0))
 
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.03
     assert np.mean(np.abs(np.diff(found)) == 1) < 0.002
@@ -69,7 +73,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 def test_no_sample_takes_memory() -> None:
     tracemalloc.start()
-    permuted(np.arange(100), 2**60, 3)
+    permute_indices(np.arange(100), 2**60, 3)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -11,7 +11,7 @@ from test_rows import found_plan
 
 from sbp_core.errors import ConfigError
 from sbp_launch.explaining.alternatives import MOST_PLANNING_S, ExplainRequest, explain_lines
-from sbp_launch.explaining.compare import figures_of
+from sbp_launch.explaining.plan_figures import figures_of
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.reasons import percent, reason
 

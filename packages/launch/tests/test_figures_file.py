@@ -13,7 +13,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.memory import MemoryReport
 from sbp_launch.apps.answers import write_figures, write_trace
 from sbp_launch.apps.plan import PlanConfig
-from sbp_launch.explaining.compare import figures_json, figures_of
+from sbp_launch.explaining.plan_figures import figures_json, figures_of
 
 
 @pytest.mark.parametrize("name", ["replicated", "sharded", "pipeline of meshes"])

@@ -204,7 +204,7 @@ def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject)
         def make() -> TensorIndex:
             return TensorIndex(
                 path=Path(folder), folder=Path(folder), tensors={"x": stored}
-            ).checked()
+            ).validate()
 
         if bool((count == 1).all()):
             make()

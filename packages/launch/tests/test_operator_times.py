@@ -26,13 +26,14 @@ from sbp_core.runtime import Span, SpanKind, measured_operators
 from sbp_core.signatures import OpCall
 from sbp_launch.calibrate import command
 from sbp_launch.calibrate.calibration_config import CalibrateRun, check_calibrate
-from sbp_launch.calibrate.operators import merged
+from sbp_launch.calibrate.operators import merge_operators
 from sbp_launch.clusters.local import MeasuredConfig, load
 from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.times import OPERATOR_TIMES, OperatorTimes, rank_times
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OperatorTimes
+from sbp_launch.tracing.times import rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -230,7 +231,7 @@ def test_the_newest_time_of_a_call_counts_and_no_other_is_lost() -> None:
     old, new = operator(), operator(time_s=2e-6)
     others = [operator(call=f"aten.{name}.default()->") for name in ("a", "z")]
 
-    assert merged([old, others[0]], [new, others[1]]) == (others[0], new, others[1])
+    assert merge_operators([old, others[0]], [new, others[1]]) == (others[0], new, others[1])
 
 
 @pytest.mark.parametrize(

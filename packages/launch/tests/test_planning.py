@@ -20,7 +20,13 @@ from sbp_core.memory import MemoryReport, memory_bound
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning.flow import Planned, PlanSettings, capture_training, check_fits, compiled
+from sbp_launch.planning.flow import (
+    Planned,
+    PlanSettings,
+    capture_training,
+    check_fits,
+    compiled,
+)
 
 SOFTMAX = "aten._log_softmax.default"
 

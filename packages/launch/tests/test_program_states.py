@@ -22,5 +22,5 @@ def test_states_of_frozen_layers_are_in_the_order_that_is_given() -> None:
     keys = ("step", "exp_avg_sq", "exp_avg", "max_exp_avg_sq", "ema")
     names = [f"{name}.weight.{key}" for name in "abc" for key in keys]
 
-    assert states.frozen(names) == names[:5]
-    assert states.frozen(reversed(names)) == names[4::-1]
+    assert states.frozen_states(names) == names[:5]
+    assert states.frozen_states(reversed(names)) == names[4::-1]

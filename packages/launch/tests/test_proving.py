@@ -60,7 +60,7 @@ def test_a_report_says_what_was_proved_and_the_next_one_that_it_was_before():
 @pytest.mark.slow
 def test_a_step_that_computes_something_else_is_refused_unless_nothing_is_to_be_proved(monkeypatch):
     model, optimizer = program()
-    plain = flow.prepared
+    plain = flow.prepare
 
     def wrong(captured, settings):
         graph = plain(captured, settings)
@@ -68,7 +68,7 @@ def test_a_step_that_computes_something_else_is_refused_unless_nothing_is_to_be_
         changed = replace(node, args=(node.args[0], 3))
         return graph.with_nodes(tuple(changed if n is node else n for n in graph.nodes))
 
-    monkeypatch.setattr(flow, "prepared", wrong)
+    monkeypatch.setattr(flow, "prepare", wrong)
     given = (model, loss_of, BATCH, optimizer)
 
     with pytest.raises(GraphError, match=r"another loss 'loss'(.|\n)*test_proving\.py"):

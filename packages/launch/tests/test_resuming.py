@@ -21,7 +21,7 @@ from sbp_launch.run.folder import resume_command, save_run
 from sbp_launch.settings.catalog import PRIMARY, Catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig
-from sbp_launch.settings.resumed import literal, quoted
+from sbp_launch.settings.resumed import literal, quote
 
 OWN: dict[str, Any] = {
     **{one: {"name": "toy"} for one in ("model", "data", "boxing", "runtime", "planner")},
@@ -186,7 +186,7 @@ def test_of_a_literal_every_text_stays(value: object) -> None:
 
 @pytest.mark.parametrize("text", ["a", "it's", "\\", "\\'", "${x}", "\\${x}\\\\", "a,b: [c]", '"'])
 def test_a_text_in_quotes_is_that_text(text: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([f"out={quoted(text)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"out={quote(text)}"])
 
     assert OmegaConf.create({"out": str(override.value())}).out == text
 
@@ -195,11 +195,11 @@ def test_a_text_in_quotes_is_that_text(text: str) -> None:
     "text", ["0", "007", "1e3", ".5", "-1", "1_0", "null", "True", "NaN", "inf"]
 )
 def test_a_text_that_looks_like_a_number_or_a_constant_stays_a_text(text: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([f"out={quoted(text)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"out={quote(text)}"])
 
     assert override.value() == text
 
 
 @pytest.mark.parametrize("text", ["runs/first", "../a-b_c.d/1e3", "./1", "/1", "nullable", "infra"])
 def test_a_plain_path_stands_without_quotes(text: str) -> None:
-    assert quoted(text) == text
+    assert quote(text) == text

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sbp_core.testing.signals import hears_signals
-from sbp_launch.run.status import StatusSignal, outlive_status_signals, status_signals
+from sbp_launch.run.status import StatusSignal, ignore_status_signals, status_signals
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.world import World
 
@@ -204,7 +204,7 @@ def test_what_hears_or_ignores_the_signal_already_still_does() -> None:
     for handler in (signal.SIG_IGN, heard):
         before = signal.signal(signal.SIGUSR2, handler)
         try:
-            outlive_status_signals()
+            ignore_status_signals()
             assert signal.getsignal(signal.SIGUSR2) == handler
         finally:
             signal.signal(signal.SIGUSR2, before)

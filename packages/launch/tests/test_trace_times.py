@@ -8,7 +8,7 @@ from trainable import plan_step, planned, run_config, run_of
 
 from sbp_core.compile import Collective, PhysicalPlan, Receive, Send
 from sbp_core.runtime import Span, SpanKind
-from sbp_launch.tracing.times import late_ranks, rank_times, time_table
+from sbp_launch.tracing.times import last_arrivals, rank_times, time_table
 from sbp_launch.trainer.run_program import make_program
 
 MS = 1_000_000
@@ -49,7 +49,7 @@ def collective_case() -> tuple[list[Span], list[Span]]:
 def test_a_collective_waits_for_the_rank_that_comes_last() -> None:
     rank_0, rank_1 = collective_case()
 
-    (late,) = late_ranks(data_parallel(), rank_0 + rank_1).items()
+    (late,) = last_arrivals(data_parallel(), rank_0 + rank_1).items()
 
     assert late[0] is rank_0[1]
     assert (late[1].rank, late[1].until_ns) == (1, 30 * MS)
@@ -106,7 +106,7 @@ def test_a_receive_waits_for_its_sender() -> None:
     sent = fired(plan, *link.sender, 40, 41)
     received = fired(plan, *link.receiver, 5, 45)
 
-    late = late_ranks(plan, [sent, received])
+    late = last_arrivals(plan, [sent, received])
 
     assert isinstance(plan.by_rank[link.sender[0]].by_name[link.sender[1]], Send)
     assert isinstance(plan.by_rank[link.receiver[0]].by_name[link.receiver[1]], Receive)

@@ -341,7 +341,7 @@ def plan_step(run: Run, program: RunProgram) -> Planned:
     planner = planner_of(run, program)
     planned = planner.plan()
     planner.check_fits(planned)
-    return planner.proved(planned, whole_example(run, program))
+    return planner.add_proof(planned, whole_example(run, program))
 
 
 def step_of(run: Run, program: RunProgram) -> TrainingStep:

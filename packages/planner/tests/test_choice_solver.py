@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice import ChoiceProblem, evaluate, solve, solver
+from sbp_planner.choice.incumbent import Record
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
 from sbp_planner.choice.large import large_search
 from sbp_planner.choice.large.large_search import LargeSearch
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.record import Record, RemainingProblem
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.remaining_problem import RemainingProblem
 
 
 @settings(max_examples=60, deadline=None)

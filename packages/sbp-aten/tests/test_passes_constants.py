@@ -13,7 +13,7 @@ from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref, ScalarType, Symbol
 from sbp_core.testing.graphs import Builder
 from sbp_torch.ops.operators import bind, operator_of
-from sbp_torch.proof.running import widened
+from sbp_torch.proof.double_precision import graph_to_double
 from sbp_torch.runtime.single import run_graph
 
 CPU = Symbol("device", "cpu")
@@ -219,7 +219,7 @@ def test_what_is_computed_before_the_step_is_what_the_step_would_compute(
     made = verify_graph(fold_constants(graph))
 
     assert _same(graph, made, {})
-    assert _same(widened(graph), widened(made), {})
+    assert _same(graph_to_double(graph), graph_to_double(made), {})
 
 
 def test_the_same_is_computed_in_double_precision() -> None:
@@ -232,7 +232,7 @@ def test_the_same_is_computed_in_double_precision() -> None:
 
     assert [(node.kind, node.args) for node in made.nodes] == [("full", ((), (1 + 0.1) * 0.3))]
     assert _same(graph, made, {})
-    assert _same(widened(graph), widened(made), {})
+    assert _same(graph_to_double(graph), graph_to_double(made), {})
 
 
 def test_a_float64_with_the_error_of_a_float32_is_left_to_the_step() -> None:
@@ -244,7 +244,7 @@ def test_a_float64_with_the_error_of_a_float32_is_left_to_the_step() -> None:
     made = verify_graph(fold_constants(graph))
 
     assert _same(graph, made, {})
-    assert _same(widened(graph), widened(made), {})
+    assert _same(graph_to_double(graph), graph_to_double(made), {})
 
 
 @pytest.mark.parametrize("number", [1e30, 1e-30])
@@ -256,7 +256,7 @@ def test_what_leaves_the_range_of_float32_is_left_to_the_step(number: float) -> 
     made = verify_graph(fold_constants(graph))
 
     assert _same(graph, made, {})
-    assert _same(widened(graph), widened(made), {})
+    assert _same(graph_to_double(graph), graph_to_double(made), {})
 
 
 def test_the_numbers_of_a_folded_constant_outlive_the_file() -> None:

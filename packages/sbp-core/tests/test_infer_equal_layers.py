@@ -10,7 +10,7 @@ from sbp_core.graph import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import (
     StepWork,
     assign_stages,
-    equal_layers,
+    find_equal_layers,
     infer_strategy,
     joint_problem,
     resolve_pins,
@@ -32,7 +32,7 @@ def found(widths, pins=None, shape=(2,), axes=("data",)):
         stages=assign_stages(graph, 1, ()),
         cluster=cluster(),
     )
-    return graph, equal_layers(work, resolve_pins(graph, axes, pins or {}))
+    return graph, find_equal_layers(work, resolve_pins(graph, axes, pins or {}))
 
 
 def sizes_of(firsts):

@@ -162,7 +162,7 @@ def test_equal_calls_are_made_once_and_say_what_each_of_them_would(
 
     graph = _captured(Layers(), "cuda", 2, 16, 32)
     num_calls = len(called)
-    monkeypatch.setattr(device, "_interned", lambda value, _: value)  # nothing lies alike
+    monkeypatch.setattr(device, "_intern", lambda value, _: value)  # nothing lies alike
     each = _captured(Layers(), "cuda", 2, 16, 32)
 
     assert graph == each

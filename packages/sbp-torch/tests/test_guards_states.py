@@ -74,7 +74,7 @@ def test_a_tensor_that_is_read_has_its_state(reader, trained):
     assert len(trained.asked) == 1
     trained.step(5)
     assert READERS[reader](trained.model) == 5
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
 
 def test_what_tells_nothing_of_values_reads_none(trained):
@@ -90,7 +90,7 @@ def test_what_tells_nothing_of_values_reads_none(trained):
     model.zero_grad()
     repr(model)
 
-    assert not trained.asked and not trained.connected.written()
+    assert not trained.asked and not trained.connected.written_states()
 
 
 def test_averages_of_a_model_are_those_of_what_is_trained(trained):
@@ -137,19 +137,19 @@ def test_running_statistics_that_the_loop_moves_are_written(norm, trained):
     with torch.no_grad():
         NORMS[norm](trained.model, torch.tensor([[0.0, 2.0], [2.0, 8.0]]))
 
-    found = trained.connected.written()
+    found = trained.connected.written_states()
 
     assert {"1.running_mean", "1.running_var"} <= {*found}
     assert not {"0.weight", "1.weight", "1.bias"} & {*found}
     torch.testing.assert_close(found["1.running_mean"], torch.tensor([6.4, 6.8]))
     trained.connected.taken_over()
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
 
 def test_running_statistics_in_evaluation_are_not_written(trained):
     trained.model.eval()(torch.zeros(2, 3))
 
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
@@ -161,20 +161,20 @@ def test_what_a_fused_optimizer_of_the_loop_steps_is_written(kind, trained):
 
     other.step()
 
-    assert trained.connected.written().keys() == {"0.weight", "0.bias"}
+    assert trained.connected.written_states().keys() == {"0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_written_is_found_once(writer, trained):
     WRITERS[writer](trained.model)
 
-    found = trained.connected.written()
+    found = trained.connected.written_states()
 
     assert found.keys() == {"0.weight"}
     torch.testing.assert_close(found["0.weight"], torch.full((2, 3), 3.5))
     assert all(type(one) is torch.Tensor for one in found.values())
     trained.connected.taken_over()
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
 
 def test_an_alias_of_before_is_written_and_read_as_the_tensor(trained):
@@ -185,7 +185,7 @@ def test_an_alias_of_before_is_written_and_read_as_the_tensor(trained):
 
     alias.add_(1)
 
-    assert trained.connected.written()["0.bias"].tolist() == [5, 5]
+    assert trained.connected.written_states()["0.bias"].tolist() == [5, 5]
 
 
 def test_weights_that_are_loaded_are_those_of_the_next_step(trained):
@@ -193,14 +193,14 @@ def test_weights_that_are_loaded_are_those_of_the_next_step(trained):
 
     trained.model.load_state_dict(best)
 
-    found = trained.connected.written()
+    found = trained.connected.written_states()
     assert found.keys() == best.keys()
     assert not any(one.any() for one in found.values())
 
 
 def test_what_is_written_to_the_model_says_nothing_of_the_optimizer(trained):
     trained.model.load_state_dict(trained.model.state_dict())
-    assert trained.connected.written()
+    assert trained.connected.written_states()
     trained.connected.taken_over()
 
     assert trained.optimizer.state[trained.model[0].weight]["exp_avg"][0, 0] == 7
@@ -225,15 +225,15 @@ def test_the_states_of_an_optimizer_are_read_and_written(trained):
     assert len(optimizer.state) == 4
     assert optimizer.state[weight]["exp_avg"][0, 0] == 7
     assert optimizer.state_dict()["state"][0]["exp_avg_sq"][0, 0] == 7
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
     optimizer.state[weight]["exp_avg"].zero_()
 
-    found = trained.connected.written()
+    found = trained.connected.written_states()
     assert len(found) == 12 and not found["0.weight.exp_avg"].any()
     assert found["0.bias.exp_avg"].tolist() == [7, 7]
     trained.connected.taken_over()
-    assert not trained.connected.written()
+    assert not trained.connected.written_states()
 
 
 def test_states_of_an_optimizer_that_are_cleared_or_loaded_begin_anew(trained):
@@ -241,11 +241,11 @@ def test_states_of_an_optimizer_that_are_cleared_or_loaded_begin_anew(trained):
     kept = copy.deepcopy(optimizer.state_dict())
 
     optimizer.state.clear()
-    assert {float(one.sum()) for one in trained.connected.written().values()} == {0}
+    assert {float(one.sum()) for one in trained.connected.written_states().values()} == {0}
 
     trained.step(3)
     optimizer.load_state_dict(kept)
-    assert trained.connected.written()["0.weight.exp_avg"][0, 0] == 7
+    assert trained.connected.written_states()["0.weight.exp_avg"][0, 0] == 7
     trained.step(2)
     assert optimizer.state[trained.model[0].weight]["exp_avg"][0, 0] == 2
 
@@ -264,7 +264,7 @@ def test_a_gradient_that_somebody_made_is_theirs(trained):
 
     assert trained.model[1].bias.grad.tolist() == [4, 4]
     trained.optimizer.step()
-    assert "1.bias" in trained.connected.written()
+    assert "1.bias" in trained.connected.written_states()
 
 
 def test_behind_its_end_a_model_is_an_ordinary_one(trained):
@@ -293,4 +293,4 @@ def test_a_model_without_values_has_none_to_read():
     assert model.weight.is_meta and connected_elsewhere(model) is None
     with pytest.raises(RunError, match=r"step\.optimizer_state_dict"):
         optimizer.state_dict()
-    assert not connected.written()
+    assert not connected.written_states()

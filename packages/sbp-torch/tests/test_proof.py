@@ -20,9 +20,9 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.passes import RecomputeOptions
 from sbp_torch.graph_capture import capture, initial_states
 from sbp_torch.proof import PlannedStep, prove
+from sbp_torch.proof.double_precision import graph_to_double, off_by
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
-from sbp_torch.proof.numbering import Numbering, numbered
-from sbp_torch.proof.running import off_by, widened
+from sbp_torch.proof.numbering import Numbering, number_values
 
 ROWS, TOKENS, SIZE = 4, 5, 6
 WHOLE = LossMeaning.WHOLE_BATCH
@@ -280,9 +280,9 @@ def test_views_of_the_same_numbers_are_the_same_value():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.stack([x.t().t().view(-1).sin().sum(), x.reshape(6).sin().sum()]).sum()
 
-    graph = widened(capture(Views(), lambda m, b: m(b["x"]), {"x": torch.zeros(2, 3)}))
+    graph = graph_to_double(capture(Views(), lambda m, b: m(b["x"]), {"x": torch.zeros(2, 3)}))
 
-    values = numbered(graph, Numbering(), lambda name: name)
+    values = number_values(graph, Numbering(), lambda name: name)
 
     sines = {values[n.outputs[0]] for n in graph.nodes if n.kind == "sin"}
     assert len(sines) == 1

@@ -8,7 +8,7 @@ import torch
 
 from sbp_core.compile import COMMIT, PhysicalPlan
 from sbp_core.runtime import NotFiniteStepError
-from sbp_torch.runtime import last_moments, not_finite, undone
+from sbp_torch.runtime import not_finite, undo_limits, undone_error
 from sbp_torch.testing.cases import compile_case
 
 
@@ -35,7 +35,7 @@ def test_loss_and_norm_have_to_be_finite(results: dict[str, float], name: str) -
 
 
 def test_the_error_has_the_results_and_what_is_wrong() -> None:
-    error = undone({"loss": torch.tensor(float("nan"))}, 4)
+    error = undone_error({"loss": torch.tensor(float("nan"))}, 4)
 
     assert isinstance(error, NotFiniteStepError)
     assert error.what == "loss is nan"
@@ -44,7 +44,7 @@ def test_the_error_has_the_results_and_what_is_wrong() -> None:
 
 def test_one_rank_can_undo_until_it_overwrites_a_state() -> None:
     plan = overwriting("one rank")
-    ((thread, moment),) = last_moments(plan).items()
+    ((thread, moment),) = undo_limits(plan).items()
 
     firings = [plan.by_rank[0].by_name[name] for name, _ in plan.by_rank[0].orders[thread[1]]]
     before, after = firings[:moment], firings[moment:]
@@ -69,7 +69,7 @@ def without_commit(plan: PhysicalPlan) -> PhysicalPlan:
 def test_ranks_can_undo_until_they_have_committed() -> None:
     plan = overwriting("data parallel")
 
-    for (rank, thread), moment in last_moments(plan).items():
+    for (rank, thread), moment in undo_limits(plan).items():
         order = plan.by_rank[rank].orders[thread]
         assert order[moment - 1][0] == COMMIT
         assert not any(plan.by_rank[rank].by_name[name].in_place for name, _ in order[:moment])
@@ -87,7 +87,7 @@ def every_firing(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
 def test_where_ranks_have_several_threads_one_may_overwrite_before_another_knows_the_loss() -> None:
     plan = overwriting("boxing threads")
 
-    assert last_moments(plan) == every_firing(plan)
+    assert undo_limits(plan) == every_firing(plan)
 
 
 def test_a_loss_that_is_made_behind_the_first_update_comes_too_late() -> None:
@@ -98,17 +98,17 @@ def test_a_loss_that_is_made_behind_the_first_update_comes_too_late() -> None:
     order = tuple(sorted(order, key=lambda firing: firing[0] in makes_loss))  # to the end
     late = replace(plan, ranks=(replace(part, orders={thread: order}),))
 
-    assert last_moments(late) == {(0, thread): len(order)}
+    assert undo_limits(late) == {(0, thread): len(order)}
 
 
 @pytest.mark.slow
 def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
     plan = compile_case("accumulation", in_place_states=False)
 
-    assert last_moments(plan) == every_firing(plan)
+    assert undo_limits(plan) == every_firing(plan)
 
 
 def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
     plan = without_commit(overwriting("data parallel"))
 
-    assert last_moments(plan) == every_firing(plan)
+    assert undo_limits(plan) == every_firing(plan)

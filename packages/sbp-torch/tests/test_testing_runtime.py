@@ -11,7 +11,7 @@ import torch
 from sbp_core.compile import PhysicalPlan
 from sbp_core.runtime import Runtime, StatePiece, StepResult
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.runtime import undone
+from sbp_torch.runtime import undone_error
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 from sbp_torch.testing.runtime import RuntimeConformance
@@ -123,7 +123,7 @@ class UndoesWhatItHasDone(ReferenceSession):
         result = super().step(batch, scalars)
         if result.loss.isnan():
             self.steps_done -= 1
-            raise undone(result.outputs, self.steps_done)
+            raise undone_error(result.outputs, self.steps_done)
         return result
 
 

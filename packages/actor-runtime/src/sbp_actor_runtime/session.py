@@ -51,7 +51,7 @@ from sbp_torch.runtime import (
     step_interrupted,
     store_of,
     tells_of_partial_update,
-    undone,
+    undone_error,
 )
 from sbp_torch.segments import SegmentMaker, failed_call
 
@@ -205,7 +205,7 @@ class ActorSession(Session):
             self._join()
             self._start_workers()
         results = {name: value for one in reports for name, value in one.results.items()}
-        return undone(results, self.steps_done)
+        return undone_error(results, self.steps_done)
 
     def _commit(self, reports: Sequence[WorkerReport]) -> dict[str, Tensor]:
         """Commit the new states of all ranks; return the results of the step."""

@@ -44,7 +44,7 @@ from sbp_core.compile import (
 )
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
-from sbp_torch.runtime import RankDevice, last_moments, not_finite, overwrite
+from sbp_torch.runtime import RankDevice, not_finite, overwrite, undo_limits
 from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class ActorThread:
         #: Place in the order -> receives whose messages are asked for before that firing.
         self.early = early_receives(plan.by_rank[thread[0]], thread[1])
         #: Number of firings before the first one that overwrites a state.
-        self.last_moment = last_moments(plan)[thread]
+        self.last_moment = undo_limits(plan)[thread]
         self.overwrites = any(actor.in_place for part in plan.ranks for actor in part.actors)
         self.inputs: dict[tuple[str, str], InRegister] = {
             (name, register.name): register

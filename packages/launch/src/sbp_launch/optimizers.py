@@ -307,7 +307,7 @@ def optimizer_over(make: OptimizerFactory, model: torch.nn.Module) -> torch.opti
     return make(given)
 
 
-def _grouped(named: Mapping[str, torch.nn.Parameter], groups: Groups) -> list[dict[str, Any]]:
+def _group(named: Mapping[str, torch.nn.Parameter], groups: Groups) -> list[dict[str, Any]]:
     """Return parameter groups: first the parameters that match no pattern, then one per pattern.
 
     Raises:
@@ -334,7 +334,7 @@ def _builder(module: str, name: str) -> Callable[[OptimizerConfig], OptimizerFac
     def build(config: OptimizerConfig) -> OptimizerFactory:
         def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
             kind: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
-            return kind(_grouped(named, config.groups), **_settings(config))
+            return kind(_group(named, config.groups), **_settings(config))
 
         return _Maker(make)
 
@@ -370,7 +370,7 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
         found: list[torch.optim.Optimizer] = []
         if matrices:
             settings = _settings(config)
-            found.append(torch.optim.Muon(_grouped(matrices, config.groups), **settings))
+            found.append(torch.optim.Muon(_group(matrices, config.groups), **settings))
         elif config.groups:
             raise ConfigError(
                 f"optimizer.groups has {', '.join(config.groups)}, and muon moves no parameter",

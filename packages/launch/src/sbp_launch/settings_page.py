@@ -63,7 +63,7 @@ def page(catalog: Catalog) -> str:
         parts.append(f"## {group}\n")
         for option in catalog.options(group):
             config = f"{group}/{option}"
-            text = " ".join(line.strip() for line in catalog.about(config))
+            text = " ".join(line.strip() for line in catalog.comment_lines(config))
             owners = " ".join(catalog.owners(config))
             parts += [f"### {group}={option}\n", f"{text} *{owners}*\n"]
             parts += _table(_rows(catalog, group, option))

@@ -179,7 +179,7 @@ class _Environment:
         told = (f"{key}={self.variables[key]}" for key in sorted(found) if key != name)
         return ", ".join(islice(told, _MOST_TOLD))
 
-    def told(self, *names: str) -> str:
+    def settings_text(self, *names: str) -> str:
         """Return the given variables that are set, as `NAME=value`."""
         return ", ".join(f"{name}={self.variables[name]}" for name in names if self.has(name))
 
@@ -220,7 +220,7 @@ def _torchrun(read: _Environment) -> World:
         local_rank=read.number("LOCAL_RANK", default=rank),
         local_size=read.number("LOCAL_WORLD_SIZE", default=size),
         launcher=TORCHRUN,
-        said_by=read.told("RANK", "WORLD_SIZE"),
+        said_by=read.settings_text("RANK", "WORLD_SIZE"),
     )
 
 
@@ -296,7 +296,7 @@ def _world(
             MASTER_ADDR=host,
             MASTER_PORT=port,
         ),
-        said_by=read.told(*_RANKS, *_SIZES),
+        said_by=read.settings_text(*_RANKS, *_SIZES),
     )
 
 

@@ -29,7 +29,7 @@ from sbp_core.infer import (
     StepProblem,
     StepWork,
     decide_axis,
-    equal_layers,
+    find_equal_layers,
     minimise,
 )
 from sbp_core.sbp import NdSbp, Sbp, Split
@@ -125,7 +125,7 @@ class SegmentSearch:
         )
         pins = segment.pins(pins or segments.pins)
         # A segment of many equal layers is posed as a segment of few.
-        layers = equal_layers(work, pins)
+        layers = find_equal_layers(work, pins)
         decision = Decision()
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)

@@ -41,9 +41,9 @@ from sbp_torch._torch_patches import (
 def fake_mode() -> _FakeMode:
     """Return a mode of tensors without data, with static shapes. Tried on 2.13.
 
-    PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_aligned`.
+    PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_ctc_loss_shapes`.
     """
-    op_implementations_dict.setdefault(torch.ops.aten._ctc_loss.Tensor, _aligned)
+    op_implementations_dict.setdefault(torch.ops.aten._ctc_loss.Tensor, _ctc_loss_shapes)
     return _FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
@@ -128,7 +128,7 @@ def functional_graph(
     return module
 
 
-def _aligned(
+def _ctc_loss_shapes(
     mode: FakeTensorMode,
     func: OpOverload,
     scores: torch.Tensor,

@@ -96,7 +96,7 @@ class CallTimer:
             # In a step, activations hold the memory, so no call is the first to touch it.
             torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
         given, began_s = list(calls), time.monotonic()
-        tried, failed = self._tried(given, began_s)
+        tried, failed = self._try_calls(given, began_s)
         times_s, rounds = self._rounds(tried, began_s)
         return TimedCalls(
             operators=tuple(
@@ -114,7 +114,7 @@ class CallTimer:
             left_out=len(given) - len(tried) - len(failed),
         )
 
-    def _tried(
+    def _try_calls(
         self, calls: Sequence[RankCall], began_s: float
     ) -> tuple[list[_Timed], list[tuple[str, str]]]:
         """Make each call once; return the calls that succeed, and the failed ones with reasons."""

@@ -12,7 +12,8 @@ from rich.console import Console
 from sbp_core.compile.rank_calls import RANK_CALLS, rank_calls
 from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import ExplainRequest, explain_lines
-from sbp_launch.explaining.compare import compare_lines, figures_json
+from sbp_launch.explaining.compare import compare_lines
+from sbp_launch.explaining.plan_figures import figures_json
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question, read_strategy, strategy_of
 from sbp_launch.planning.flow import Planned

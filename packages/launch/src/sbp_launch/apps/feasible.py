@@ -34,7 +34,7 @@ from sbp_core.memory import MemoryKind, MemoryReport
 from sbp_core.passes import least_recompute_budget
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.compare import fullest
+from sbp_launch.explaining.plan_figures import fullest
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read

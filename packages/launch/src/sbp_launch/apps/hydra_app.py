@@ -54,8 +54,8 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
-from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
-from sbp_launch.settings.resumed import quoted
+from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved_error
+from sbp_launch.settings.resumed import quote
 
 #: Failure of a run of a sweep as long as it has not ended.
 _UNTOLD = "it goes on, or its process was ended before it could say why"
@@ -213,7 +213,7 @@ def _take_folder(
         take_folder(wanted, overwrite=overwrite)
         return before, []
     made = make_folder(wanted)
-    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir={quoted(str(made))}"]
+    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir={quote(str(made))}"]
 
 
 def _folder_of(config: DictConfig, mode: str) -> Path:
@@ -226,7 +226,7 @@ def _folder_of(config: DictConfig, mode: str) -> Path:
     try:
         folder = Path(str(config.hydra[mode].dir))
     except OmegaConfBaseException as error:
-        raise unresolved(error, key, "the command line") from error
+        raise unresolved_error(error, key, "the command line") from error
     _check_name(folder, key)
     return folder
 

@@ -35,7 +35,7 @@ from sbp_launch.explaining.question import Question, strategy_of
 from sbp_launch.explaining.timelines import ENDINGS
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.settings.resumed import quoted
+from sbp_launch.settings.resumed import quote
 
 #: Endings of files that `planner=file` reads.
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -217,7 +217,7 @@ def with_quoted_question(arguments: Sequence[str]) -> list[str]:
         if text.startswith("why="):
             sys.stderr.write("sbp-plan: warning: why= has a new name: explain=\n")
             text = f"explain={text[4:]}"
-        found.append(f"explain={quoted(text[8:])}" if asked.match(text) else text)
+        found.append(f"explain={quote(text[8:])}" if asked.match(text) else text)
     return found
 
 

@@ -34,11 +34,11 @@ from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
 from sbp_launch.launching.launching import choose_launcher, follow, launch
 from sbp_launch.launching.rendezvous import Rendezvous, RunOrder, connect
 from sbp_launch.run.folder import RUN_FILE, load_run
-from sbp_launch.run.status import outlive_status_signals
+from sbp_launch.run.status import ignore_status_signals
 from sbp_launch.settings.budget import Unit
 from sbp_launch.settings.check import check, close_mesh
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.settings.resumed import RESUMED, offer, quoted
+from sbp_launch.settings.resumed import RESUMED, offer, quote
 from sbp_launch.world import World
 
 _KEY = "resume"
@@ -86,7 +86,7 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     return [
         *(f"+{text}" if is_added(text) else text for text in given),
         f"++trainer.resume={AUTO}",
-        f"hydra.run.dir={quoted(str(folder))}",
+        f"hydra.run.dir={quote(str(folder))}",
         "--config-name",
         RESUMED,
     ]
@@ -209,7 +209,7 @@ def _run_among(world: World) -> int:
 @standard_output(_NAME, outlives=True)
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
-    outlive_status_signals()
+    ignore_status_signals()
     world = World()
     try:
         world = World.of_environment()

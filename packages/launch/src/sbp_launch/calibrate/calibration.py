@@ -34,7 +34,7 @@ from sbp_launch.calibrate.launch_overhead import SmallModel, in_steps, launches
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.times import OperatorTimes
+from sbp_launch.tracing.operator_times import OperatorTimes
 
 T = TypeVar("T")
 

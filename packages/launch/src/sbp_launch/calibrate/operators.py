@@ -17,7 +17,7 @@ from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept_measurements import differing_part
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.times import OPERATOR_TIMES, OPERATORS, OperatorTimes
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OPERATORS, OperatorTimes
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:
@@ -102,7 +102,7 @@ def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) ->
             accepted="runs on the machine of the file, or another file",
         )
     if not cluster.calibrations:  # of one rank, which calls nobody
-        operators = merged(cluster.device.operators, times.operators)
+        operators = merge_operators(cluster.device.operators, times.operators)
         return replace(cluster, device=replace(cluster.device, operators=operators))
     if times.backend not in cluster.calibrations:
         raise ConfigError(
@@ -112,11 +112,11 @@ def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) ->
             "then this command again",
         )
     of = cluster.calibrations[times.backend]
-    of = replace(of, operators=merged(of.operators, times.operators))
+    of = replace(of, operators=merge_operators(of.operators, times.operators))
     return replace(cluster, calibrations={**cluster.calibrations, times.backend: of})
 
 
-def merged(
+def merge_operators(
     old: Sequence[MeasuredOperator], new: Sequence[MeasuredOperator]
 ) -> tuple[MeasuredOperator, ...]:
     """Return the operators of both, sorted; for a call in both, the new time."""

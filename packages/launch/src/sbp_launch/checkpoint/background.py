@@ -39,7 +39,7 @@ class BackgroundSave:
         metadata: The position of the run; equal in all processes.
         snapshot: The slices of states that this process owns; released when they are written.
         processes: The processes of the run.
-        behind_commit: Called by the first process on its thread, after the commit.
+        after_commit: Called by the first process on its thread, after the commit.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class BackgroundSave:
         metadata: Metadata,
         snapshot: Snapshot,
         processes: Processes,
-        behind_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.is_done = name, False
-        self._storage, self._processes, self._behind_commit = storage, processes, behind_commit
+        self._storage, self._processes, self._after_commit = storage, processes, after_commit
         self._staged = storage.stage(name)
         self._is_committing = False
         self._error: BaseException | None = None
@@ -86,7 +86,7 @@ class BackgroundSave:
 
         def commit_it() -> None:
             commit(self._staged, self._processes.ranks)
-            self._behind_commit()
+            self._after_commit()
 
         try:
             self._processes.agree(result, what, where)
@@ -146,22 +146,22 @@ class BackgroundSaves:
     """At most one checkpoint in progress; all processes call the same methods in the same order."""
 
     def __init__(self) -> None:
-        self._under_way: BackgroundSave | None = None
+        self._current: BackgroundSave | None = None
 
     @property
     def name(self) -> str:
         """Name of the checkpoint in progress; empty if there is none."""
-        return "" if self._under_way is None else self._under_way.name
+        return "" if self._current is None else self._current.name
 
     @property
     def is_busy(self) -> bool:
         """Whether this process works on a checkpoint."""
-        return self._under_way is not None and self._under_way.is_busy
+        return self._current is not None and self._current.is_busy
 
     def begin(self, save: BackgroundSave) -> None:
         """Begin a checkpoint; the one before it must be complete."""
-        assert self._under_way is None, "there is one at a time"
-        self._under_way = save
+        assert self._current is None, "there is one at a time"
+        self._current = save
 
     def go_on(self) -> str:
         """Advance the checkpoint in progress, if any; call it when no process is busy.
@@ -184,16 +184,16 @@ class BackgroundSaves:
         Returns:
             Its name, empty if none was in progress; and the result of `BackgroundSave.abandon`.
         """
-        save, self._under_way = self._under_way, None
+        save, self._current = self._current, None
         return ("", False) if save is None else (save.name, save.abandon())
 
     def _with_it(self, call: Callable[[BackgroundSave], None]) -> str:
-        save = self._under_way
+        save = self._current
         if save is None:
             return ""
         try:
             call(save)
         finally:
             if save.is_done:
-                self._under_way = None
+                self._current = None
         return save.name if save.is_done else ""

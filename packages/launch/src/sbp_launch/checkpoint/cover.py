@@ -28,7 +28,7 @@ MOST_DIMS = 64
 _DEEPEST = 64
 
 
-def cut(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bounds]:
+def split_into_blocks(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bounds]:
     """Yield the blocks of a tensor, each one contiguous range of its bytes, in their order.
 
     A block has as many rows as fit into it. A row that is larger than a block is cut in the same
@@ -94,7 +94,7 @@ def _covers(slices: list[Bounds], whole: Bounds, depth: int) -> bool:
     if not depth:
         return False
     for dim, (start, stop) in enumerate(whole):
-        parts = _parted(slices, dim)
+        parts = _separate_slices(slices, dim)
         if len(parts) == 1:
             continue
         for first, last, inside in parts:
@@ -108,7 +108,7 @@ def _covers(slices: list[Bounds], whole: Bounds, depth: int) -> bool:
     return False
 
 
-def _parted(slices: list[Bounds], dim: int) -> list[tuple[int, int, list[Bounds]]]:
+def _separate_slices(slices: list[Bounds], dim: int) -> list[tuple[int, int, list[Bounds]]]:
     """Return groups of slices that no straight cut across a dim separates: start, stop, slices."""
     groups: list[tuple[int, int, list[Bounds]]] = []
     for bounds in sorted(slices, key=lambda bounds: bounds[dim]):

@@ -38,10 +38,10 @@ def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
     return owner if owner in names else ""
 
 
-def beginning_of(names: Iterable[str]) -> str:
+def common_prefix(names: Iterable[str]) -> str:
     """Return the common prefix of all names, which ends in a dot; empty if there is none.
 
-    >>> beginning_of(["model.layer.weight", "model.layers"])
+    >>> common_prefix(["model.layer.weight", "model.layers"])
     'model.'
     """
     paths = [name.split(".")[:-1] for name in names]
@@ -52,7 +52,7 @@ def beginning_of(names: Iterable[str]) -> str:
 def model_names(names: Iterable[str]) -> list[str]:
     """Return the names of parameters and buffers; a prefix that all names share is ignored."""
     known = set(names)
-    beginning = beginning_of(known)
+    beginning = common_prefix(known)
     shared = SHARED | {beginning + name for name in SHARED}
     return [name for name in names if name not in shared and not owner_of(name, known)]
 
@@ -74,26 +74,26 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     return found if len({*found.values()}) == len(found) else {name: name for name in found}
 
 
-def called_here(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+def match_names(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
     """Map the names of a step to those in a checkpoint, which may differ in wrapper prefixes.
 
     Optimizer states and moving averages follow their parameter.
 
-    >>> called_here(["h._orig_mod.w", "h._orig_mod.w.exp_avg"], ["h.w"])
+    >>> match_names(["h._orig_mod.w", "h._orig_mod.w.exp_avg"], ["h.w"])
     {'h.w': 'h._orig_mod.w', 'h.w.exp_avg': 'h._orig_mod.w.exp_avg'}
 
     Ambiguous names are kept.
 
-    >>> called_here(["module.w", "w", "module.b"], ["_orig_mod.w", "b"])
+    >>> match_names(["module.w", "w", "module.b"], ["_orig_mod.w", "b"])
     {'module.w': 'module.w', 'w': 'w', 'b': 'module.b'}
     """
     known, wanted = [*given], {*own}
-    theirs, ours = Counter(map(_unwrapped, known)), Counter(map(_unwrapped, wanted))
-    here = {plain: name for name in wanted if ours[plain := _unwrapped(name)] == 1}
+    theirs, ours = Counter(map(_strip_wrappers, known)), Counter(map(_strip_wrappers, wanted))
+    here = {plain: name for name in wanted if ours[plain := _strip_wrappers(name)] == 1}
     found: dict[str, str] = {}
     # A parameter is found before its states, whose names are longer.
     for name in sorted(known, key=len):
-        plain, (owner, _, key) = _unwrapped(name), name.rpartition(".")
+        plain, (owner, _, key) = _strip_wrappers(name), name.rpartition(".")
         if name in wanted or theirs[plain] != 1:
             found[name] = name
         elif owner in found:
@@ -104,12 +104,12 @@ def called_here(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
     return renamed if len(renamed) == len(known) else {name: name for name in known}
 
 
-def _unwrapped(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     *path, key = name.split(".")
     return ".".join([*(part for part in path if part not in _WRAPPERS), key])
 
 
-def averaged(names: Iterable[str]) -> dict[str, str]:
+def use_averages(names: Iterable[str]) -> dict[str, str]:
     """Map parameters and buffers to the names of their moving averages, or to themselves.
 
     Raises:
@@ -129,7 +129,7 @@ def averaged(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def without(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+def drop_matching(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return the names that match none of the shell patterns.
 
     Raises:
@@ -165,15 +165,15 @@ def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
     return [(old, new) for old, _, new in (text.partition("=") for text in texts)]
 
 
-def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dict[str, str]:
+def rename(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return names with replaced prefixes; the first rename that fits a name is used.
 
-    >>> renamed({"network.wte": "network.wte"}, [("network.", "")])
+    >>> rename({"network.wte": "network.wte"}, [("network.", "")])
     {'wte': 'network.wte'}
 
     An OLD that begins with a dot is replaced anywhere in a name.
 
-    >>> renamed({"h.0._orig_mod.weight": ""}, [("._orig_mod.", ".")])
+    >>> rename({"h.0._orig_mod.weight": ""}, [("._orig_mod.", ".")])
     {'h.0.weight': ''}
 
     Raises:

@@ -88,19 +88,19 @@ class FsspecStorage:
 
     def names(self) -> Sequence[str]:
         """Return the names of folders with a manifest."""
-        return sorted(self.committed())
+        return sorted(self.committed_folders())
 
     def sizes(self, name: str) -> Mapping[str, int]:
         """Return the bytes of each file."""
         return {
             str(entry["name"]).rpartition("/")[2]: int(entry["size"])
-            for entry in self.files.ls(self._committed(name), detail=True)
+            for entry in self.files.ls(self._committed_folder(name), detail=True)
             if entry["type"] == "file"
         }
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file."""
-        return cast(BinaryIO, self.files.open(f"{self._committed(name)}/{file}", "rb"))
+        return cast(BinaryIO, self.files.open(f"{self._committed_folder(name)}/{file}", "rb"))
 
     def stage(self, name: str) -> StagedFolder:
         """Return a folder to write to."""
@@ -108,7 +108,7 @@ class FsspecStorage:
 
     def remove(self, name: str) -> None:
         """Remove a folder, its manifest first."""
-        path = self._committed(name)
+        path = self._committed_folder(name)
         self.files.rm_file(f"{path}/{MANIFEST_FILE}")
         self.files.rm(path, recursive=True)
 
@@ -116,7 +116,7 @@ class FsspecStorage:
     def claim(self) -> Iterator[None]:
         """Remove unfinished and replaced folders; an object store has no locks."""
         try:
-            kept = set(self.committed().values())
+            kept = set(self.committed_folders().values())
             for folder in self._folders():
                 if self.path(folder) not in kept:
                     self.files.rm(self.path(folder), recursive=True)
@@ -131,7 +131,7 @@ class FsspecStorage:
         """Return the address."""
         return "/".join(filter(None, (self.url, name, file)))
 
-    def committed(self) -> dict[str, str]:
+    def committed_folders(self) -> dict[str, str]:
         """Return the path of each committed folder by name; the last one if it was replaced."""
         found: dict[str, tuple[int, str]] = {}
         for folder in self._folders():
@@ -147,8 +147,8 @@ class FsspecStorage:
         """Return the path of a folder in the file system."""
         return f"{self._root}/{folder}"
 
-    def _committed(self, name: str) -> str:
-        path = self.committed().get(name)
+    def _committed_folder(self, name: str) -> str:
+        path = self.committed_folders().get(name)
         if path is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.place(name))
         return path
@@ -175,7 +175,7 @@ class _StagedObjects:
 
     def __init__(self, storage: FsspecStorage, name: str) -> None:
         self._storage = storage
-        self._former = storage.committed().get(name)
+        self._former = storage.committed_folders().get(name)
         folder = name
         if self._former is not None:
             attempt = self._former.rpartition("/")[2].partition("@")[2]

@@ -195,7 +195,7 @@ def look(place: str | Path) -> FoundTensors:
         if path.name == INDEX:
             return FoundTensors(format="hf", place=str(path.parent))
         if path.name.endswith(_PICKLES):
-            raise _pickled(path)
+            raise _pickle_error(path)
         return FoundTensors(format="safetensors", place=str(path))
     if (path / MANIFEST_FILE).is_file() or checkpoints_of(path) is not None:
         return newest(path)
@@ -206,7 +206,7 @@ def look(place: str | Path) -> FoundTensors:
     # A folder with nothing known: the error suggests similar files and folders.
     names = sorted(entry.name for entry in path.iterdir())
     if pickles := [name for name in names if name.endswith(_PICKLES)]:
-        raise _pickled(path / pickles[0])
+        raise _pickle_error(path / pickles[0])
     if (path / FOLDER).is_dir():
         raise ConfigError(
             f"no checkpoint of {path} was finished", where=str(path / FOLDER), accepted=ACCEPTED
@@ -294,7 +294,7 @@ def open_tensors(found: FoundTensors) -> Iterator[LazyTensors]:
         yield checkpoint
 
 
-def _pickled(path: Path) -> ConfigError:
+def _pickle_error(path: Path) -> ConfigError:
     return ConfigError(
         f"{path.name} is a pickle, which runs code when it is read",
         where=str(path),

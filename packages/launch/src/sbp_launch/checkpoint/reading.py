@@ -62,14 +62,14 @@ class Checkpoint(StoredTensors):
             sizes = storage.sizes(name)
         except OSError as error:
             what = f"its files cannot be listed: {error.strerror or error}"
-            raise self._damaged("", what) from error
+            raise self._damage_error("", what) from error
         with self:
             for file, saved in self.manifest.files.items():
                 if file not in sizes:
-                    raise self._damaged(file, "the file is missing")
+                    raise self._damage_error(file, "the file is missing")
                 if (size := sizes[file]) != saved.size_bytes:
                     what = f"the file has {size:,} bytes, not {saved.size_bytes:,}"
-                    raise self._damaged(file, what)
+                    raise self._damage_error(file, what)
                 header = bytearray(saved.header_bytes)
                 self._fill(file, 0, memoryview(header))
                 self._compare(file, "its header", header, saved.xxh3_128)
@@ -84,7 +84,7 @@ class Checkpoint(StoredTensors):
         if tuple(target.shape) == shape and target.is_contiguous():
             self._fill_piece(name, piece, bytes_of(target))
         else:
-            held = self._held(name, self.manifest.tensors[name], piece)
+            held = self._whole_piece(name, self.manifest.tensors[name], piece)
             target.copy_(held[index_of(bounds)])
 
     @property
@@ -115,7 +115,7 @@ class Checkpoint(StoredTensors):
         for name, saved, piece in pieces:
             size_bytes = saved.piece_bytes(piece)
             if min(count - 1, before * count // max(1, total)) == index:
-                self._held(name, saved, piece)
+                self._whole_piece(name, saved, piece)
                 tell(size_bytes)
             before += size_bytes
 
@@ -130,7 +130,7 @@ class Checkpoint(StoredTensors):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _held(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
+    def _whole_piece(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
         """Return a whole piece; it uses the buffer of this checkpoint."""
         size = saved.piece_bytes(piece)
         if len(self._buffer) < size:
@@ -163,19 +163,19 @@ class Checkpoint(StoredTensors):
             while done < len(into):
                 count = opened.readinto(into[done:])  # type: ignore[attr-defined] # of raw files
                 if not count:
-                    raise self._damaged(file, f"the file ends after {offset + done:,} bytes")
+                    raise self._damage_error(file, f"the file ends after {offset + done:,} bytes")
                 done += count
         except OSError as error:
-            raise self._damaged(
+            raise self._damage_error(
                 file, f"the file cannot be read: {error.strerror or error}"
             ) from error
 
     def _compare(self, file: str, what: str, data: bytearray | memoryview, wanted: str) -> None:
         found = xxh3_128_hexdigest(data)
         if found != wanted:
-            raise self._damaged(file, f"the xxh3_128 of {what} is {found}, not {wanted}")
+            raise self._damage_error(file, f"the xxh3_128 of {what} is {found}, not {wanted}")
 
-    def _damaged(self, file: str, what: str) -> DamagedError:
+    def _damage_error(self, file: str, what: str) -> DamagedError:
         return DamagedError(
             f"the checkpoint {self.name} is damaged: {what}",
             where=self._storage.place(self.name, file),

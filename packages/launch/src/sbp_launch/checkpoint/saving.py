@@ -22,9 +22,9 @@ from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Snapshot, StatePiece, StateSlice
-from sbp_launch.checkpoint.cover import cut
+from sbp_launch.checkpoint.cover import split_into_blocks
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.names import called_here
+from sbp_launch.checkpoint.names import match_names
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, LazyTensors, dtype_name
@@ -73,12 +73,12 @@ class Processes:
             action()
         except (OSError, SbpError) as error:
             problem = error
-        texts = self.gather("" if problem is None else _said(problem))
+        texts = self.gather("" if problem is None else _text(problem))
         if isinstance(problem, SbpError):
             raise problem
         if problem is not None:
             raise RunError(
-                f"{what}: {_said(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
+                f"{what}: {_text(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -190,7 +190,7 @@ def damage_of_any(
         ConfigError: the processes have read different checkpoints.
         BoxingError: another process has failed, or did not answer.
     """
-    texts = processes.gather(f"{read}\n{_said(problem) if problem else ''}")
+    texts = processes.gather(f"{read}\n{_text(problem) if problem else ''}")
     for rank, text in zip(processes.ranks, texts, strict=True):
         found, _, said = text.partition("\n")
         if found != read:
@@ -227,7 +227,7 @@ class ReadTogether(LazyTensors):
 
     def call(self, own: Collection[str]) -> None:
         """Use the names of a step, in which other modules may be wrapped than in the checkpoint."""
-        self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
+        self._tensors = Chosen(self.checkpoint, match_names(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
         """See `LazyTensors.like`."""
@@ -271,7 +271,7 @@ class ReadTogether(LazyTensors):
         return damage_of_any(processes, f"{self.checkpoint.name} of step {step}", self.problem)
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return words_of(error)
@@ -319,7 +319,7 @@ def write_checkpoint(
         shape, dtype = tuple(like.shape), dtype_name(like)
         parts += [
             StateSlice(name=own, shape=shape, dtype=dtype, bounds=bounds)
-            for bounds in cut(shape, like.element_size(), PART_BYTES)
+            for bounds in split_into_blocks(shape, like.element_size(), PART_BYTES)
         ]
     parts.sort(key=place_of)
     save(storage, name, metadata, _Converted(tensors, parts, metadata.step), Processes())

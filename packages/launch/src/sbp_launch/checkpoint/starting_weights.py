@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
-from sbp_launch.checkpoint.names import called_here, model_names, without_wrappers
+from sbp_launch.checkpoint.names import match_names, model_names, without_wrappers
 from sbp_launch.checkpoint.places import FoundTensors, look, open_tensors
 from sbp_launch.checkpoint.tensors import LazyTensors
 from sbp_torch.graph_capture import UpdateOptions, copied_states
@@ -88,7 +88,7 @@ def find_weights(
     with open_tensors(found) as tensors:
         # Checkpoints of ours also have tensors that a state_dict() leaves out.
         possible = graph_names(model)
-        renamed = _renamed(model_names(tensors), possible)
+        renamed = _match_names(model_names(tensors), possible)
         place = (found.place, where)
         # Counters that are optional in PyTorch, as older weights lack them.
         counters = {
@@ -101,7 +101,7 @@ def find_weights(
         missing = [name for name, state in possible.items() if state in lacking]
         unknown = [name for name in renamed if name not in possible]
         if unknown or missing:
-            raise _misnamed(unknown, missing, renamed, possible, place)
+            raise _name_error(unknown, missing, renamed, possible, place)
         sources: dict[str, WeightSource] = {}
         for name, source in renamed.items():
             state = possible[name]
@@ -122,15 +122,15 @@ def named_as_in(states: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, 
     own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if all(name in states for name in own):
         return states  # a lazy mapping stays lazy
-    return {here: states[there] for here, there in called_here(states, own).items()}
+    return {here: states[there] for here, there in match_names(states, own).items()}
 
 
-def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
+def _match_names(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
     """Map the model's names to the given names; unknown names keep theirs.
 
-    >>> _renamed(["h.w", "h.b"], {"network.h.w": "", "network.h.b": "", "network.x": ""})
+    >>> _match_names(["h.w", "h.b"], {"network.h.w": "", "network.h.b": "", "network.x": ""})
     {'network.h.w': 'h.w', 'network.h.b': 'h.b'}
-    >>> _renamed(["h._orig_mod.w"], {"h.w": ""})
+    >>> _match_names(["h._orig_mod.w"], {"h.w": ""})
     {'h.w': 'h._orig_mod.w'}
     """
     own = {plain: name for name, plain in without_wrappers(wanted).items()}
@@ -149,7 +149,7 @@ def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
     return {own.get(plain, plain): name for plain, name in found.items()}
 
 
-def _misnamed(
+def _name_error(
     unknown: Sequence[str],
     missing: Sequence[str],
     renamed: Mapping[str, str],

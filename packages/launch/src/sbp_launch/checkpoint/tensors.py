@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import Bounds, intersection, volume
-from sbp_launch.checkpoint.cover import cut, index_of, within
+from sbp_launch.checkpoint.cover import index_of, split_into_blocks, within
 
 #: Largest part in bytes when a tensor is read in parts.
 PART_BYTES = 64 * 2**20
@@ -60,7 +60,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def parts(self, name: str) -> Iterator[Tensor]:
         """Yield parts of at most 64 MiB, each a contiguous range of its bytes, in their order."""
         like = self.like(name)
-        for bounds in cut(like.shape, like.element_size(), PART_BYTES):
+        for bounds in split_into_blocks(like.shape, like.element_size(), PART_BYTES):
             yield self.part(name, bounds)
 
 

@@ -24,7 +24,7 @@ from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
 from sbp_core.runtime import Snapshot, StatePiece, StateSlice
-from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
+from sbp_launch.checkpoint.cover import bounds_text, index_of, split_into_blocks
 from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.formats.safetensors_file import CODES
 from sbp_launch.checkpoint.manifest import (
@@ -188,7 +188,7 @@ def _write_piece(file: BinaryIO, name: str, offset: int, piece: StatePiece) -> l
             f"{dtype_name(whole)}",
             accepted=f"shape {shape} and dtype {piece.dtype}, as its bounds say",
         )
-    for block in cut(shape, itemsize(piece.dtype), BLOCK_BYTES):
+    for block in split_into_blocks(shape, itemsize(piece.dtype), BLOCK_BYTES):
         moved = zip(piece.bounds, block, strict=True)
         bounds = tuple((start + first, start + last) for (start, _), (first, last) in moved)
         data = bytes_of(whole[index_of(block)])

@@ -220,10 +220,10 @@ class GpuConfig:
                 f"mesh={list(mesh)} has {ranks}, and nodes={nodes} of gpus_per_node={gpus} are "
                 f"{nodes * gpus} GPUs",
                 accepted="a rank for each GPU",
-                todo=self._suited(prod(mesh)),
+                todo=self._settings_for(prod(mesh)),
             )
 
-    def _suited(self, ranks: int) -> str:
+    def _settings_for(self, ranks: int) -> str:
         """Return settings with as many GPUs as ranks."""
         whole, rest = divmod(ranks, self.gpus_per_node)
         if whole and not rest:

@@ -62,7 +62,7 @@ class LocalPart:
             for name, found in rows.items()
         }
 
-    def cut(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def slice_rows(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the input of `Session.step(batch_is="local")`, from the samples of `rows`."""
         found = {}
         for name, cut in self._cuts.items():
@@ -171,7 +171,7 @@ class BatchLoader:
         loaded: dict[str, Tensor] = {}
         if len(rows):
             loaded = self._source.load(begin.numbers(rows), self._split, begin.epochs(rows))
-        values = self._part.cut(loaded)
+        values = self._part.slice_rows(loaded)
         if self._pinned:
             values = {name: value.pin_memory() for name, value in values.items()}
         self._cursor = end

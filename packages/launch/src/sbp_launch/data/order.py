@@ -55,7 +55,7 @@ def key_of(*parts: int) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
-def permuted(places: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
+def permute_indices(places: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
     """Return the values of a pseudo-random permutation at some places.
 
     Args:
@@ -146,7 +146,7 @@ class SampleOrder:
             return places
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            places[here] = permuted(places[here], self.num_samples, key_of(self.seed, epoch))
+            places[here] = permute_indices(places[here], self.num_samples, key_of(self.seed, epoch))
         return places
 
 

@@ -67,7 +67,7 @@ class SampleSource:
             raise self.plugin.returned(found, "an integer >= 1", by="num_samples")
         if found < 1:
             told = f"split {split!r} has {found} samples"
-            raise self._returned(found, "an integer >= 1", "num_samples", told)
+            raise self._return_error(found, "an integer >= 1", "num_samples", told)
         return found
 
     def load(
@@ -152,9 +152,9 @@ class SampleSource:
             if value.shape[:1] != (len(numbers),):
                 accepted = f"tensors whose dim 0 is the {len(numbers)} samples asked for"
                 told = f"{name!r} has the shape {tuple(value.shape)}"
-                raise self._returned(value, accepted, by, told)
+                raise self._return_error(value, accepted, by, told)
 
-    def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
+    def _return_error(self, found: object, accepted: str, by: str, told: str) -> PluginError:
         error = self.plugin.returned(found, accepted, by=by)
         return error.replaced(PluginError, what=f"{error.what}: {told}", accepted=accepted)
 

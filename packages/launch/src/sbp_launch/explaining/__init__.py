@@ -4,6 +4,7 @@
     output                                                   prints it, and writes it into a folder
     plan_timeline, timelines, draw                           the simulated step as a picture
     plan_page, page_model, page_charts                       the plan as one HTML file
+    plan_figures                                             predicted costs, also as JSON
     compare, reasons                                         two plans side by side; why they differ
     question, alternatives                                   answers to `explain=` and `compare=`
 

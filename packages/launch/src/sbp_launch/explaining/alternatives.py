@@ -31,7 +31,8 @@ from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.console import change_text, columns
-from sbp_launch.explaining.compare import Figures, change_row, figures_of
+from sbp_launch.explaining.compare import change_row
+from sbp_launch.explaining.plan_figures import Figures, figures_of
 from sbp_launch.explaining.question import Question, value_text
 from sbp_launch.explaining.reasons import MovedModule, appears, moved_text, reason, refusal
 from sbp_launch.planning.flow import Planned, compiled
@@ -99,7 +100,7 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> MatchedTensors:
     )
 
 
-def present(graph: LogicalGraph, strategy: Strategy, tensors: MatchedTensors) -> list[NdSbp]:
+def used_sbps(graph: LogicalGraph, strategy: Strategy, tensors: MatchedTensors) -> list[NdSbp]:
     """Return the SBPs in which tensors are stored or used, the most frequent one first."""
     found = Counter(strategy.storage[name].sbp for name in tensors.stored)
     for value in tensors.used:
@@ -185,7 +186,7 @@ def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
     ) and all(
         sbp[axis] == pin.entry
         for (used, axis), pin in pins.use.items()
-        for sbp in present(graph, strategy, MatchedTensors(stored=(), used=(used,)))
+        for sbp in used_sbps(graph, strategy, MatchedTensors(stored=(), used=(used,)))
     )
 
 
@@ -224,7 +225,7 @@ def explain_lines(
     """
     planned = asked.planned
     tensors = tensors_of(planned.graph, question.pattern)
-    now = present(planned.graph, planned.strategy, tensors)
+    now = used_sbps(planned.graph, planned.strategy, tensors)
     how = f"{'is' if len(tensors.names) == 1 else 'are'} {'stored' if tensors.stored else 'used'}"
     yield f"explain {question.text}: how {_first(tensors.names)} {how}"
     axes = ", ".join(planned.strategy.stages[0].axes)
@@ -234,10 +235,10 @@ def explain_lines(
         return
     progress(question.text)
     found = alternative(planned, question.pattern, question.value, asked.replan)
-    yield from _beside(found, asked)
+    yield from _comparison_lines(found, asked)
 
 
-def _beside(found: Alternative, asked: ExplainRequest) -> Iterator[str]:
+def _comparison_lines(found: Alternative, asked: ExplainRequest) -> Iterator[str]:
     """Yield a comparison of one alternative with the plan."""
     planned, before = asked.planned, figures_of(asked.planned)
     if found.planned is None or found.figures is None:

@@ -21,7 +21,7 @@ from sbp_core.simulation import Simulation
 from sbp_core.timeline import Bar, Timeline
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.page_model import MEMORY, legend
-from sbp_launch.explaining.timelines import Look, faded, looks_of
+from sbp_launch.explaining.timelines import Look, fade, looks_of
 
 
 def round_ticks(end: float, most: int) -> list[float]:
@@ -206,7 +206,7 @@ def timeline_chart(timeline: Timeline) -> str:
     for row, lane in enumerate(timeline.lanes):
         top = row * (_ROW + _GAP) + _GAP // 2
         parts += [
-            _bar(bar, faded(looks[bar.kind], bar.chunk), timeline.end_s, top) for bar in lane.bars
+            _bar(bar, fade(looks[bar.kind], bar.chunk), timeline.end_s, top) for bar in lane.bars
         ]
     told = legend({look.name: look.fill for look in looks.values()})
     if any(bar.label for lane in timeline.lanes for bar in lane.bars):

@@ -22,9 +22,10 @@ from string import Template
 from sbp_core.cluster import Cluster
 from sbp_core.memory import MemoryProfile, call_layouts, lifetimes, memory_profile
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.compare import Figures, changed_rows, figure_rows, figures_of, plan_text
+from sbp_launch.explaining.compare import changed_rows, figure_rows, plan_text
 from sbp_launch.explaining.page_charts import memory_chart, memory_legend, timeline_chart
 from sbp_launch.explaining.page_model import chips, mesh_drawing, mesh_text, model_tree
+from sbp_launch.explaining.plan_figures import Figures, figures_of
 from sbp_launch.explaining.plan_timeline import coarse, plan_timeline
 from sbp_launch.explaining.report import arithmetic_lines, period_lines
 from sbp_launch.explaining.timelines import looks_of

@@ -72,8 +72,8 @@ def plan_timeline(plan: PhysicalPlan, simulation: Simulation, title: str) -> Tim
     ranks: dict[tuple[object, ...], list[int]] = defaultdict(list)
     found: dict[tuple[object, ...], tuple[Bar, ...]] = {}
     for (rank, name), bars in sorted(lanes.items()):
-        joined = tuple(_joined(bars, 0.0))
-        key = (name, *((bar.kind, bar.label, bar.chunk, _near(bar)) for bar in joined))
+        joined = tuple(_join_bars(bars, 0.0))
+        key = (name, *((bar.kind, bar.label, bar.chunk, _rounded_times(bar)) for bar in joined))
         ranks[key].append(rank)
         found[key] = joined
     names = {name for _, name in lanes}
@@ -109,7 +109,7 @@ def coarse(
         if least_s > timeline.end_s:
             break
         least_s = 2 * least_s or timeline.end_s / _PARTS
-        kept = tuple(replace(lane, bars=tuple(_joined(lane.bars, least_s))) for lane in lanes)
+        kept = tuple(replace(lane, bars=tuple(_join_bars(lane.bars, least_s))) for lane in lanes)
     if least_s:
         said.append(
             f"bars and gaps below {format_seconds(least_s)} are drawn as part of what is next to "
@@ -201,7 +201,7 @@ class _Kinds:
         )
 
 
-def _joined(bars: Iterable[Bar], least_s: float) -> Sequence[Bar]:
+def _join_bars(bars: Iterable[Bar], least_s: float) -> Sequence[Bar]:
     """Return bars, with adjacent ones without a gap merged if they look alike.
 
     Bars shorter than `least_s` are merged, too, until they are that long together; the result looks
@@ -231,6 +231,6 @@ def _length_s(bar: Bar) -> float:
     return bar.end_s - bar.start_s
 
 
-def _near(bar: Bar) -> tuple[float, float]:
+def _rounded_times(bar: Bar) -> tuple[float, float]:
     """Return the times of a bar, rounded so that rounding errors vanish."""
     return round(bar.start_s / _SAME_S), round(bar.end_s / _SAME_S)

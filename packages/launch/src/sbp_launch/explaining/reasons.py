@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from sbp_core.errors import SbpError
 from sbp_core.memory import peak_text
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.compare import Figures
+from sbp_launch.explaining.plan_figures import Figures
 from sbp_launch.explaining.table import groups_of, layers_name, move_text
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.rows import ModuleMove, ModuleRow

@@ -95,11 +95,11 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
         if number == numbers[0]:
             same = [(f"{before}{n}", layers[stage, before, n]) for n in numbers]
             name = layers_name(before, numbers, whole=len(numbers) == len(numbers_of[before]))
-            found.append(Group(stage=stage, name=name, count=len(numbers), rows=_folded(same)))
+            found.append(Group(stage=stage, name=name, count=len(numbers), rows=_fold_layers(same)))
     return found
 
 
-def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRow, ...]:
+def _fold_layers(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRow, ...]:
     """Return the rows of several named layers as rows of one layer, with the sums of bytes.
 
     A move of only some layers, such as the transfer to the next stage, names them.
@@ -180,11 +180,11 @@ def plan_table(
         total = sum(row.bytes_of_a_rank for row in rows)
         lines.append(_Line(text="all modules", size=_bytes(total), style="bold"))
     if not hidden:
-        return _drawn(lines, width, "")
+        return _draw_table(lines, width, "")
     sent = sum(row.bytes_of_a_rank for _, row in hidden)
     what = f"{len(hidden)} further rows" if len(hidden) > 1 else "1 further row"
     note = f"{what}, which {'send' if len(hidden) > 1 else 'sends'} {_bytes(sent) or 'nothing'}"
-    return _drawn(lines, width, note + (f": {todo}" if todo else ""))
+    return _draw_table(lines, width, note + (f": {todo}" if todo else ""))
 
 
 def _group_lines(group: Group, rows: Sequence[ModuleRow]) -> Iterable[_Line]:
@@ -240,7 +240,7 @@ def _bytes(size: float) -> str:
     return format_bytes(size) if size else ""
 
 
-def _drawn(lines: Sequence[_Line], width: int, note: str) -> Text:
+def _draw_table(lines: Sequence[_Line], width: int, note: str) -> Text:
     """Return the lines as a table of at most `width` characters.
 
     A name or a move that is too long for its columns continues on further lines.

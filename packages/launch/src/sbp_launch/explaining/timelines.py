@@ -80,7 +80,7 @@ def looks_of(kinds: Sequence[str]) -> Mapping[str, Look]:
     }
 
 
-def faded(look: Look, chunk: int) -> Look:
+def fade(look: Look, chunk: int) -> Look:
     """Return the style for a further chunk (model part) of a rank: paler, of the same hue."""
     share = min(chunk, 3) * _FADING
     if not share:
@@ -137,7 +137,7 @@ def svg(timeline: Timeline) -> str:
             f"{escape(lane.name)}</text>"
         )
         for bar in lane.bars:
-            look, left = faded(looks[bar.kind], bar.chunk), margin + bar.start_s * pixels_per_s
+            look, left = fade(looks[bar.kind], bar.chunk), margin + bar.start_s * pixels_per_s
             size = (bar.end_s - bar.start_s) * pixels_per_s
             span = f"{short(bar.start_s)} to {short(bar.end_s)} {timeline.unit}"
             label = ""
@@ -275,7 +275,7 @@ def _terminal_row(
         label = bar.label if coloured else f"{sign}{bar.label}"
         fill = " " if coloured else "·"
         label = label if cell_len(label) <= last - first else label[: last - first]
-        look = faded(looks[bar.kind], bar.chunk)
+        look = fade(looks[bar.kind], bar.chunk)
         style = Style(color=look.ink, bgcolor=look.fill) if coloured else Style()
         row.append(f"{label:{fill}<{last - first}}", style)
     row.append(" " * (total - len(row)))

@@ -28,7 +28,7 @@ from sbp_core.output import standard_output
 from sbp_core.plugins import discover
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.run.folder import LOGS, load_run
-from sbp_launch.run.status import outlive_status_signals
+from sbp_launch.run.status import ignore_status_signals
 from sbp_launch.settings.check import blaming, check, close_mesh
 from sbp_launch.world import MPIEXEC, World
 
@@ -203,7 +203,7 @@ def _speaker(world: World) -> str:
 @standard_output("sbp-train", outlives=True)
 def main() -> None:
     """Run one rank, and exit with its code."""
-    outlive_status_signals()
+    ignore_status_signals()
     folder, width = sys.argv[1:]
     sys.exit(run_rank(Path(folder), World.of_environment(), int(width)))
 

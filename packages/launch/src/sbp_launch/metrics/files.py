@@ -74,7 +74,7 @@ class TensorboardConfig:
             )
 
 
-def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
+def _earlier_lines(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
     """Return the lines of an earlier part of a run, up to a step; "" if there are none.
 
     Args:
@@ -102,7 +102,7 @@ class _FileSink:
     def __init__(
         self, path: Path, resumed_step: int, head: str, step_of: Callable[[str], int]
     ) -> None:
-        kept = _kept(path, resumed_step, step_of)
+        kept = _earlier_lines(path, resumed_step, step_of)
         with writing_aside(path) as file:
             file.write((head + kept).encode())
         self._file = path.open("a", encoding="utf-8", newline="")

@@ -146,9 +146,9 @@ def parallelize(
     world, choices = World.of_environment(), Choices()
     shape, cut = mesh_of(world, mesh), MicroBatches.of(micro_batches)
     own = {"mesh": list(shape.mesh_shape), "axes": list(shape.axes)}
-    machine = choices.chosen("cluster", cluster, **own)
-    chosen_planner = choices.chosen("planner", planner)
-    chosen_runtime = choices.chosen("runtime", runtime)
+    machine = choices.resolve("cluster", cluster, **own)
+    chosen_planner = choices.resolve("planner", planner)
+    chosen_runtime = choices.resolve("runtime", runtime)
     choices.check_combination()
 
     profile = machine if isinstance(machine, Cluster) else machine(shape.size)

@@ -118,7 +118,7 @@ class Choices:
         where = f"the argument {option.kind}"
         return self.registry.make(option.kind, option.name, option.settings, where=where)
 
-    def chosen(self, kind: str, choice: Any, **own: Any) -> Any:
+    def resolve(self, kind: str, choice: Any, **own: Any) -> Any:
         """Return the chosen object; if it was chosen by name, make it.
 
         Raises:

@@ -105,7 +105,7 @@ class ParallelStep(TrainingStep):
             )
         choice = replace(self._choice, pins=pins or {}, chooses_micro_batches=False)
         if planner is not None:
-            choice = replace(choice, planner=Choices(engine.registry).chosen("planner", planner))
+            choice = replace(choice, planner=Choices(engine.registry).resolve("planner", planner))
         count = first.settings.micro_batches if micro_batches is None else micro_batches
         settings = replace(
             engine.settings,

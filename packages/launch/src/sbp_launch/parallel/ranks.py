@@ -111,7 +111,7 @@ def backend_of(
     else:
         option = choices.option("boxing", chosen)
         if option.name == "torch":
-            option = choices.option("boxing", _with_settings(chosen, _known(world, mesh)))
+            option = choices.option("boxing", _with_settings(chosen, _boxing_settings(world, mesh)))
         backend, shown = choices.make(option), str(option)
     if backend.spans_processes and world.size == 1 < mesh.size:
         by = f"{world.launcher} has started one ({world.said_by})" if world.said_by else ""
@@ -139,7 +139,7 @@ def _with_settings(choice: Choice, known: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, **given}
 
 
-def _known(world: World, mesh: Placement) -> dict[str, Any]:
+def _boxing_settings(world: World, mesh: Placement) -> dict[str, Any]:
     """Return the settings of `boxing=torch` that are known: device and rendezvous."""
     known: dict[str, Any] = {} if mesh.device == "cpu" else {"device": mesh.device}
     if world.launcher in (THREADS, TORCHRUN):

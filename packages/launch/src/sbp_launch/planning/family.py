@@ -19,7 +19,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.passes import RecomputeOptions
-from sbp_launch.planning.flow import PlanSettings, prepared
+from sbp_launch.planning.flow import PlanSettings, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,5 +114,5 @@ class StepFamily:
         if variant not in self._graphs:
             settings = self.settings_of(variant)
             captured = self.captured(self.batch_size // settings.captured_parts)
-            self._graphs[variant] = prepared(captured, settings)
+            self._graphs[variant] = prepare(captured, settings)
         return self._graphs[variant]

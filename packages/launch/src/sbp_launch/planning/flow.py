@@ -201,7 +201,7 @@ class Captured:
             GraphError: the loss of the whole batch is wanted, and does not follow from the losses
                 of its micro-batches.
         """
-        graph = prepared(captured, settings)
+        graph = prepare(captured, settings)
         return cls(graph=graph, original=captured, settings=settings, numbers=numbers)
 
     @cached_property
@@ -214,9 +214,9 @@ class Captured:
             return None
         passes = replace(self.settings.compile.passes, split_classes=None)
         settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
-        return without_unused(prepared(self.original, settings), self.left_out)
+        return without_unused(prepare(self.original, settings), self.left_out)
 
-    def without(self, names: Collection[str]) -> Captured:
+    def drop_unused_inputs(self, names: Collection[str]) -> Captured:
         """Return the step without those of the named inputs that nothing uses."""
         graph = without_unused(self.graph, names)
         return replace(self, graph=graph, left_out=frozenset(names))
@@ -327,7 +327,7 @@ def capture_forward(
         per_shard_random=settings.compile.random == "per_shard",
         device=settings.mesh.device,
     )
-    return prepared(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
+    return prepare(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
 
 
 def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
@@ -353,7 +353,7 @@ def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
     )
 
 
-def prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
+def prepare(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
     """Return a captured step, prepared for planning by passes.
 
     Args:

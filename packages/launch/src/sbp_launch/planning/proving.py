@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sbp_core.graph import LogicalGraph
-from sbp_launch.planning.flow import Planned, prepared
+from sbp_launch.planning.flow import Planned, prepare
 from sbp_torch.graph_capture import flatten_batch, rebuild_batch
 from sbp_torch.proof import PlannedStep, prove
 
@@ -21,7 +21,7 @@ from sbp_torch.proof import PlannedStep, prove
 _FEW = (2, 2)
 
 
-def proved(
+def add_proof(
     planned: Planned,
     captured: LogicalGraph,
     batch: Any,
@@ -51,7 +51,7 @@ def proved(
             for name, value in flatten_batch(batch).items()
         }
         before = capture(rebuild_batch(batch, parts))
-        after = prepared(before, replace(settings, micro_batches=count))
+        after = prepare(before, replace(settings, micro_batches=count))
         return PlannedStep(before=before, after=after, example=parts)
 
     step = PlannedStep(before=captured, after=planned.graph, example=flatten_batch(batch))

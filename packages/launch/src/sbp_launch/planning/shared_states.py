@@ -101,7 +101,7 @@ def plan_form(
         )
 
     left_out = {*counted, *_new_states(captured.graph, known)}
-    graph, strategy = captured.without(left_out).planned(around)
+    graph, strategy = captured.drop_unused_inputs(left_out).planned(around)
     made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made

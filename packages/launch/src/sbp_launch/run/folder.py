@@ -108,7 +108,7 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it does, and they may not.
     """
-    found = _left(folder)
+    found = _result_names(folder)
     if found and not overwrite:
         raise ConfigError(
             f"the run folder {folder} holds an earlier run: {', '.join(found)}",
@@ -118,7 +118,7 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
         )
 
 
-def _left(folder: Path) -> list[str]:
+def _result_names(folder: Path) -> list[str]:
     """Return the names of results in a folder; folders count if they have unhidden contents."""
 
     def is_left(path: Path) -> bool:
@@ -163,13 +163,13 @@ class FolderBefore:
             return cls(
                 folder=folder,
                 is_new=not folder.exists(),
-                run_files=frozenset(_left(folder)),
+                run_files=frozenset(_result_names(folder)),
                 first_files={path: read(path) if path.is_file() else None for path in paths},
             )
 
     def restore(self) -> None:
         """Restore the folder, unless a run has begun there in the meantime."""
-        if not self.run_files.issuperset(_left(self.folder)):
+        if not self.run_files.issuperset(_result_names(self.folder)):
             return
         with suppress(OSError):  # the reason of the refusal must be reported
             if self.is_new:

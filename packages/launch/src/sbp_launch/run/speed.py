@@ -83,14 +83,14 @@ class Speed:
         if len(self._all) == 1:
             return f"first step: {format_seconds(self.step_s)}"
         rate = sum(units for units, _ in self._window) / sum(seconds for _, seconds in self._window)
-        return self._told(rate)
+        return self._rate_text(rate)
 
     def summary(self) -> str:
         """Return the median speed of the whole run without the first steps; "" for too few."""
         rate, count = self.rate, len(self._all)
         if rate is None:
             return ""
-        return f"{self._told(rate)} ({median_of(count, self._begun)})"
+        return f"{self._rate_text(rate)} ({median_of(count, self._begun)})"
 
     @property
     def rate(self) -> float | None:
@@ -106,5 +106,5 @@ class Speed:
         counted = self._all[warm_up_steps(len(self._all)) :]
         return median(seconds for _, seconds in counted) if len(self._all) >= MIN_STEPS else None
 
-    def _told(self, rate: float) -> str:
+    def _rate_text(self, rate: float) -> str:
         return f"{rate:,.0f} {self.unit}/s" if rate >= 100 else f"{rate:.3g} {self.unit}/s"

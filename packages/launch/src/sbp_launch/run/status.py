@@ -117,7 +117,7 @@ def status_signals() -> tuple[int, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
-def outlive_status_signals() -> None:
+def ignore_status_signals() -> None:
     """Ignore status signals until a `StatusSignal` handles them; by default they kill the process.
 
     A request may come before some processes of the run have reached their first step.
@@ -217,7 +217,7 @@ class StatusSignal:
                     if number == _NO_SIGNAL and self._listener is not None:
                         asked.register(self._listener, selectors.EVENT_READ)
                     if number[0] in self._before:  # other signals have their own handlers
-                        self._tell()
+                        self._report()
 
     def _answer(self, listener: socket.socket) -> None:
         """Send the status lines to a client that has connected."""
@@ -227,7 +227,7 @@ class StatusSignal:
             lines = [self._head(), f"what its ranks are at cannot be said: {error}"]
         answer(listener, lines)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Write a report, and print it to stderr."""
         try:
             # Lists, such as of registers, are in the file only.

@@ -33,7 +33,7 @@ class Budget:
     unit: Unit
     amount: float
 
-    def counted(self, *, step_samples: int, step_tokens: int, epoch_samples: int) -> Allowance:
+    def allowance(self, *, step_samples: int, step_tokens: int, epoch_samples: int) -> Allowance:
         """Return the budget in a unit in which steps can be counted.
 
         Args:

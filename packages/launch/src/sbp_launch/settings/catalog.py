@@ -248,7 +248,7 @@ class Catalog:
             return f"{place.replace('.', '/') if scheme == 'pkg' else place}/{config}.yaml"
         return ""
 
-    def about(self, config: str) -> tuple[str, ...]:
+    def comment_lines(self, config: str) -> tuple[str, ...]:
         """Return the lines of the first comment of a config."""
         lines = takewhile(lambda line: line.startswith("#"), self.text(config).splitlines())
         return tuple(line.removeprefix("#").removeprefix(" ") for line in lines)
@@ -301,7 +301,7 @@ class Catalog:
             return (file.read_bytes() if own is None else own).decode("utf-8", "replace")
         return ""
 
-    def misplaced(self, config: str) -> str:
+    def misplaced_text(self, config: str) -> str:
         """Return a hint on an option file of the user with the wrong folder or suffix, or `""`."""
         group, _, option = config.partition("/")
         for folder in (one for one in self.folders if one.distribution == OWN_FOLDER):

@@ -39,12 +39,12 @@ from sbp_launch.settings.known_keys import nested_configs
 from sbp_launch.settings.refusals import (
     as_hydra_says,
     faulty_file,
-    forced,
+    force_override,
     missing_option,
     not_in_the_file,
     option_of,
     unreadable,
-    unresolved,
+    unresolved_error,
 )
 from sbp_launch.settings.resumed import place_of
 
@@ -151,7 +151,7 @@ def _explain(
         file = catalog.file(asking[1]) if asking else ""
         return missing_option(missing, overrides, file or catalog.file(app.config_name), catalog)
     try:
-        keys_allowed = [forced(text, groups, error) for text in overrides]
+        keys_allowed = [force_override(text, groups, error) for text in overrides]
         composed = read(_compose(catalog, app.config_name, keys_allowed), catalog)
         composed = replace(composed, overrides=tuple(overrides))
         app.check(composed, catalog.registry)
@@ -249,7 +249,7 @@ def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> objec
             todo=f"set {shown[0] if shown else f'{key}=VALUE'}{others}",
         ) from error
     except OmegaConfBaseException as error:
-        raise unresolved(error, group, file) from error
+        raise unresolved_error(error, group, file) from error
 
 
 def renamed_overrides(overrides: Sequence[str], catalog: Catalog) -> dict[str, str]:

@@ -92,7 +92,7 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
             mark = "*" if chosen and catalog.file(f"{group}/{option}") == chosen else " "
             told = catalog.summary(group, option)
             start = f"    {mark} {option:<{_OPTION}} "
-            lines.append(f"{start}{_cut(told, width - len(start))}".rstrip())
+            lines.append(f"{start}{_shorten(told, width - len(start))}".rstrip())
     own = [key for key in composed.values if key not in groups]
     if own:
         lines += ["", f"Settings of its own (`{own[0]}=VALUE` changes one):"]
@@ -138,10 +138,10 @@ def _lines(row: SettingRow, width: int, *, whole: bool = False) -> Iterator[str]
     yield from nested
 
 
-def _cut(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     """Return a text, shortened to fit: its first clauses, or else its first words.
 
-    >>> _cut("Llama over bytes, 0.9 million parameters", 30), _cut("one two three", 11)
+    >>> _shorten("Llama over bytes, 0.9 million parameters", 30), _shorten("one two three", 11)
     ('Llama over bytes', 'one two ...')
     """
     if len(text) <= width:
@@ -201,7 +201,7 @@ def render_topics(
             option = _option(composed, catalog, key)
             owner = " ".join(catalog.owners(f"{key}/{option}"))
             lines.append(f"{key}={option}, of {owner}: {composed.files[key]}")
-            lines += [f"  {line}" for line in catalog.about(f"{key}/{option}")]
+            lines += [f"  {line}" for line in catalog.comment_lines(f"{key}/{option}")]
             if others := [one for one in catalog.options(key) if one != option]:
                 text, indent = f"other options: {', '.join(others)}", "  "
                 lines += textwrap.wrap(

@@ -96,11 +96,11 @@ def missing_option(
         catalog.registry,
         asked=said[0] if said else f"{group}={option}",
         where=f"the command line: {said[0]}" if said else file,
-        misplaced=catalog.misplaced(config),
+        misplaced=catalog.misplaced_text(config),
     )
 
 
-def forced(text: str, groups: Collection[str], error: Exception) -> str:
+def force_override(text: str, groups: Collection[str], error: Exception) -> str:
     """Return an override in a form that Hydra accepts, whether or not a file has its key."""
     key = key_of(text)
     if key.partition("/")[0] in groups or re.match("hydra[./]", key):
@@ -134,7 +134,7 @@ def faulty_file(error: BaseException | None) -> str:
     return ""
 
 
-def unresolved(error: OmegaConfBaseException, key: str, where: str) -> ConfigError:
+def unresolved_error(error: OmegaConfBaseException, key: str, where: str) -> ConfigError:
     """Return the error for a setting that has no value.
 
     Args:

@@ -32,7 +32,7 @@ def literal(value: object) -> object:
     return value
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     r"""Return a text as the value of an override, in quotes if Hydra needs them.
 
     >>> print(quoted("runs/it's"))

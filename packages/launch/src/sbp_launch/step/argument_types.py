@@ -42,7 +42,7 @@ def check_model(model: object) -> None:
     else:
         todo = "pass the module whose parameters are trained"
     raise ConfigError(
-        f"model is {_named(model)}",
+        f"model is {_describe(model)}",
         where="the argument model",
         accepted="one torch.nn.Module, or a DeferredModel",
         todo=todo,
@@ -57,7 +57,7 @@ def check_loss(loss: object) -> None:
     """
     if not callable(loss):
         raise ConfigError(
-            f"loss is {_named(loss)}",
+            f"loss is {_describe(loss)}",
             where="the argument loss",
             accepted="a function loss(model, batch) that calls the model and returns its loss",
             todo=f"{_ORDER}; a loss is such as "
@@ -93,7 +93,7 @@ def check_optimizer(optimizer: object) -> None:
     else:
         todo = "pass an optimizer of torch.optim or sbp_torch.optim"
     raise ConfigError(
-        f"optimizer is {_named(optimizer)}",
+        f"optimizer is {_describe(optimizer)}",
         where="the argument optimizer",
         accepted="one torch.optim.Optimizer over parameters of the model",
         todo=todo,
@@ -109,7 +109,7 @@ def _has(given: object, kind: type) -> bool:
     return any(isinstance(one, kind) for one in given)
 
 
-def _named(value: object) -> str:
+def _describe(value: object) -> str:
     if isclass(value):
         return f"the class {value.__name__}"
     return "None" if value is None else f"of type {type(value).__name__}"

@@ -21,9 +21,9 @@ def check_batch_names(given: Collection[str], example: Collection[str]) -> None:
     """
     if given and example and _kind(given) != _kind(example):
         raise SbpValueError(
-            f"the batch is {_told(given)}, and the example was {_told(example)}",
+            f"the batch is {_describe(given)}, and the example was {_describe(example)}",
             where="batch",
-            accepted=_told(example),
+            accepted=_describe(example),
             todo="pass a batch of that form; or give parallelize an example of this "
             "form, and a loss that reads it",
         )
@@ -35,7 +35,7 @@ def _kind(names: Collection[str]) -> str:
     return "sequence" if all(_first(name).isdecimal() for name in names) else "mapping"
 
 
-def _told(names: Collection[str]) -> str:
+def _describe(names: Collection[str]) -> str:
     kind, firsts = _kind(names), dict.fromkeys(map(_first, names))
     if kind == "tensor":
         return "one tensor"

@@ -181,7 +181,7 @@ class BucketPadding(Padding):
             self.length = self._length(flat)
             self._check_length(flat, self.length)
             for name in buckets.values:
-                self._padded(name, flat[name], flat[name].shape[buckets.dim] + 1)
+                self._pad(name, flat[name], flat[name].shape[buckets.dim] + 1)
         except SbpValueError as error:
             raise error.replaced(ConfigError, where=_WHERE) from None
         self._fixed = {
@@ -192,12 +192,12 @@ class BucketPadding(Padding):
 
     def largest(self, batch: Any) -> Any:
         """Return a batch padded to the largest size."""
-        return self.samples.in_front(self.resized(batch, self.buckets.sizes[-1]))
+        return self.samples.in_front(self.resize(batch, self.buckets.sizes[-1]))
 
     def examples(self) -> Iterator[Any]:
         """Yield the example in every size except the largest, from large to small."""
         for size in reversed(self.buckets.sizes[:-1]):
-            yield self.samples.in_front(self.resized(self.example, size))
+            yield self.samples.in_front(self.resize(self.example, size))
 
     def begin(self, team: Team) -> None:
         """Register the processes that agree on sizes, if they give parts of a batch."""
@@ -223,7 +223,7 @@ class BucketPadding(Padding):
             size = self._agree(size, problem)
         if problem is not None:
             raise problem
-        return self.samples.in_front(self.resized(batch, size))
+        return self.samples.in_front(self.resize(batch, size))
 
     def _agree(self, size: int, problem: SbpError | None) -> int:
         """Return the largest size of all processes.
@@ -333,7 +333,7 @@ class BucketPadding(Padding):
         others = name not in self.buckets.values and value.dim() > dim
         return others and self.samples.of(name, value) != dim
 
-    def resized(self, batch: Any, size: int) -> Any:
+    def resize(self, batch: Any, size: int) -> Any:
         """Return a batch whose named tensors are padded or truncated to a length.
 
         Args:
@@ -342,13 +342,13 @@ class BucketPadding(Padding):
         """
         flat, dim = flatten_batch(batch), self.buckets.dim
         made = {
-            name: self._padded(name, flat[name], size).narrow(dim, 0, size)
+            name: self._pad(name, flat[name], size).narrow(dim, 0, size)
             for name in self.buckets.values
             if flat[name].shape[dim] != size
         }
         return rebuild_batch(batch, {**flat, **made}) if made else batch
 
-    def _padded(self, name: str, value: Tensor, size: int) -> Tensor:
+    def _pad(self, name: str, value: Tensor, size: int) -> Tensor:
         """Return a tensor, padded to a length if it is shorter.
 
         Raises:

@@ -47,7 +47,7 @@ class Following:
 
     # From capture to the first step.
 
-    def captured(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
+    def note_capture(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
         """Register that the step was captured; see `check_unchanged`."""
         check_unchanged(self._guard, graph, again, self._make_guard)
 

@@ -231,7 +231,7 @@ class Forms:
         except SbpError as error:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
-        shapes = _told(self._shapes(batch))
+        shapes = _shapes_text(self._shapes(batch))
         why = form.why or "as it was planned first"
         if "batches " not in why:
             why += f", for batches {shapes}"
@@ -322,7 +322,7 @@ class Forms:
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[ChangedValue]) -> StepForm:
         """Return the form of the program in its present condition: a known one, or a new one."""
-        captured = self._numbers.captured(batch, changes)
+        captured = self._numbers.recapture(batch, changes)
         try:
             return self._of_captured(captured, batch, shapes, changes)
         except SbpError as error:
@@ -343,14 +343,14 @@ class Forms:
         why = self._varies(shapes, changes)
         self._check_number(why)
         self._check_runtime()
-        planned = self._planned(captured)
+        planned = self._plan_captured(captured)
         if not self._training.states.counts_as(planned.plan):
             # A layer was frozen or unfrozen: its step count differs from now on.
             with self._training.until_done():
                 self._training.count_apart()
-            captured = self._capture.prepared(captured.original, captured.numbers)
-            planned = self._planned(captured)
-        planned = self._capture.proved(planned, captured.original, batch, captured.numbers)
+            captured = self._capture.prepare(captured.original, captured.numbers)
+            planned = self._plan_captured(captured)
+        planned = self._capture.add_proof(planned, captured.original, batch, captured.numbers)
         if changes:
             self._prove(numbers)
         training = self._training
@@ -370,13 +370,13 @@ class Forms:
         """Return why the form is another one, as far as that is known: size, program, or both."""
         told = []
         if not changes or (shapes not in self._met and self._is_other_shape(shapes)):
-            told.append(f"batches {_told(shapes)}")
+            told.append(f"batches {_shapes_text(shapes)}")
         if changes:
             told.append(changes[0].what.removesuffix(" when the step was captured"))
-            told[-1] += self._numbers.told(changes[:1])
+            told[-1] += self._numbers.reason_text(changes[:1])
         return "; ".join(told)
 
-    def _planned(self, captured: Captured) -> Planned:
+    def _plan_captured(self, captured: Captured) -> Planned:
         settings = self._capture.settings
         states = self._training.states
         given = states.planned, captured, settings, self._plan, states.stored, states.counted
@@ -421,5 +421,5 @@ class Forms:
                 form.session.close()
 
 
-def _told(shapes: Shapes) -> str:
+def _shapes_text(shapes: Shapes) -> str:
     return ", ".join(f"{name!r} {list(shape)}" for name, shape, _ in shapes)

@@ -126,11 +126,11 @@ class Forwards:
             f"{name!r} {value.dtype} {tuple(value.shape)}" for name, value in flat.items()
         )
         self._training.enter(call, {EVALUATED: f"{batch_is}: {told}"})
-        session, planned = self.started(training, batch, mode, batch_is=batch_is)
+        session, planned = self.start(training, batch, mode, batch_is=batch_is)
         with self._training.until_done(), naming_source_lines(planned.graph):
             return session.step(flat, scalars, batch_is=batch_is)
 
-    def started(
+    def start(
         self, training: Session, batch: Any, mode: Mode, *, batch_is: BatchIs
     ) -> tuple[Session, Planned]:
         """Return the session for batches of one form, and its plan.
@@ -158,13 +158,13 @@ class Forwards:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
                 oldest.close()
             example = captured_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)
-            planned = self._planned(example, mode)
+            planned = self._plan(example, mode)
             with self._training.until_done():
                 started = self._engine.runtime.start(planned.plan, training)
                 self._sessions[key] = started, planned
         return self._sessions[key]
 
-    def _planned(self, example: Any, mode: Mode) -> Planned:
+    def _plan(self, example: Any, mode: Mode) -> Planned:
         with one_at_a_time(), self._training.disconnected():
             return plan_forward(self._program, example, self._engine.settings, self._train, mode)
 

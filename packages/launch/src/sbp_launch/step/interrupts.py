@@ -22,7 +22,7 @@ from sbp_core.interrupts import HeldInterrupts
 
 def until_done() -> HeldInterrupts:
     """Return a context manager that holds the first interrupt until its block ends."""
-    return HeldInterrupts(_telling("when this call is done"), most=1)
+    return HeldInterrupts(_reporter("when this call is done"), most=1)
 
 
 def until_all_agree(*, tells: bool) -> HeldInterrupts:
@@ -31,11 +31,11 @@ def until_all_agree(*, tells: bool) -> HeldInterrupts:
     Args:
         tells: Whether this process prints that Ctrl-C is held.
     """
-    heard = _telling("in all processes, before the next step or evaluation") if tells else None
+    heard = _reporter("in all processes, before the next step or evaluation") if tells else None
     return HeldInterrupts(heard, most=1, signals=[signal.SIGINT])
 
 
-def _telling(when: str) -> Callable[[BaseException], None]:
+def _reporter(when: str) -> Callable[[BaseException], None]:
     def tell(error: BaseException) -> None:
         # Bypass Python's buffers: the signal may have arrived during a print.
         with suppress(OSError):

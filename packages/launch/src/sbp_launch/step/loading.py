@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sbp_core.errors import SbpLookupError, unknown_name
 from sbp_core.runtime import state_slots
-from sbp_launch.checkpoint.names import called_here
+from sbp_launch.checkpoint.names import match_names
 from sbp_launch.checkpoint.saving import ReadTogether
 from sbp_launch.checkpoint.tensors import Chosen, LazyTensors
 from sbp_launch.step.training import Training
@@ -31,10 +31,10 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     Raises:
         SbpError: see `Session.load_state_dict`.
     """
-    states = _called_here(training, states)
+    states = _match_names(training, states)
     ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
     known = set(training.states.names)
-    kept = training.states.frozen(name for name in states if name not in known)
+    kept = training.states.frozen_states(name for name in states if name not in known)
     _check(training, states, kept)
     missing = [name for name in training.states.names if name not in states]
     fresh: dict[str, Tensor] = {}
@@ -56,13 +56,13 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     training.started.load_state_dict(taken)
 
 
-def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _match_names(training: Training, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return states by the names that they have in the step."""
     own = training.states.names
     if isinstance(states, ReadTogether):
         states.call(own)
         return states
-    names = called_here(states, own)
+    names = match_names(states, own)
     if all(name == there for name, there in names.items()):
         return states
     if isinstance(states, LazyTensors):

@@ -72,10 +72,10 @@ def prove_padding(
     if not settings.compile.prove:
         padding.lines = (f"{told}that it is neutral was not to be proved",)
         return
-    padding.lines = (told + _proved(program, padding, settings, given, numbers),)
+    padding.lines = (told + _prove(program, padding, settings, given, numbers),)
 
 
-def _proved(
+def _prove(
     program: OneDeviceProgram,
     padding: BucketPadding,
     settings: PlanSettings,
@@ -91,9 +91,9 @@ def _proved(
     reason, few = "", samples.moved_back(_few_samples(samples.in_front(padding.example)))
     with _as_it_was(program):
         for short, size in _lengths(padding):
-            batch = padding.resized(few, short)  # truncates it if it is longer
+            batch = padding.resize(few, short)  # truncates it if it is longer
             try:
-                step = _captured(program, batch, padding.resized(batch, size), settings, numbers)
+                step = _capture(program, batch, padding.resize(batch, size), settings, numbers)
                 states = partial(_states, program, given, step.before)
                 found = step.differences(states, settings.compile.prove_s)
             except SbpError as error:
@@ -130,7 +130,7 @@ def _lengths(padding: BucketPadding) -> Iterator[tuple[int, int]]:
             yield shorter, size
 
 
-def _captured(
+def _capture(
     program: OneDeviceProgram, short: Any, padded: Any, settings: PlanSettings, numbers: Places
 ) -> PaddedStep:
     """Capture the step for a batch and for the padded batch, with SGD, which keeps gradients.

@@ -45,7 +45,7 @@ class Capture(Protocol):
         """
         ...
 
-    def prepared(self, graph: LogicalGraph, numbers: Places) -> Captured:
+    def prepare(self, graph: LogicalGraph, numbers: Places) -> Captured:
         """Prepare a captured graph, in which some numbers are inputs, for planning.
 
         Raises:
@@ -69,13 +69,13 @@ class FollowedNumbers:
         self.places: Places = {}
         #: The step last captured, without such inputs; None if it was captured only with inputs.
         self._plain: LogicalGraph | None = None
-        #: Results of `captured` that have inputs, by the hash of their graph.
+        #: Results of `recapture` that have inputs, by the hash of their graph.
         self._checked: dict[str, Captured] = {}
         # Places are kept alive, so that no other place gets their ids.
         self._names: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
         self._refused: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
 
-    def captured(self, batch: Any, changes: Sequence[ChangedValue]) -> Captured:
+    def recapture(self, batch: Any, changes: Sequence[ChangedValue]) -> Captured:
         """Capture the step in its present condition, with inputs for the numbers that vary.
 
         Args:
@@ -95,7 +95,7 @@ class FollowedNumbers:
                 self._plain = None
                 return known
         self._plain = plain = self.capture(batch, {})
-        made = self._with_inputs(batch, wanted, plain) or self.capture.prepared(plain, {})
+        made = self._with_inputs(batch, wanted, plain) or self.capture.prepare(plain, {})
         self.places = made.numbers
         if self.places:
             self._checked[graph_hash(made.original)] = made
@@ -124,7 +124,7 @@ class FollowedNumbers:
             try:
                 graph = self.capture(batch, tried)
                 self._check(batch, graph, tried, plain)
-                made, good = self.capture.prepared(graph, tried), tried
+                made, good = self.capture.prepare(graph, tried), tried
             except SbpError as error:
                 if len(added) == 1:
                     self._refuse(added, error)
@@ -169,9 +169,9 @@ class FollowedNumbers:
             raise error
         self._refuse(captured.numbers, error)
         self.places = {}
-        return self.capture.prepared(self._plain, {})
+        return self.capture.prepare(self._plain, {})
 
-    def told(self, changes: Sequence[ChangedValue]) -> str:
+    def reason_text(self, changes: Sequence[ChangedValue]) -> str:
         """Return why changed numbers cannot be inputs, for messages; or ""."""
         numbers = [one.number for one in changes if one.number is not None]
         found = (self._refused[one.at][0] for one in numbers if one.at in self._refused)

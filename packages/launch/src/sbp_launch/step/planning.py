@@ -133,7 +133,7 @@ def plan_program(
     planner.check_fits(planned)
     if whole is None:
         tell_cut_time(planned, batch, in_time, program.model)
-    planned = planner.proved(planned, batch)
+    planned = planner.add_proof(planned, batch)
     settings = planned.settings
     return PlannedProgram(
         planned=planned,

@@ -259,7 +259,7 @@ class ProgramStep:
         self._training.check_open()
         self._training.enter("step.evaluator(example)")
         mode = Mode.AVERAGED if averaged else Mode.EVALUATION
-        session, planned = self._forwards.started(self._current, example, mode, batch_is="global")
+        session, planned = self._forwards.start(self._current, example, mode, batch_is="global")
         return session, planned.plan
 
     @contextmanager

@@ -86,7 +86,7 @@ class ProgramStates:
         """
         if self._plan is None or self._all is None:
             self._plan = self._all = planned.plan
-            self._overwritten = _overwritten(planned.plan)
+            self._overwritten = _overwritten_states(planned.plan)
         else:
             self.check_memory(planned)
             self._all = widened(self._all, planned.plan)
@@ -130,7 +130,7 @@ class ProgramStates:
         before = self.names
         self._plan = widened(self.plan, plan)
         self._all = widened(self._all or self._plan, self._plan)
-        self._overwritten |= _overwritten(plan)
+        self._overwritten |= _overwritten_states(plan)
         if self.names != before:
             self.told = ", ".join(sorted(self.names))
 
@@ -154,7 +154,7 @@ class ProgramStates:
         return (
             state_slots(plan).keys() <= state_slots(self.plan).keys()
             and all(here.get(name) == tied for name, tied in plan.ties.items())
-            and _overwritten(plan) <= self._overwritten
+            and _overwritten_states(plan) <= self._overwritten
         )
 
     def moves(self, plan: PhysicalPlan) -> bool:
@@ -262,7 +262,7 @@ class ProgramStates:
                     found[name] = first[name] if of is None else read(of[0]).to(of[1])
         return found
 
-    def frozen(self, names: Iterable[str]) -> list[str]:
+    def frozen_states(self, names: Iterable[str]) -> list[str]:
         """Return the names of states whose parameters are frozen now, in the same order."""
         frozen = {
             name for name, one in self.programs[0].model.named_parameters() if not one.requires_grad
@@ -275,7 +275,7 @@ def names_of(plan: PhysicalPlan) -> list[str]:
     return [state for name in state_slots(plan) for state in plan.ties.get(name, (name,))]
 
 
-def _overwritten(plan: PhysicalPlan) -> set[str]:
+def _overwritten_states(plan: PhysicalPlan) -> set[str]:
     """Return the states that updates of a plan overwrite."""
     return {name for part in plan.distinct for actor in part.actors for name in actor.in_place}
 

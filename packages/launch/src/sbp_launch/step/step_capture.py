@@ -11,7 +11,7 @@ import torch
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_step
-from sbp_launch.planning.proving import proved
+from sbp_launch.planning.proving import add_proof
 from sbp_launch.step.numbers import Places
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_torch.graph_capture import NO_NUMBERS, flatten_batch, rebuild_batch
@@ -49,7 +49,7 @@ class StepCapture:
         """
         return self._captured(batch, self._example(batch), numbers)
 
-    def sized(self, batch: Any, size: int) -> LogicalGraph:
+    def with_num_samples(self, batch: Any, size: int) -> LogicalGraph:
         """Return the step, captured for another number of samples.
 
         Args:
@@ -59,11 +59,11 @@ class StepCapture:
         Raises:
             SbpError: see `__call__`.
         """
-        return self._captured(batch, _resized(self._everyone(batch), size), NO_NUMBERS)
+        return self._captured(batch, _resize_batch(self._global_example(batch), size), NO_NUMBERS)
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples in the batch of a step, of all processes together."""
-        return _num_samples(self._everyone(batch))
+        return _num_samples(self._global_example(batch))
 
     def _captured(self, batch: Any, example: Any, numbers: Places) -> LogicalGraph:
         program = self.program
@@ -97,7 +97,7 @@ class StepCapture:
             f"a buffer with a row for each sample needs {taken} rows"
         )
 
-    def prepared(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
+    def prepare(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
         """Return a captured graph, prepared for planning.
 
         Args:
@@ -109,7 +109,7 @@ class StepCapture:
         """
         return Captured.of(graph, self.settings, numbers)
 
-    def _everyone(self, batch: Any) -> Any:
+    def _global_example(self, batch: Any) -> Any:
         """Return an example of the batch of all processes."""
         if self.whole is not None:
             return self.whole
@@ -121,7 +121,7 @@ class StepCapture:
         degree = self.degree if self.whole is None else 1
         return captured_batch(given, settings.micro_batches, degree, settings.captured_parts)
 
-    def proved(
+    def add_proof(
         self, made: Planned, captured: LogicalGraph, batch: Any, numbers: Places = NO_NUMBERS
     ) -> Planned:
         """Return a plan together with the result of its proof.
@@ -138,7 +138,7 @@ class StepCapture:
             given = (program.model, program.loss_of_step, batch, program.optimizer)
             return capture_step(*given, made.settings, numbers)
 
-        return proved(made, captured, known, program.own_states, capture)
+        return add_proof(made, captured, known, program.own_states, capture)
 
 
 def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
@@ -184,7 +184,7 @@ def _num_samples(batch: Any) -> int:
     return gcd(*(len(value) for value in flatten_batch(batch).values() if value.dim()))
 
 
-def _resized(batch: Any, size: int) -> Any:
+def _resize_batch(batch: Any, size: int) -> Any:
     """Return a batch of a given number of samples, some of which may repeat."""
     num = _num_samples(batch)
     if size == num:

@@ -162,10 +162,10 @@ class StepOutput(ReadAsFloat):
 
     def __repr__(self) -> str:
         shown = {"loss": self.loss, **self.metrics}
-        return f"StepOutput({', '.join(f'{name}={_shown(one)}' for name, one in shown.items())})"
+        return f"StepOutput({', '.join(f'{name}={_format(one)}' for name, one in shown.items())})"
 
 
-def _shown(value: Tensor) -> str:
+def _format(value: Tensor) -> str:
     if value.numel() == 1:
         return f"{value.item():.6g}"
     return f"<{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}>"

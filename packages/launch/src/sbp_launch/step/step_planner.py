@@ -143,9 +143,9 @@ class StepPlanner:
         """
         choice = self.choice
         if not choice.chooses_micro_batches:
-            return self._planned(self.captured, self.settings, pins)
+            return self._plan(self.captured, self.settings, pins)
         if choice.chooses_variants:
-            found = self._planned(self.captured, self.settings, pins)
+            found = self._plan(self.captured, self.settings, pins)
             each = self._each(found.settings)
             count = found.settings.micro_batches
             self.say([f"micro_batches=auto: the planner has chosen {count}, of {each}"])
@@ -164,7 +164,7 @@ class StepPlanner:
             try:
                 size = self.family.batch_size // settings.captured_parts
                 captured = Captured.of(self.family.captured(size), settings)
-                found = self._planned(captured, settings, pins)
+                found = self._plan(captured, settings, pins)
                 self.check_fits(found)
             except MemoryLimitError as error:
                 problem = error
@@ -185,7 +185,7 @@ class StepPlanner:
     def _each(self, settings: PlanSettings) -> str:
         return format_count(self.family.batch_size // settings.micro_batches, "sample")
 
-    def _planned(self, captured: Captured, settings: PlanSettings, pins: Pins | None) -> Planned:
+    def _plan(self, captured: Captured, settings: PlanSettings, pins: Pins | None) -> Planned:
         choice, kept = self.choice, KeptPlans()
 
         def plan(graph: LogicalGraph) -> Strategy:
@@ -219,7 +219,7 @@ class StepPlanner:
         with self.stage("checking its memory"):
             check_fits(planned, planned.settings.cluster)
 
-    def proved(self, planned: Planned, batch: Any) -> Planned:
+    def add_proof(self, planned: Planned, batch: Any) -> Planned:
         """Return a plan together with the result of its proof.
 
         Args:
@@ -232,7 +232,7 @@ class StepPlanner:
         settings = planned.settings
         capture = replace(self.capture, settings=settings)
         with self.stage("proving the step") if settings.compile.prove else nullcontext():
-            return capture.proved(planned, self.captured_as(settings).original, batch)
+            return capture.add_proof(planned, self.captured_as(settings).original, batch)
 
 
 @collection_paused(plans=True)
@@ -264,14 +264,14 @@ def step_planner(
     with stage("capturing the step"):
         original = capture(batch)
         look(original)
-        following.captured(original, partial(capture, batch))
-        captured = capture.prepared(original)
+        following.note_capture(original, partial(capture, batch))
+        captured = capture.prepare(original)
     batch_size = capture.num_samples(batch)
     whole = batch_size // settings.captured_parts
 
     @cache
     def on_samples(size: int) -> LogicalGraph:
-        return original if size == whole else capture.sized(batch, size)
+        return original if size == whole else capture.with_num_samples(batch, size)
 
     family = StepFamily(
         settings=settings,

@@ -51,7 +51,7 @@ def refuse_cut_time(
     if found is None:
         return
     is_recurrent = isinstance(model.get_submodule(found.module), nn.RNNBase)
-    told = f"{_called(model, found)} goes through dim 0 of the batch as time"
+    told = f"{_model_name(model, found)} goes through dim 0 of the batch as time"
     if micro_batches > 1 and is_recurrent:
         raise ConfigError(
             f"{told}, and micro_batches={micro_batches} would cut it: each would begin without the "
@@ -95,7 +95,7 @@ def tell_cut_time(planned: Planned, batch: Any, found: Node | None, model: nn.Mo
         parts = planned.settings.micro_batches > 1
         logger.warning(
             "%s goes through dim 0 of the batch as time (%s), which %s: %s",
-            _called(model, found),
+            _model_name(model, found),
             found.where()[0],
             "micro-batches cut, and each sees its own times only"
             if parts
@@ -111,7 +111,7 @@ def num_cuts(strategy: Strategy, name: str) -> int:
     return prod(size for sbp, size in zip(stored.sbp, sizes, strict=True) if sbp == S(0))
 
 
-def _called(model: nn.Module, found: Node) -> str:
+def _model_name(model: nn.Module, found: Node) -> str:
     kind = type(model.get_submodule(found.module))
     name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
     return f"{name} {found.module or '(root)'!r}"

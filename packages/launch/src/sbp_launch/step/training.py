@@ -340,7 +340,7 @@ class Training:
         """
         compared = {name: value.partition("\0")[0] for name, value in own.items()}
         digest = int.from_bytes(blake2b(repr(compared).encode(), digest_size=7).digest(), "big")
-        highest, lowest = self._voted(digest, -digest)
+        highest, lowest = self._vote(digest, -digest)
         if highest != -lowest:
             compare(own, self.team.gather)
 
@@ -386,7 +386,7 @@ class Training:
         if problem is not None:
             raise problem
 
-    def _voted(self, *values: int) -> list[int]:
+    def _vote(self, *values: int) -> list[int]:
         """Return the maxima of the values over all processes, unless one holds an interrupt."""
         interrupted = int(self.interrupts.error is not None)
         *found, interrupted = self.team.highest_of([*values, interrupted])
@@ -405,7 +405,7 @@ class Training:
         assert connected is not None and session is not None, "it has begun"
         if looks_again:
             connected.reconnect()
-        written = connected.written()
+        written = connected.written_states()
         if written:
             with self.until_done():
                 if self._counters_differ(written):
@@ -436,7 +436,7 @@ class Training:
         if self._connected is not None:
             self._connected.note_step()
 
-    def replaced(self) -> None:
+    def note_replacement(self) -> None:
         """Register that all states were replaced, including values written to the model before."""
         self.states.updated.update(self.states.names)
         if self._connected is not None:

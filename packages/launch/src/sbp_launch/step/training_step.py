@@ -124,7 +124,7 @@ class TrainingStep(ProgramStep):
             training.connect()
             for one in self._beside:
                 one._begin()
-            training.keep({name: training.given[name] for name in self._kept()})
+            training.keep({name: training.given[name] for name in self._frozen_states()})
             training.given = {}
         except BaseException as error:
             self._close(error)
@@ -140,14 +140,14 @@ class TrainingStep(ProgramStep):
         given, states = self._given_states or {}, self._training.states
         own = set(states.names)
         others = {name for name in given if name not in own and name in states.all_names}
-        others |= set(states.frozen(name for name in given if name not in own))
+        others |= set(states.frozen_states(name for name in given if name not in own))
         later = {name: given[name] for name in given if name in others}
         if not later:
             return self._program.first_states(self._given_states), {}
         first = {name: one for name, one in given.items() if name not in later}
         return self._program.first_states(first), later
 
-    def _kept(self) -> list[str]:
+    def _frozen_states(self) -> list[str]:
         """Return the names of given states that no program has, because their layers are frozen."""
         states = self._training.states
         return [name for name in self._training.given if name not in set(states.names)]
@@ -288,7 +288,7 @@ class TrainingStep(ProgramStep):
         with training.until_done():
             load_states(training, states)
             training.has_damaged_states = False
-            training.replaced()
+            training.note_replacement()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return a dict for `model.load_state_dict`: whole tensors on all ranks."""
@@ -401,7 +401,7 @@ class TrainingStep(ProgramStep):
                 replacing=replacing,
             )
             training.has_damaged_states = False
-            training.replaced()
+            training.note_replacement()
             self.steps_done = done
         if self._comparison is not None:
             self._comparison.forget()
@@ -436,7 +436,7 @@ class TrainingStep(ProgramStep):
             with self._training.disconnected(), weights.over(program.own_states()) as states:
                 others = [one.own_states() for one in self._training.states.programs[1:]]
                 session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
-            self._training.replaced()
+            self._training.note_replacement()
 
     def __repr__(self) -> str:
         state = (

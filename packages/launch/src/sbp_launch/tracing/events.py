@@ -36,7 +36,7 @@ from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import MemorySample, Span, SpanKind
 from sbp_core.simulation import Simulation, simulate
 from sbp_launch.planning.moves import updated_module
-from sbp_launch.tracing.times import END_OF, LastArrival, late_ranks
+from sbp_launch.tracing.times import END_OF, LastArrival, last_arrivals
 
 Event = dict[str, Any]
 
@@ -94,7 +94,7 @@ class _Events:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.plan = traced, traced.plan
         self.nodes = {node.name: node for node in traced.graph.nodes}
-        self.late = late_ranks(traced.plan, traced.spans)
+        self.late = last_arrivals(traced.plan, traced.spans)
         self.start_ns = min((span.begin_ns for span in traced.spans), default=0)
         # Viewers treat a lane with the number of its process as the main thread.
         self.lanes = {

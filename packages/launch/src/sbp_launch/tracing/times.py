@@ -9,8 +9,6 @@ For an asynchronous collective, the same holds for the span that awaits its end:
 
     rank 0   |begin| compute |end =========|     waits until rank 1 begins, then data move
     rank 1                        |begin|...
-
-`OperatorTimes` is the file format for measured times of operators.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sbp_core.compile import BoxingActor, Collective, PhysicalPlan, Receive
-from sbp_core.errors import ConfigError
-from sbp_core.operators import MeasuredOperator
 from sbp_core.runtime import Span, SpanKind
-from sbp_core.serialize import Document
 from sbp_core.units import format_seconds
 from sbp_launch.console import columns
 
@@ -54,7 +49,7 @@ class LastArrival:
     rank: int
 
 
-def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastArrival]:
+def last_arrivals(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, LastArrival]:
     """Return the last arrival for each boxing call, or wait for its end, that had to wait."""
     senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
     for link in plan.links:
@@ -128,7 +123,7 @@ class RankTimes:
 
 def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str], RankTimes]:
     """Return the time breakdown of each (rank, thread)."""
-    late, found = late_ranks(plan, spans), defaultdict[tuple[int, str], RankTimes](RankTimes)
+    late, found = last_arrivals(plan, spans), defaultdict[tuple[int, str], RankTimes](RankTimes)
     extents: dict[tuple[int, str, int], tuple[int, int]] = {}
     for span in spans:
         if span.kind is SpanKind.OPERATOR:
@@ -191,33 +186,3 @@ def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace
     if len(rows) > _MOST_RANKS + 1:
         lines.append(f"  and {len(rows) - 1 - _MOST_RANKS} more in {file}")
     return lines
-
-
-#: Name of the file with times of operators in a run folder.
-OPERATORS = "operators.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorTimes:
-    """Measured times of the operators of a run.
-
-    Args:
-        backend: The boxing backend of the run.
-        num_ranks: Number of ranks, which shared the machine.
-        machine: See `Cluster.machine`.
-        operators: Each different call of an operator, once.
-    """
-
-    backend: str
-    num_ranks: int
-    machine: Mapping[str, str]
-    operators: tuple[MeasuredOperator, ...]
-
-
-OPERATOR_TIMES: Document[OperatorTimes] = Document(
-    kind=OperatorTimes,
-    format="sbp-operators",
-    version=1,
-    todo="trace the operators of a run: sbp-train trainer.trace=5..14 trainer.trace_operators=true",
-    error=ConfigError,
-)

@@ -35,7 +35,8 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.folder import writing
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.times import OPERATOR_TIMES, OPERATORS, OperatorTimes, time_table
+from sbp_launch.tracing.operator_times import OPERATOR_TIMES, OPERATORS, OperatorTimes
+from sbp_launch.tracing.times import time_table
 from sbp_torch.boxing.processes import gather_texts
 from sbp_torch.memory import MemoryMeter
 

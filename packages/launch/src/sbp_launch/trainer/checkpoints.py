@@ -38,7 +38,7 @@ def run_storage(run: Run) -> CheckpointStorage:
     return storage
 
 
-def claimed(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
+def claim_storage(run: Run, storage: CheckpointStorage) -> AbstractContextManager[None]:
     """Keep other runs from writing to the storage inside the block; only process 0 does this."""
     return storage.claim() if run.is_first else nullcontext()
 
@@ -194,7 +194,7 @@ class RunCheckpoints:
                 self._metadata(state, cursor),
                 session.snapshot(limit_bytes=self._settings.copy_bytes),
                 self._processes,
-                behind_commit=lambda: self._remove_others(name, state),
+                after_commit=lambda: self._remove_others(name, state),
             )
         )
 

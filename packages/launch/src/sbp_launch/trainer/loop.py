@@ -51,7 +51,7 @@ def allowance_of(run: Run, program: RunProgram) -> Allowance:
         ConfigError: it is a number of tokens, and the data have no tokens.
     """
     settings, (unit, units) = run.config.trainer, program.counted
-    return settings.budget.counted(
+    return settings.budget.allowance(
         step_samples=settings.batch_size,
         step_tokens=units * settings.batch_size if unit == "tokens" else 0,
         epoch_samples=program.cursor().order.num_samples,

@@ -55,11 +55,11 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             else:
                 found += [f"{key}.{line}" for line in differences(before, after)]
         else:
-            found.append(f"{key} was {_shown(before)}, and is {_shown(after)}")
+            found.append(f"{key} was {_value_text(before)}, and is {_value_text(after)}")
     return sorted(found)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = value if value and isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -42,7 +42,7 @@ from sbp_launch.step.training import Training
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import stop_together
 from sbp_launch.tracing.tracer import StepTracer
-from sbp_launch.trainer.checkpoints import RunCheckpoints, claimed, run_storage
+from sbp_launch.trainer.checkpoints import RunCheckpoints, claim_storage, run_storage
 from sbp_launch.trainer.figures import MeasuredUsage, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.planned import engine_of, plan_choice, whole_example, with_micro_batches
@@ -103,7 +103,7 @@ def train(
     check_traces(run)
     storage = run_storage(run)
     status = StatusSignal(folder / LOGS, run.world)
-    with StopSignals() as signals, status, claimed(run, storage):
+    with StopSignals() as signals, status, claim_storage(run, storage):
         resume = Resume.of(run, storage)
         if run.is_first:
             with writing(folder):

@@ -13,7 +13,7 @@ from sbp_models.configs.checks import (
     check_not_negative,
     check_positive,
 )
-from sbp_models.configs.fit import check_text
+from sbp_models.configs.compatibility import check_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_models.configs.checks import check_positive, check_sizes
-from sbp_models.configs.fit import check_clicks
+from sbp_models.configs.compatibility import check_clicks
 from sbp_models.configs.synthetic_data import ROWS
 
 

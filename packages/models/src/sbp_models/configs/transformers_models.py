@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs.checks import check_positive
-from sbp_models.configs.fit import check_images, check_text
+from sbp_models.configs.compatibility import check_images, check_text
 from sbp_models.configs.text_data import text_task
 
 #: Task of a model of `transformers`.

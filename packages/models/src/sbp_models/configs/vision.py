@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_models.configs.checks import check_divides, check_fractions, check_positive
-from sbp_models.configs.fit import check_images
+from sbp_models.configs.compatibility import check_images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from math import inf
 from pathlib import Path
 
 from sbp_core.errors import SbpError
+from sbp_planner.choice.incumbent import ChoiceSolution
 from sbp_planner.choice.iopddl.instance import Rounding, read_problem, write_assignment
 from sbp_planner.choice.problem import ChoiceProblem, whole_cost
-from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
 
 #: Seconds of the limit that are reserved for writing the answer and ending, in all and for each

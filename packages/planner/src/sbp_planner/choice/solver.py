@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import Buckets, Factor, minimise
 from sbp_planner.choice.compact import Compact
+from sbp_planner.choice.incumbent import ChoiceSolution, OnBetter, Progress, Record
 from sbp_planner.choice.large.large_search import LargeSearch
 from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
 from sbp_planner.choice.program import solve_program
-from sbp_planner.choice.record import ChoiceSolution, Keep, Progress, Record, RemainingProblem
 from sbp_planner.choice.reduce import reduce_problem
 from sbp_planner.choice.reduced_graph import NothingAllowedError
+from sbp_planner.choice.remaining_problem import RemainingProblem
 
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
@@ -54,7 +55,7 @@ def solve(
     gap: float = 0.0,
     start: Sequence[int] | None = None,
     progress: Progress | None = None,
-    keep: Keep | None = None,
+    keep: OnBetter | None = None,
 ) -> ChoiceSolution:
     """Return the best assignment that is found in time, and a bound.
 

@@ -24,7 +24,7 @@ from sbp_core.signatures import (
 )
 
 
-def arranged(
+def movement_notation(
     call: OpCall,
     inputs: Sequence[Iterable[Dim]],
     outputs: Sequence[Iterable[Dim]],
@@ -60,7 +60,7 @@ def arranged(
     )
 
 
-def permuted(
+def permute_rule(
     order: Callable[[OpCall, int], Sequence[int]],
     moved: Callable[[OpCall, int], Sequence[int]] = lambda *_: (),
     why: str = "",
@@ -85,7 +85,9 @@ def permuted(
         dims = fresh_dims(len(shape))
         whole = [dims[dim][0] for dim in moved(call, len(shape)) if shape[dim] > 1]
         output = [dims[dim] for dim in order(call, len(shape))]
-        return arranged(call, [dims], [output], whole=whole, why=why * bool(whole), copies=copies)
+        return movement_notation(
+            call, [dims], [output], whole=whole, why=why * bool(whole), copies=copies
+        )
 
     return Rule(meaning, localize)
 
@@ -95,7 +97,7 @@ def in_order(_: OpCall, num_dims: int) -> Sequence[int]:
     return range(num_dims)
 
 
-def fitted(
+def crop_or_pad(
     builder: LocalProgramBuilder, x: Ref, dim: int, shape: Sequence[int], held: Range, wanted: Range
 ) -> Ref:
     """Return the range `wanted` of a dim, given a tensor `x` with the range `held`: crop or pad.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from sbp_aten.rules.arrangement import arranged, fitted, in_order, permuted, zeros
+from sbp_aten.rules.arrangement import crop_or_pad, in_order, movement_notation, permute_rule, zeros
 from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.signatures import (
     Bounds,
@@ -55,7 +55,7 @@ def _cat(call: OpCall) -> Notation:
             own |= {*part}
         inputs.append([*made[:dim], part, *made[dim + 1 :]])
     why = "shards of the parts would interleave" * bool(own)
-    return arranged(call, inputs, [made], whole=own, why=why, copies=True)
+    return movement_notation(call, inputs, [made], whole=own, why=why, copies=True)
 
 
 def _stack(call: OpCall) -> Notation:
@@ -64,7 +64,7 @@ def _stack(call: OpCall) -> Notation:
     part = (*made[:dim], *made[dim + 1 :])
     why = "each part is one element of it"
     inputs = [part] * len(call.inputs)
-    return arranged(call, inputs, [made], whole=made[dim], why=why, copies=True)
+    return movement_notation(call, inputs, [made], whole=made[dim], why=why, copies=True)
 
 
 def _chunk_cat(call: OpCall) -> Notation:
@@ -82,7 +82,7 @@ def _chunk_cat(call: OpCall) -> Notation:
     whole = {name for dims in (*inputs, output) for dim in dims for name in dim}
     free = {name for dim in lead for name in dim}
     why = "chunks of the parts are joined"
-    found = arranged(call, inputs, [output], whole=whole - free, why=why, copies=True)
+    found = movement_notation(call, inputs, [output], whole=whole - free, why=why, copies=True)
     return replace(found, nonempty=frozenset(free))
 
 
@@ -99,7 +99,7 @@ def _repeat(call: OpCall) -> Notation:
             own[dim] = ()
     whole = [name for dim in own for name in dim if name[0] == "x"]
     why = "a shard would be a part of every repetition"
-    return arranged(call, [own], [made], whole=whole, why=why * bool(whole), copies=True)
+    return movement_notation(call, [own], [made], whole=whole, why=why * bool(whole), copies=True)
 
 
 def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
@@ -234,7 +234,7 @@ def _extracting(read: _Read) -> Rule:
         own = ["k"] if ("k",) in diagonal else []
         sides = [matrix[dim][0] for dim in where[1:]]
         why = "it is shorter than the rows and columns of which it consists" * bool(own)
-        return arranged(call, [matrix], [diagonal], whole=own, why=why, gathered=sides)
+        return movement_notation(call, [matrix], [diagonal], whole=own, why=why, gathered=sides)
 
     def localize(call: OpCall, shards: Shards) -> LocalProgram:
         matrix, shape = shards.inputs[0], shards.output_shape()
@@ -245,7 +245,7 @@ def _extracting(read: _Read) -> Rule:
         shifted = offset + matrix[row][0] - matrix[column][0]
         found = builder("aten.diagonal.default", x, shifted, row, column)
         wanted = shards.outputs[0][-1]
-        return builder.program(fitted(builder, found, len(shape) - 1, shape, held, wanted))
+        return builder.program(crop_or_pad(builder, found, len(shape) - 1, shape, held, wanted))
 
     return Rule(meaning, localize)
 
@@ -257,7 +257,7 @@ def _embedding(read: _Read) -> Rule:
         shape = call.outputs[0].shape
         where = read(call, len(shape))
         matrix, diagonal = _labels(shape, call.inputs[0].shape[-1], where)
-        return arranged(call, [diagonal], [matrix], gathered=diagonal[-1], copies=True)
+        return movement_notation(call, [diagonal], [matrix], gathered=diagonal[-1], copies=True)
 
     def localize(call: OpCall, shards: Shards) -> LocalProgram:
         matrix, diagonal = shards.outputs[0], shards.inputs[0]
@@ -266,7 +266,7 @@ def _embedding(read: _Read) -> Rule:
         if wanted[0] >= wanted[1]:
             return builder.program(zeros(builder, x, shards.output_shape()))
         shape = [stop - start for start, stop in (*diagonal[:-1], wanted)]
-        part = fitted(builder, x, len(shape) - 1, shape, diagonal[-1], wanted)
+        part = crop_or_pad(builder, x, len(shape) - 1, shape, diagonal[-1], wanted)
         shifted = offset + matrix[row][0] - matrix[column][0]
         made = shards.output_shape()
         return builder.program(
@@ -278,7 +278,7 @@ def _embedding(read: _Read) -> Rule:
 
 def _triangle(call: OpCall) -> Notation:
     dims = fresh_dims(len(call.inputs[0].shape))
-    found = arranged(call, [dims], [dims], copies=True)
+    found = movement_notation(call, [dims], [dims], copies=True)
     rows, columns = call.inputs[0].shape[-2:]
     offset = argument(call, 1, "diagonal", 0)
     keeps = offset > -rows if call.op == "aten.tril.default" else offset < columns
@@ -313,17 +313,17 @@ RULES = by_operator(
         "diag_embed": _embedding(_reader(1, -2, -1)),
         "diagonal diagonal_copy": _extracting(_reader(1, 0, 1)),
         "diagonal_backward": _embedding(_reader(2, 0, 1)),
-        "flip fliplr flipud": permuted(in_order, _flipped, _REVERSED, copies=True),
+        "flip fliplr flipud": permute_rule(in_order, _flipped, _REVERSED, copies=True),
         "linalg_diagonal": _extracting(_reader(1, -2, -1)),
         "repeat tile": Rule(_repeat, _repeat_locally),
-        "roll": permuted(
+        "roll": permute_rule(
             in_order,
             lambda call, num_dims: [*_rolled(call, num_dims)],
             "its elements move on to other shards",
             copies=True,
             localize=_roll_locally,
         ),
-        "rot90": permuted(_turned, _reversed, _REVERSED, copies=True),
+        "rot90": permute_rule(_turned, _reversed, _REVERSED, copies=True),
         "stack": Rule(_stack),
         "trace": Rule(_trace, _sum_diagonal),
         "tril triu": Rule(_triangle, _cut_triangle),

@@ -15,7 +15,7 @@ from itertools import takewhile
 from math import gcd, prod
 from operator import eq
 
-from sbp_aten.rules.arrangement import arranged, in_order, permuted
+from sbp_aten.rules.arrangement import in_order, movement_notation, permute_rule
 from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.graph import Ref, Symbol
 from sbp_core.signatures import (
@@ -129,7 +129,7 @@ def reshaped(call: OpCall) -> Notation:
                     sides[side][dim].append(whole[-1])
     why = f"its factors do not line up with those of {target}" if whole else ""
     left, right = (tuple(map(tuple, side)) for side in sides)
-    return arranged(call, [left], [right], whole=whole, why=why)
+    return movement_notation(call, [left], [right], whole=whole, why=why)
 
 
 def _reshaped_empty(call: OpCall) -> Notation:
@@ -145,8 +145,8 @@ def _reshaped_empty(call: OpCall) -> Notation:
         [*labels("y", len(target) - front - back)],
     )
     left, right = ([(name,) for name in (*ends[0], *names, *ends[1])] for names in middle)
-    why = "a dim of a tensor without elements has no counterpart"
-    return arranged(call, [left], [right], whole=middle[0] + middle[1], why=why * any(middle))
+    why = "a dim of a tensor without elements has no counterpart" * any(middle)
+    return movement_notation(call, [left], [right], whole=middle[0] + middle[1], why=why)
 
 
 def _reshape_locally(call: OpCall, shards: Shards) -> LocalCall:
@@ -169,7 +169,7 @@ def _squeeze(call: OpCall) -> Notation:
     for dim in dropped:
         dims[dim] = ()
     kept = [dims[dim] for dim in range(len(dims)) if dim not in dropped]
-    return arranged(call, [dims], [kept])
+    return movement_notation(call, [dims], [kept])
 
 
 def _squeeze_locally(call: OpCall, _: Shards) -> LocalCall:
@@ -181,13 +181,13 @@ def _unsqueeze(call: OpCall) -> Notation:
     rank = len(call.inputs[0].shape)
     dims = fresh_dims(rank)
     at = wrap_dim(argument(call, 1, "dim"), rank + 1)
-    return arranged(call, [dims], [(*dims[:at], (), *dims[at:])])
+    return movement_notation(call, [dims], [(*dims[:at], (), *dims[at:])])
 
 
 def _expand(call: OpCall) -> Notation:
     dims = fresh_dims(len(call.outputs[0].shape))
     own = broadcast_dims(call.inputs[0].shape, call.outputs[0].shape)
-    return arranged(call, [own], [dims])
+    return movement_notation(call, [own], [dims])
 
 
 # Memory
@@ -206,7 +206,7 @@ def _reinterpreted(call: OpCall) -> Notation:
     before, after = call.inputs[0], call.outputs[0]
     dims = fresh_dims(len(before.shape))
     if before.dtype == after.dtype:
-        return arranged(call, [dims], [dims])
+        return movement_notation(call, [dims], [dims])
     names = [name for (name,) in dims]
     sides = [" ".join(names)] * 2
     if before.shape != after.shape:
@@ -254,8 +254,8 @@ def _strided(call: OpCall) -> Notation:
     batch = fresh_dims(count, "b")
     left = fresh_dims(len(call.inputs[0].shape) - count, "x")
     right = fresh_dims(len(call.outputs[0].shape) - count, "y")
-    whole = [name for (name,) in (*left, *right)]
-    return arranged(call, [(*batch, *left)], [(*batch, *right)], whole=whole, why=_ADDRESSED)
+    own = [name for (name,) in (*left, *right)]
+    return movement_notation(call, [(*batch, *left)], [(*batch, *right)], whole=own, why=_ADDRESSED)
 
 
 def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -279,7 +279,7 @@ def _resized(call: OpCall) -> Notation:
     else:
         dims = fresh_dims(len(source), "x"), fresh_dims(len(target), "y")
         whole = [name for side in dims for (name,) in side]
-        found = arranged(call, dims[:1], dims[1:], whole=whole, why=_ADDRESSED)
+        found = movement_notation(call, dims[:1], dims[1:], whole=whole, why=_ADDRESSED)
     if len(call.inputs) == 1:
         return found
     dependences = (linear(0), increasing(0), unread(1))
@@ -292,11 +292,11 @@ def _resize(call: OpCall, shards: Shards) -> LocalCall:
     return LocalCall(op=op, args=(call.args[0], shards.output_shape()))
 
 
-_PERMUTE = permuted(
+_PERMUTE = permute_rule(
     lambda call, num_dims: [wrap_dim(dim, num_dims) for dim in argument(call, 1, "dims")]
 )
-_REVERSE = permuted(lambda _, num_dims: range(num_dims)[::-1])
-_TURN = permuted(lambda _, num_dims: [*range(num_dims - 2), num_dims - 1, num_dims - 2])
+_REVERSE = permute_rule(lambda _, num_dims: range(num_dims)[::-1])
+_TURN = permute_rule(lambda _, num_dims: [*range(num_dims - 2), num_dims - 1, num_dims - 2])
 
 RULES = by_operator(
     {
@@ -304,18 +304,20 @@ RULES = by_operator(
             reshaped, _reshape_locally
         ),
         "_reshape_copy _unsafe_view view view_copy": Rule(reshaped, with_local_shape(1)),
-        "alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy": permuted(in_order),
+        "alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy": permute_rule(
+            in_order
+        ),
         "as_strided as_strided_copy": Rule(_strided, _stride),
         "broadcast_to expand expand_copy": Rule(_expand, with_local_shape(1)),
         "mT": _TURN,
-        "moveaxis.int moveaxis.intlist movedim.int movedim.intlist": permuted(_moved),
+        "moveaxis.int moveaxis.intlist movedim.int movedim.intlist": permute_rule(_moved),
         "numpy_T t t_copy": _REVERSE,
         "permute permute_copy": _PERMUTE,
         "reshape": Rule(reshaped, with_local_shape(1, "shape")),
         "resize resize_as": Rule(_resized, _resize),
         "squeeze squeeze.dim squeeze.dims": Rule(_squeeze, _squeeze_locally),
         "squeeze_copy squeeze_copy.dim squeeze_copy.dims": Rule(_squeeze, _squeeze_locally),
-        "swapaxes swapdims transpose.int transpose_copy.int": permuted(_swapped),
+        "swapaxes swapdims transpose.int transpose_copy.int": permute_rule(_swapped),
         "unsqueeze unsqueeze_copy": Rule(_unsqueeze),
         "view.dtype view_copy.dtype": Rule(_reinterpreted, _reinterpret),
     }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sbp_aten.rules.arrangement import arranged, fitted, zeros
+from sbp_aten.rules.arrangement import crop_or_pad, movement_notation, zeros
 from sbp_aten.rules.formula import by_operator
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
@@ -136,7 +136,7 @@ def _selecting(read: _Read) -> Rule:
         own = _names(*pieces) - _names(whole) | _names(whole) & {"s"}
         why = "it is a piece of a dim, and is on some of its shards" * bool(own)
         gathered = () if own == {"s"} else whole[cut.dim]
-        return arranged(call, [whole], pieces, whole=own, why=why, gathered=gathered)
+        return movement_notation(call, [whole], pieces, whole=own, why=why, gathered=gathered)
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         shape, held = call.inputs[0].shape, shards.inputs[0]
@@ -155,7 +155,7 @@ def _selecting(read: _Read) -> Rule:
             end = start + piece.step * (last - first - 1) + 1
             part = builder("aten.slice.Tensor", x, cut.dim, start, end, piece.step)
             wanted = shards.outputs[index][cut.dim]
-            return fitted(builder, part, cut.dim, made, (first, last), wanted)
+            return crop_or_pad(builder, part, cut.dim, made, (first, last), wanted)
 
         return builder.program(*(taken(index, piece) for index, piece in enumerate(cut.pieces)))
 
@@ -172,7 +172,9 @@ def _placing(read: _Read) -> Rule:
         own = _names(whole) & {"s"}
         why = "it is the distance of two elements" * bool(own)
         gathered = sorted(_names(piece) - _names(whole))
-        return arranged(call, [piece], [whole], whole=own, why=why, gathered=gathered, copies=True)
+        return movement_notation(
+            call, [piece], [whole], whole=own, why=why, gathered=gathered, copies=True
+        )
 
     def localize(call: OpCall, shards: Shards) -> LocalProgram:
         shape, size = call.outputs[0].shape, shards.output_shape()
@@ -187,7 +189,7 @@ def _placing(read: _Read) -> Rule:
             return builder.program(builder(op, gradient, size, cut.dim, start))
         want = (*size[: cut.dim], last - first, *size[cut.dim + 1 :])
         held = shards.inputs[0][cut.dim]
-        part = fitted(builder, gradient, cut.dim, want, held, (first, last))
+        part = crop_or_pad(builder, gradient, cut.dim, want, held, (first, last))
         end, op = start + piece.step * (last - first - 1) + 1, "aten.slice_backward.default"
         return builder.program(builder(op, part, size, cut.dim, start, end, piece.step))
 

@@ -8,9 +8,9 @@ and `placed` takes stages that somebody has chosen node by node.
 """
 
 from sbp_core.infer.axis import decide_axis
-from sbp_core.infer.colour_refinement import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest
+from sbp_core.infer.equal_layers import EqualLayers, find_equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Buckets, Factor, minimise, total_cost
@@ -75,7 +75,7 @@ __all__ = [
     "check_pin",
     "conversions",
     "decide_axis",
-    "equal_layers",
+    "find_equal_layers",
     "forward_blocks",
     "generic_name",
     "infer_axis",

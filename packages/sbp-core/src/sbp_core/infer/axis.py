@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sbp_core.errors import PlanError
-from sbp_core.infer.colour_refinement import EqualLayers
+from sbp_core.infer.equal_layers import EqualLayers
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.minsum import minimise
 from sbp_core.infer.pins import PINS, Pins

@@ -46,7 +46,6 @@ from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.cost import host_copy_time_s
 from sbp_core.graph.ir import GraphInput, InputKind, Node, TensorType
 from sbp_core.graph.primitives import PIECE
-from sbp_core.infer.colour_refinement import EqualLayers
 from sbp_core.infer.conversion_group import (
     NO_VARIABLE,
     ConversionEnd,
@@ -56,6 +55,7 @@ from sbp_core.infer.conversion_group import (
     Numbers,
     Table,
 )
+from sbp_core.infer.equal_layers import EqualLayers
 from sbp_core.infer.least_prices import PriceTable
 from sbp_core.infer.pinned_options import PinnedOptions
 from sbp_core.infer.pins import Pins

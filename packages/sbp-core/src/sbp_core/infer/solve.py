@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sbp_core.errors import ConfigError, SignatureError
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer.axis import decide_axis
-from sbp_core.infer.colour_refinement import EqualLayers, equal_layers
+from sbp_core.infer.equal_layers import EqualLayers, find_equal_layers
 from sbp_core.infer.pins import PIPE_AXIS, Pins, PinValue, resolve_pins
 from sbp_core.infer.predict import predict_cost
 from sbp_core.infer.problem import StepProblem
@@ -115,7 +115,7 @@ def joint_problem(
     work, resolved = _work(request, pins, stages, stage_patterns, tables)
     work = known or work
     progress = request.progress or (lambda what, fraction: None)
-    layers = equal_layers(work, resolved) if tied else None
+    layers = find_equal_layers(work, resolved) if tied else None
     decision = Decision()
     if from_axes:
         decision, _ = _decided_by_axis(work, resolved, progress, layers)

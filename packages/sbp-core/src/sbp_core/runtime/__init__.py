@@ -45,8 +45,8 @@ from sbp_core.runtime.trace import (
     SpanKind,
     TensorMeter,
     Trace,
-    measured_operators,
 )
+from sbp_core.runtime.traced_operators import measured_operators
 
 __all__ = [
     "BatchIs",

@@ -106,12 +106,12 @@ def check_shard(step: BoxingStep, rank: int, shard: torch.Tensor) -> None:
         )
 
 
-def detached(shard: torch.Tensor) -> torch.Tensor:
+def detach_shard(shard: torch.Tensor) -> torch.Tensor:
     """Return a shard detached from the autograd graph, because boxing has no gradients."""
     return shard.detach() if shard.requires_grad else shard
 
 
-def _present(
+def _require_shards(
     step: BoxingStep, ranks: Iterable[int], shards: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     ranks = tuple(ranks)
@@ -129,31 +129,31 @@ def _present(
 def _collective(
     step: BoxingStep, group: tuple[int, ...], shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    parts = _present(step, group, shards)
+    parts = _require_shards(step, group, shards)
     if step.kind is StepKind.ALL_REDUCE:
         total = reduce_in_order(parts, reduction_of(step))
         return dict.fromkeys(group, total.contiguous())
     pieces = collective_pieces(step, group)
     if step.kind is StepKind.ALL_GATHER:
         # Each rank gets the same values, so one tensor serves all ranks.
-        received = _taken(pieces, group[0], shards)
+        received = _pieces_of(pieces, group[0], shards)
         return dict.fromkeys(group, combine(step, group[0], received, device=parts[0].device))
     return {
-        rank: combine(step, rank, _taken(pieces, rank, shards), device=shards[rank].device)
+        rank: combine(step, rank, _pieces_of(pieces, rank, shards), device=shards[rank].device)
         for rank in group
     }
 
 
 def _transfer(step: BoxingStep, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    parts = _present(step, step.source[0].rank_list, shards)
+    parts = _require_shards(step, step.source[0].rank_list, shards)
     results: dict[int, torch.Tensor] = {}
     for rank in step.target[0].rank_list:
         device = (shards[rank] if rank in shards else parts[0]).device
-        results[rank] = received(step, rank, shards, device=device)
+        results[rank] = transferred_shard(step, rank, shards, device=device)
     return results
 
 
-def received(
+def transferred_shard(
     step: BoxingStep,
     rank: int,
     shards: Mapping[int, torch.Tensor],
@@ -168,10 +168,10 @@ def received(
         shards: By rank, the shards of all ranks that send a piece to it.
         device: See `combine`.
     """
-    return combine(step, rank, _taken(transfer_pieces(step), rank, shards), device=device)
+    return combine(step, rank, _pieces_of(transfer_pieces(step), rank, shards), device=device)
 
 
-def _taken(
+def _pieces_of(
     pieces: Iterable[TransferPiece], receiver: int, shards: Mapping[int, torch.Tensor]
 ) -> list[tuple[TransferPiece, torch.Tensor]]:
     """Return the pieces of one receiver, each with its slice of the sender's shard (a view)."""
@@ -298,7 +298,7 @@ def local_step(step: BoxingStep, rank: int, shard: torch.Tensor) -> torch.Tensor
         BoxingError: the shard has another shape or dtype.
     """
     check_shard(step, rank, shard)
-    shard = detached(shard)
+    shard = detach_shard(shard)
     placement, sbp = step.source
     (axis,) = step.axes
     source, target = sbp[axis], step.target[1][axis]

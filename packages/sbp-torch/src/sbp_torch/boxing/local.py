@@ -42,7 +42,7 @@ from sbp_core.boxing import (
 )
 from sbp_core.errors import BoxingError, words_of
 from sbp_torch.boxing.buffer_pool import BufferPool
-from sbp_torch.boxing.execute import check_shard, combine, detached
+from sbp_torch.boxing.execute import check_shard, combine, detach_shard
 from sbp_torch.boxing.share import SharedStep, share_out
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class LocalCommunicator(Communicator):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
-        arrival = self._backend.arrive(call, detached(shard), donate)
+        arrival = self._backend.arrive(call, detach_shard(shard), donate)
         return _LocalPending(self, call, arrival)
 
     def finish(self, call: CollectiveCall, arrival: _Arrival) -> torch.Tensor:
@@ -387,7 +387,7 @@ class LocalCommunicator(Communicator):
         """Put this rank's pieces, without copies, into the receivers' mailboxes; never wait."""
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
-        shard = detached(shard)
+        shard = detach_shard(shard)
         messages: dict[int, _Message] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
@@ -420,7 +420,7 @@ class LocalCommunicator(Communicator):
         messages = self._backend.collect(call, others)
         received = {piece: part for message in messages.values() for piece, part in message}
         if shard is not None:
-            shard = detached(shard)
+            shard = detach_shard(shard)
             received |= {piece: shard[piece.source_slices] for piece in own}
         return combine(
             step,

@@ -167,7 +167,7 @@ class Tape:
             expected *= size
         return True
 
-    def needed(self, storages: Collection[int], end: int | None = None) -> list[int]:
+    def needed_for(self, storages: Collection[int], end: int | None = None) -> list[int]:
         """Return the entries before `end` on which the values of storages depend, in order.
 
         It is a liveness analysis, as in dead code elimination. It walks backwards over the entries
@@ -212,7 +212,7 @@ class TapeReplay:
 
     def draws(self, window: Window) -> list[int]:
         """Return the events at which numbers are drawn for a tensor, in order."""
-        entries = (self.tape.entries[number] for number in self.tape.needed({window.storage}))
+        entries = (self.tape.entries[number] for number in self.tape.needed_for({window.storage}))
         return [entry.event for entry in entries if entry.event is not None]
 
     def values(self, windows: Sequence[Window], end: int | None = None) -> list[Tensor]:
@@ -221,7 +221,7 @@ class TapeReplay:
         Intermediate values are freed after their last use.
         """
         wanted = {window.storage for window in windows}
-        entries = [self.tape.entries[number] for number in self.tape.needed(wanted, end)]
+        entries = [self.tape.entries[number] for number in self.tape.needed_for(wanted, end)]
         events = [entry.event for entry in entries if entry.event is not None]
         if events:
             # Draw for other tensors first: their scratch memory is freed before ours is made.

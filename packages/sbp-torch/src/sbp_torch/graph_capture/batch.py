@@ -199,16 +199,16 @@ class SampleDims:
         """
         if not self.given:
             return batch
-        return self._moved(batch, lambda tensor, dim: tensor.movedim(dim, 0))
+        return self._move_dims(batch, lambda tensor, dim: tensor.movedim(dim, 0))
 
     def moved_back(self, batch: T) -> T:
         """Return a batch in the form of the user's loop; moved tensors become contiguous."""
         if not self.given:
             return batch
         # Contiguous, because a loss may call `view` on its batch.
-        return self._moved(batch, lambda tensor, dim: tensor.movedim(0, dim).contiguous())
+        return self._move_dims(batch, lambda tensor, dim: tensor.movedim(0, dim).contiguous())
 
-    def _moved(self, batch: T, move: Callable[[Tensor, int], Tensor]) -> T:
+    def _move_dims(self, batch: T, move: Callable[[Tensor, int], Tensor]) -> T:
         moved = {
             name: move(tensor, dim) if (dim := self.of(name, tensor)) else tensor
             for name, tensor in flatten_batch(batch).items()

@@ -58,9 +58,9 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
             value: Any = 1.0 if kind.dtype == "float" else 1
             if isinstance(kind, TensorType):
                 value = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
-            values[entry.name] = _interned(value, tensors)
+            values[entry.name] = _intern(value, tensors)
         for node in placed.nodes:
-            call = node.op, operators.frozen((node.args, tuple(node.kwargs.items())), frozen)
+            call = node.op, operators.freeze((node.args, tuple(node.kwargs.items())), frozen)
             if call not in known:
                 try:
                     made = operators.call(node.op, node.args, node.kwargs, values.__getitem__)
@@ -71,7 +71,7 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
                         where=(f"op {node.name!r}, module {node.module!r}", node.source),
                         todo="leave it out of the model, or train on CPUs",
                     ) from error
-                known[call] = tuple(_interned(one, tensors) for one in made)
+                known[call] = tuple(_intern(one, tensors) for one in made)
             for name, value in zip(node.outputs, known[call], strict=True):
                 values[name] = value
                 if torch.is_tensor(value):
@@ -80,7 +80,7 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     return placed.with_nodes(placed.nodes, types=types)
 
 
-def _interned(value: Any, tensors: dict[Hashable, torch.Tensor]) -> Any:
+def _intern(value: Any, tensors: dict[Hashable, torch.Tensor]) -> Any:
     """Return the first tensor of the same layout; return numbers and known values themselves."""
     if not isinstance(value, torch.Tensor) or getattr(value, "constant", None) is not None:
         return value

@@ -41,11 +41,11 @@ def total_norm(tensors: Iterable[Tensor], order: float) -> Tensor:
             total = torch.maximum(total, value.abs().amax())
         return total
     if order == 2.0:
-        return added((value * value).sum() for value in values).sqrt()
-    return added(value.abs().pow(order).sum() for value in values).pow(1.0 / order)
+        return add_all((value * value).sum() for value in values).sqrt()
+    return add_all(value.abs().pow(order).sum() for value in values).pow(1.0 / order)
 
 
-def added(parts: Iterable[Tensor]) -> Tensor:
+def add_all(parts: Iterable[Tensor]) -> Tensor:
     """Return the sum of tensors, added in their order."""
     first, *rest = parts
     for part in rest:
@@ -96,7 +96,7 @@ def _ascending(settings: Settings, gradient: Tensor) -> Tensor:
     return -gradient if settings["maximize"] else gradient
 
 
-def _decayed(settings: Settings, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _decay(settings: Settings, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Apply weight decay: to the parameter itself if decoupled, else to the gradient."""
     amount = settings["weight_decay"]
     if not decays(amount):
@@ -111,7 +111,7 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
 
     Source: torch 2.13, torch/optim/sgd.py, `_single_tensor_sgd`.
     """
-    p, g = _decayed(settings, p, _ascending(settings, g))
+    p, g = _decay(settings, p, _ascending(settings, g))
     first = 0.0 ** (step - 1.0)  # 0 ** 0 is 1 in the first step; later powers of 0 are 0
     part = first + (1.0 - first) * (1.0 - settings["dampening"])
     velocity = states["momentum_buffer"] * settings["momentum"]
@@ -127,7 +127,7 @@ def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Numb
 
     Source: torch 2.13, torch/optim/adagrad.py, `_single_tensor_adagrad`.
     """
-    p, g = _decayed(settings, p, _ascending(settings, g))
+    p, g = _decay(settings, p, _ascending(settings, g))
     rate = settings["lr"] / (1 + (step - 1.0) * settings["lr_decay"])
     total = states["sum"].addcmul(g, g)
     return p - g / (total.sqrt() + settings["eps"]) * rate, {"sum": total}
@@ -148,7 +148,7 @@ def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     """
     beta1, beta2 = settings["betas"]
     lr, decay = settings["lr"], settings["momentum_decay"]
-    p, g = _decayed(settings, p, _ascending(settings, g))
+    p, g = _decay(settings, p, _ascending(settings, g))
     mu = beta1 * (1.0 - 0.5 * (0.96 ** (step * decay)))
     mu_next = beta1 * (1.0 - 0.5 * (0.96 ** ((step + 1.0) * decay)))
     product = states["mu_product"]
@@ -168,7 +168,7 @@ def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     Source: torch 2.13, torch/optim/radam.py, `_single_tensor_radam`.
     """
     beta1, beta2 = settings["betas"]
-    p, g = _decayed(settings, p, _ascending(settings, g))
+    p, g = _decay(settings, p, _ascending(settings, g))
     new = _moments(settings, g, states)
     correction = 1 - beta2**step
     longest = 2 / (1 - beta2) - 1

@@ -98,9 +98,9 @@ def verdict(kind: type[optim.Optimizer], dtype: torch.dtype) -> Verdict:
     found = set()
     try:
         for settings in _SETTINGS[kind]:
-            made = _stepped(kind, settings, dtype, is_fused=True)
-            plain = _stepped(kind, settings, dtype)
-            exact = _stepped(kind, settings, dtype, computed_in=torch.float64)
+            made = _run_steps(kind, settings, dtype, is_fused=True)
+            plain = _run_steps(kind, settings, dtype)
+            exact = _run_steps(kind, settings, dtype, computed_in=torch.float64)
             if _is_near(made, plain, _EQUAL_ULPS * fine):
                 found.add(Verdict.EQUAL)
             elif _is_near(made, exact, _ROUNDED_ULPS * torch.finfo(dtype).eps):
@@ -112,7 +112,7 @@ def verdict(kind: type[optim.Optimizer], dtype: torch.dtype) -> Verdict:
     return next(one for one in reversed(Verdict) if one in found)
 
 
-def _stepped(
+def _run_steps(
     kind: type[optim.Optimizer],
     settings: Mapping[str, Any],
     dtype: torch.dtype,

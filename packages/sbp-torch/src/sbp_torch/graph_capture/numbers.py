@@ -186,8 +186,8 @@ def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
     values = {entry.name: entry.name for entry in one.inputs}
     nodes = {"": ""}
     for node, twin in zip(one.nodes, other.nodes, strict=False):
-        found = _told(one, node, lambda ref: Ref(values[ref.name]))
-        if (*found, nodes.get(node.forward)) != (*_told(other, twin), twin.forward):
+        found = _node_key(one, node, lambda ref: Ref(values[ref.name]))
+        if (*found, nodes.get(node.forward)) != (*_node_key(other, twin), twin.forward):
             return f"{twin.op}, {', '.join(node.where())}"
         values.update(zip(node.outputs, twin.outputs, strict=True))
         nodes[node.name] = twin.name
@@ -199,7 +199,7 @@ def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
     return None
 
 
-def _told(
+def _node_key(
     graph: LogicalGraph, node: Node, change: Callable[[Ref], Argument] = lambda ref: ref
 ) -> tuple[object, ...]:
     """Return a node in comparable form, without its name and the names of its results."""

@@ -55,7 +55,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
             len(kind.__bases__) > 1
             or parent in (None, torch.optim.Optimizer)
             or not issubclass(parent, torch.optim.Optimizer)
-            or _unwrapped(kind.step, _WRAPPERS) is not _unwrapped(parent.step, _WRAPPERS)
+            or _unwrap(kind.step, _WRAPPERS) is not _unwrap(parent.step, _WRAPPERS)
             or any(hasattr(parent, name) for name in vars(kind).keys() - _HARMLESS - {"step"})
         ):
             return kind
@@ -75,11 +75,11 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Step:
     Known optimizers also lose `no_grad`. Users' own decorators stay.
     """
     if is_known(optimizer):
-        return _unwrapped(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
-    return _unwrapped(type(optimizer).step, _WRAPPERS)
+        return _unwrap(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
+    return _unwrap(type(optimizer).step, _WRAPPERS)
 
 
-def _unwrapped(step: Any, *files: str) -> Step:
+def _unwrap(step: Any, *files: str) -> Step:
     """Return the function inside the wrappers that code of some files has put around a step."""
     while hasattr(step, "__wrapped__"):
         code = getattr(step, "__code__", None)

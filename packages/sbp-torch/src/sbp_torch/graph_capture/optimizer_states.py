@@ -164,7 +164,7 @@ class InitialStateProbe:
         self._check_gradient_free(first, self._trial(small, -2.0)[0])
         meta = torch.empty_like(parameter, device="meta")
         try:
-            shapes = self._stepped(meta, 0.5)[0]
+            shapes = self._step(meta, 0.5)[0]
         except Exception:  # it reads values, which tensors on `meta` do not have
             real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
             shapes = self._trial(real, 0.5)[0]
@@ -190,13 +190,13 @@ class InitialStateProbe:
             CaptureError: a step fails.
         """
         try:
-            return self._stepped(value, gradient)
+            return self._step(value, gradient)
         except CaptureError:
             raise
         except Exception as error:
             raise failed_step(self.optimizer, value, error) from error
 
-    def _stepped(self, value: Tensor, gradient: float) -> _Trial:
+    def _step(self, value: Tensor, gradient: float) -> _Trial:
         clone = clone_of(self.optimizer, own_attributes=True)
         recorder = _Recorder()
         stand_in = value.detach().clone().requires_grad_()

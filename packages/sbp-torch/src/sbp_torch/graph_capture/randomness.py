@@ -93,7 +93,7 @@ def _like(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any) -> Any:
+def _arg(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any) -> Any:
     """Return an argument given by position or by name."""
     return args[at] if at < len(args) else kwargs.get(name, default)
 
@@ -113,7 +113,7 @@ def _bernoulli(
 
 def _dropout(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x, p = args[0], float(args[1])
-    train = _given(args, kwargs, 2, "train", True)
+    train = _arg(args, kwargs, 2, "train", True)
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = draws.make("bernoulli", x.shape, {"device": x.device}, p=1 - p)
@@ -137,7 +137,7 @@ def _multinomial(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006.
     """
     p, count = args[0], args[1]
-    if _given(args, kwargs, 2, "replacement", False) and count > 1:
+    if _arg(args, kwargs, 2, "replacement", False) and count > 1:
         wide = p.unsqueeze(-2).expand(*p.shape[:-1], count, p.shape[-1])
         chosen: Tensor = (wide / _exponential(draws, wide, 1.0)).argmax(-1)
         return chosen
@@ -155,7 +155,7 @@ def _factory(kind: str, first: int, *names: str) -> _CounterBased:
     return counter_based
 
 
-def _shaped(kind: str, *names: str) -> _CounterBased:
+def _drawn_in_shape(kind: str, *names: str) -> _CounterBased:
     """Return the form of an op that makes numbers in the shape of its first argument."""
 
     def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -175,7 +175,7 @@ def _filling(kind: str, **arguments: tuple[str, float]) -> _CounterBased:
 
     def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         own = {
-            name: _given(args, kwargs, at, given, default)
+            name: _arg(args, kwargs, at, given, default)
             for at, (name, (given, default)) in enumerate(arguments.items(), 1)
         }
         filled: Tensor = args[0].copy_(draws.make(kind, args[0].shape, _like(args[0], {}), **own))
@@ -196,7 +196,7 @@ _aten = torch.ops.aten
 _COUNTER_BASED: dict[Any, _CounterBased] = {
     _aten.native_dropout.default: _dropout,
     _aten.bernoulli_.float: lambda d, a, k: a[0].copy_(
-        _bernoulli(d, a[0], _given(a, k, 1, "p", 0.5), {})
+        _bernoulli(d, a[0], _arg(a, k, 1, "p", 0.5), {})
     ),
     _aten.bernoulli_.Tensor: lambda d, a, k: a[0].copy_(_bernoulli(d, a[0], a[1], {})),
     _aten.bernoulli.p: lambda d, a, k: _bernoulli(d, a[0], a[1], k),
@@ -206,23 +206,23 @@ _COUNTER_BASED: dict[Any, _CounterBased] = {
     _aten.random_.to: _random_to,
     getattr(_aten.random_, "from"): _random_to,
     _aten.exponential_.default: lambda d, a, k: a[0].copy_(
-        _exponential(d, a[0], _given(a, k, 1, "lambd", 1.0))
+        _exponential(d, a[0], _arg(a, k, 1, "lambd", 1.0))
     ),
     _aten.rand.default: _factory("uniform", 0),
     _aten.randn.default: _factory("normal", 0),
     _aten.randint.default: _factory("integers", 1, "high"),
     _aten.randint.low: _factory("integers", 2, "low", "high"),
-    _aten.rand_like.default: _shaped("uniform"),
-    _aten.randn_like.default: _shaped("normal"),
-    _aten.randint_like.default: _shaped("integers", "high"),
-    _aten.randint_like.low_dtype: _shaped("integers", "low", "high"),
+    _aten.rand_like.default: _drawn_in_shape("uniform"),
+    _aten.randn_like.default: _drawn_in_shape("normal"),
+    _aten.randint_like.default: _drawn_in_shape("integers", "high"),
+    _aten.randint_like.low_dtype: _drawn_in_shape("integers", "low", "high"),
     _aten.randperm.default: _permutation,
     _aten.multinomial.default: _multinomial,
     _aten.normal.Tensor_Tensor: lambda d, a, k: (
         a[0] + a[1] * d.make("normal", (a[0] + a[1]).shape, _like(a[0], {}))
     ),
     _aten.normal.Tensor_float: lambda d, a, k: (
-        a[0] + _given(a, k, 1, "std", 1.0) * d.make("normal", a[0].shape, _like(a[0], {}))
+        a[0] + _arg(a, k, 1, "std", 1.0) * d.make("normal", a[0].shape, _like(a[0], {}))
     ),
     _aten.normal.float_Tensor: lambda d, a, k: (
         a[0] + a[1] * d.make("normal", a[1].shape, _like(a[1], {}))

@@ -100,7 +100,7 @@ class Change:
             )
         return CaptureError(
             f"the forward of module {self.module or '(root)'!r} changes {self.key!r} from "
-            f"{shortened(self.before)} to {shortened(self.after)}, so that its next step may be "
+            f"{shorten(self.before)} to {shorten(self.after)}, so that its next step may be "
             "another",
             where=where,
             accepted="attributes that the forward leaves as they are, or sets once and for all",
@@ -285,7 +285,7 @@ def refill(value: Any, content: Any) -> None:
             value[:] = content
 
 
-def shortened(value: object) -> str:
+def shorten(value: object) -> str:
     """Return a value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

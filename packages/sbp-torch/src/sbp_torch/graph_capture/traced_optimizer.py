@@ -223,7 +223,7 @@ class TracedOptimizer:
         self.tensor_steps = kind_of(optimizer) in _TENSOR_STEPS
         self.tensor_steps |= any(group.may_skip for group in groups)
 
-    def updated(self) -> list[str]:
+    def updated_names(self) -> list[str]:
         """Return the names of the parameters that a step may change."""
         functional = (name for group in self.groups for name in group.functional)
         return [*functional, *(name for names in self.seen for name in names)]

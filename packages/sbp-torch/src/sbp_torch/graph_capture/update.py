@@ -12,7 +12,7 @@ from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, InputKind
 from sbp_torch.graph_capture.diagnostics import definition
 from sbp_torch.graph_capture.differential_validation import check_against_eager
-from sbp_torch.graph_capture.functional_updates import added, total_norm
+from sbp_torch.graph_capture.functional_updates import add_all, total_norm
 from sbp_torch.graph_capture.optimizer_clones import check_capturable
 from sbp_torch.graph_capture.traced_optimizer import (
     ParameterGroup,
@@ -86,11 +86,11 @@ class Update:
         """Describe the states of the update, in the order of `values`."""
         kind = InputKind.OPTIMIZER_STATE
         own = (GraphInput(name=name, kind=kind, of=of) for name, (of, _) in self._own.items())
-        return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared()))
+        return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared_states()))
 
     def values(self) -> dict[str, Tensor]:
         """Return the present states, by the names of their inputs."""
-        return {name: value for name, (_, value) in self._own.items()} | self._shared()
+        return {name: value for name, (_, value) in self._own.items()} | self._shared_states()
 
     def copies(self) -> set[str]:
         """Return the states that begin as copies of their parameter, possibly in another dtype."""
@@ -102,7 +102,7 @@ class Update:
         }
         return own | {f"{name}.{AVERAGE}" for name in self._averaged}
 
-    def _shared(self) -> dict[str, Tensor]:
+    def _shared_states(self) -> dict[str, Tensor]:
         """Return the states that belong to no parameter."""
         found: dict[str, Tensor] = {}
         if self.options.loss_scaling is not None:
@@ -148,13 +148,13 @@ class Update:
             # norm for clipping and reporting is that of unscaled gradients.
             inverse = states[SCALE].double().reciprocal().float()
             found = {name: (value * inverse).to(value.dtype) for name, value in found.items()}
-            num_finite = added((value.abs() < math.inf).sum() for value in found.values())
+            num_finite = add_all((value.abs() < math.inf).sum() for value in found.values())
             overflow = num_finite != sum(value.numel() for value in found.values())
             metrics["skipped"] = overflow.float()
         found = self._clip(found, metrics)
         updated, before = list[str](), dict[str, Tensor]()
         if overflow is not None:
-            updated = sorted({name for one in self._optimizers for name in one.updated()})
+            updated = sorted({name for one in self._optimizers for name in one.updated_names()})
             before = {name: parameters[name].clone() for name in updated}
             before |= {name: value.clone() for name, value in states.items()}
         for one in self._optimizers:

@@ -407,7 +407,7 @@ def version_of(value: Any) -> int:
     return value._version
 
 
-def _asking(name: str) -> Any:
+def _asking_method(name: str) -> Any:
     original = getattr(defaultdict, name)
 
     @functools.wraps(original)
@@ -423,4 +423,4 @@ for _name in (
     *("__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault"),
     *("update", "values"),
 ):
-    setattr(OptimizerStates, _name, _asking(_name))
+    setattr(OptimizerStates, _name, _asking_method(_name))

@@ -93,7 +93,7 @@ class Code:
     """
 
     def __init__(self, function: types.FunctionType) -> None:
-        self.parts = [*_nested(function.__code__)]
+        self.parts = [*_nested_code(function.__code__)]
         self.names = {name for code in self.parts for name in code.co_names}
         self.texts = {text for code in self.parts for text in texts(code.co_consts)}
         self.shows = bool(self.names & _SHOWS) or any(
@@ -208,11 +208,11 @@ def texts(constants: Iterable[object]) -> Iterator[str]:
             yield from texts(one)
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+            yield from _nested_code(constant)
 
 
 def _gets_by_text(code: types.CodeType) -> bool:

@@ -71,7 +71,7 @@ class OptimizerGuard:
         for one, keys, kept in zip(self._parts, self._keys, self._kept, strict=True):
             for group, read, before in zip(one.param_groups, keys, kept, strict=True):
                 if len(group) != len(before) or any(
-                    self._taken(k, group[k]) != self._taken(k, before[k]) for k in read
+                    self._fixed_part(k, group[k]) != self._fixed_part(k, before[k]) for k in read
                 ):
                     return False
         return True
@@ -111,7 +111,7 @@ class OptimizerGuard:
             )
         for key in dict.fromkeys((*before, *group)):
             pair = group.get(key, NOTHING), before.get(key, NOTHING)
-            if key not in read or is_same(*(self._taken(key, one) for one in pair[::-1])):
+            if key not in read or is_same(*(self._fixed_part(key, one) for one in pair[::-1])):
                 continue
             names = [one for one, (setting, _) in SETTINGS.items() if setting == key]
             told = ", ".join(map(repr, names))
@@ -127,7 +127,7 @@ class OptimizerGuard:
         for key in group.keys() - before.keys():
             before[key] = group[key]  # such as `initial_lr`, which schedulers add
 
-    def _taken(self, key: str, value: Any) -> Any:
+    def _fixed_part(self, key: str, value: Any) -> Any:
         """Return the part of a setting that is fixed in the step: all but the inputs."""
         places = self._inputs.get(key)
         if not places or not isinstance(value, tuple | list):

@@ -207,7 +207,7 @@ class Guard:
     def _look_into_objects(self) -> None:
         """Follow the attributes of objects that any followed code reads."""
         while True:
-            self._follow(self._reads.again())
+            self._follow(self._reads.new_entries())
             read = [one for one in self._unread if self._reads.may_read(one[0])]
             self._unread = [one for one in self._unread if not self._reads.may_read(one[0])]
             for _, label, value in read:
@@ -311,14 +311,14 @@ class Guard:
             number, after = place.number, place.now()
             if not is_same(place.value, after) and not self._numbers.may_be(number.at, after):
                 told = (number.label, number.label, place.value, after, place.where, number)
-                found.append(self._changed(*told))
+                found.append(self._change(*told))
         for items, names in self._missing:  # globals that did not exist, and exist now
             for name in names.keys() & items.keys():
-                found.append(self._changed(name, name, NOTHING, items[name], names[name]))
+                found.append(self._change(name, name, NOTHING, items[name], names[name]))
         for other in self._others_of:
             if (now_type := type(other.owner)) is not other.cls:
                 what = f"the class of {other.label}"
-                found.append(self._changed(what, other.label, other.cls, now_type))
+                found.append(self._change(what, other.label, other.cls, now_type))
         for one in self._tensors:
             if not is_let_go(one.tensor):
                 raise trained_elsewhere(one.label, self._line(one.label))
@@ -370,7 +370,7 @@ class Guard:
                     label = f"{one.label}.{key}"
                     place = place_of(label, one.owner, one.live, key)
                     of_torch = is_module and is_fixed(type(one.owner))
-                    yield self._changed(label, key, before, after, place=place, of_torch=of_torch)
+                    yield self._change(label, key, before, after, place=place, of_torch=of_torch)
                 elif after is NOTHING:
                     del one.kept[key]
                 else:
@@ -412,16 +412,16 @@ class Guard:
                     if not self._numbers.may_be((id(one.value), index), now[index]):
                         yield self._entry(one, index, one.content[index], now[index])
             elif not is_same(one.content, now):
-                yield self._changed(one.label, one.label, one.content, now)
+                yield self._change(one.label, one.label, one.content, now)
 
     def _entry(self, one: HeldContainer, key: Any, before: object, after: object) -> ChangedValue:
         label = f"{one.label}[{key!r}]"
         is_plain = isinstance(one.value, dict | list) and len(one.value) <= MOST_ENTRIES
         is_plain &= f".{_GROUPS}[" not in label  # they are inputs of the update already
         place = place_of(label, one.value, one.value, key) if is_plain else None
-        return self._changed(label, str(key), before, after, place=place)
+        return self._change(label, str(key), before, after, place=place)
 
-    def _changed(
+    def _change(
         self,
         label: str,
         key: str,

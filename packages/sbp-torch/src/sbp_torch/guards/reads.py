@@ -161,13 +161,13 @@ class Reads:
             if makes and base not in self._made and not is_of_others:
                 self._made.add(base)
                 for called in makers(base):
-                    yield from self._called(called, base.__name__)
+                    yield from self._follow(called, base.__name__)
             if not self._is_new(base):
                 continue
             for name, value in list(vars(base).items()):
                 label = f"{base.__name__}.{name}"
                 if is_called(name, base):
-                    yield from self._called(called_in(value), label)
+                    yield from self._follow(called_in(value), label)
                 elif name not in MAKES:  # `makers` yields these
                     self._kept.append((name, label, value, is_fixed(base)))
             if not is_fixed(base):
@@ -175,7 +175,7 @@ class Reads:
         if type(cls) is not type and id(type(cls)) not in self._seen:
             yield from self.add_class(type(cls))
 
-    def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
+    def _follow(self, called: object, label: str) -> Iterator[tuple[str, object]]:
         if callable(called):
             yield from self.add(called, label)
 
@@ -192,7 +192,7 @@ class Reads:
                 if hasattr(value, name) and not name.startswith("__"):
                     yield from self._attribute(f"{label}.{name}", value, name, "")
 
-    def again(self) -> Iterator[tuple[str, object]]:
+    def new_entries(self) -> Iterator[tuple[str, object]]:
         """Yield entries of classes and modules whose names were found since the last call."""
         kept, self._kept = self._kept, []
         for name, label, value, fixed in kept:
@@ -200,18 +200,18 @@ class Reads:
             if name not in self.names:
                 self._kept.append((name, label, value, fixed))
             elif called is not None:
-                yield from self._called(called, label)
+                yield from self._follow(called, label)
             elif not fixed:
                 yield label, value
-        for label, items, name in self._unmet():
+        for label, items, name in self._new_module_entries():
             yield from self._item(label, items, name, "")
 
     @property
     def has_more(self) -> bool:
-        """Whether `again` would yield something."""
-        return any(name in self.names for name, *_ in self._kept) or any(self._unmet())
+        """Whether `new_entries` would yield something."""
+        return any(name in self.names for name, *_ in self._kept) or any(self._new_module_entries())
 
-    def _unmet(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def _new_module_entries(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield the entries of Python modules that code names and that were not yielded yet."""
         for label, module in list(self._modules):
             for name in sorted(self.names & vars(module).keys()):
@@ -272,7 +272,7 @@ class Reads:
             if value is not NOTHING:
                 cell.cell_contents = value
 
-        yield from self._at(name, read, write, where, (id(cell), ""))
+        yield from self._add_place(name, read, write, where, (id(cell), ""))
 
     def _attribute(
         self, label: str, owner: object, name: str, where: str
@@ -281,7 +281,7 @@ class Reads:
             functools.partial(getattr, owner, name),
             functools.partial(setattr, owner, name),
         )
-        yield from self._at(label, read, write, where, (id(owner), name))
+        yield from self._add_place(label, read, write, where, (id(owner), name))
 
     def _item(
         self, label: str, items: dict[str, Any], key: str, where: str
@@ -291,9 +291,9 @@ class Reads:
             return
         read = functools.partial(operator.getitem, items, key)
         write = functools.partial(operator.setitem, items, key)
-        yield from self._at(label, read, write, where, (id(items), key))
+        yield from self._add_place(label, read, write, where, (id(items), key))
 
-    def _at(
+    def _add_place(
         self,
         label: str,
         read: Callable[[], Any],

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sbp_torch.graph_capture.fx_conversion import MAX_CONSTANT
 from sbp_torch.graph_capture.numbers import NumberPlace
-from sbp_torch.graph_capture.side_effects import MissingAttribute, content_of, items_of, shortened
+from sbp_torch.graph_capture.side_effects import MissingAttribute, content_of, items_of, shorten
 from sbp_torch.guards.connected import OWNER, Connected, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -147,7 +147,7 @@ def short(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
         return f"a {type(value).__name__} of {len(value)} with {short(value[0])}"
-    return shortened(value)
+    return shorten(value)
 
 
 def mode_change(label: str, is_training: bool) -> ChangedValue:

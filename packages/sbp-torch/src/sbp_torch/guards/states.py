@@ -176,7 +176,7 @@ class ConnectedStates:
                 if not isinstance(tensor, Connected):
                     connect(tensor, self, name)
 
-    def written(self) -> dict[str, Tensor]:
+    def written_states(self) -> dict[str, Tensor]:
         """Return what was written since the last step, by the names of the states.
 
         Raises:

@@ -30,7 +30,7 @@ from sbp_core.signatures import check_shapes
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch._torch_patches import unlogged_failures
 from sbp_torch.boxing.execute import local_step, torch_dtype
-from sbp_torch.ops.operators import asked_for, bind, frozen, operator_of, results_of
+from sbp_torch.ops.operators import asked_for, bind, freeze, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe
 
 #: Stands for the result of a host operator that cannot take the stand-ins of its arguments.
@@ -96,9 +96,9 @@ class Layouts:
 
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            what: object = (rank, steps[index], frozen(source, lies))
+            what: object = (rank, steps[index], freeze(source, lies))
         else:
-            what = frozen((entry.args, tuple(entry.kwargs.items())), lies)
+            what = freeze((entry.args, tuple(entry.kwargs.items())), lies)
         # The key has everything that the layout depends on, but no names: the layouts of arguments,
         # and which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))
@@ -124,7 +124,7 @@ class Layouts:
                 is_empty = entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
                 with nullcontext() if is_empty else self._mode:
                     arguments = _tensors(given)
-                    return _described(_run(entry, rank, arguments, steps), given, arguments)
+                    return _result_layouts(_run(entry, rank, arguments, steps), given, arguments)
             except SbpError as error:
                 raise error.replaced(
                     PlanError, where=(f"node {entry.node!r}", *error.where)
@@ -250,7 +250,7 @@ def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Numbe
     return made
 
 
-def _described(
+def _result_layouts(
     made: Sequence[Any],
     given: dict[str, StorageView | Number],
     arguments: dict[str, Tensor | Number],

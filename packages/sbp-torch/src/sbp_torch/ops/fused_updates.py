@@ -162,7 +162,7 @@ _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {
 _STEPS = {"": "Scalar step", ".tensor_step": "Tensor step"}
 
 
-def _registered(name: str, in_place: Callable[..., list[Tensor]], count: int, schema: str) -> None:
+def _register(name: str, in_place: Callable[..., list[Tensor]], count: int, schema: str) -> None:
     """Register the functional form of an update, which copies its arguments."""
 
     def copied(args: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -184,4 +184,4 @@ def _registered(name: str, in_place: Callable[..., list[Tensor]], count: int, sc
 
 
 for _name, _schema in _SCHEMAS.items():
-    _registered(_name, *_schema)
+    _register(_name, *_schema)

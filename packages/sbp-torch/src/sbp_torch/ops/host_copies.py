@@ -39,7 +39,7 @@ def to_device(state: Tensor, *, device: torch.device) -> Tensor:
     with torch.cuda.stream(stream):
         made = torch.empty(state.shape, dtype=state.dtype, device=stream.device)
         made.copy_(state, non_blocking=True)
-        done = _moment(stream)
+        done = _stream_event(stream)
     done.synchronize()
     # This stream made it and the default stream uses it: its memory must not be reused before.
     made.record_stream(torch.cuda.default_stream(stream.device))
@@ -62,7 +62,7 @@ def to_host_(state: Tensor, value: Tensor) -> Tensor:
     stream.wait_event(torch.cuda.default_stream(value.device).record_event())
     with torch.cuda.stream(stream):
         state.copy_(value, non_blocking=True)
-        done = _moment(stream)
+        done = _stream_event(stream)
     done.synchronize()
     return state
 
@@ -86,7 +86,7 @@ def _stream(index: int, direction: str) -> Any:
     return torch.cuda.Stream(torch.device("cuda", index))  # type: ignore[no-untyped-call] # torch leaves it untyped
 
 
-def _moment(stream: Any) -> Any:
+def _stream_event(stream: Any) -> Any:
     """Return an event after all work of a stream; the host sleeps while it waits for it."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
     event.record(stream)

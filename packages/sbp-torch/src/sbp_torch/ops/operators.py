@@ -238,7 +238,7 @@ def symbol_value(symbol: Symbol) -> Any:
     return found
 
 
-def frozen(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
+def freeze(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
     """Return an argument as a hashable key, with `of(name)` for each `Ref`.
 
     Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
@@ -246,7 +246,7 @@ def frozen(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
     if isinstance(argument, Ref):
         return of(argument.name)
     if isinstance(argument, tuple | list):
-        return tuple(frozen(part, of) for part in argument)
+        return tuple(freeze(part, of) for part in argument)
     return argument if isinstance(argument, Symbol) else (type(argument), repr(argument))
 
 

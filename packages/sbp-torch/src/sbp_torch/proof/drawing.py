@@ -86,7 +86,7 @@ class Integers:
     bound: int | None = None
     ignored: int | None = None
 
-    def merged(self, other: Integers) -> Integers:
+    def merge(self, other: Integers) -> Integers:
         """Return the numbers that satisfy both."""
         bounds = [one for one in (self.bound, other.bound) if one is not None]
         ignored = self.ignored if self.ignored is not None else other.ignored
@@ -118,7 +118,7 @@ def integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
                 known = [found[name] for name in node.outputs if name in found]
                 says += [(name, one) for name in given for one in known]
             for name, here in says:
-                found[name] = found.get(name, Integers()).merged(here)
+                found[name] = found.get(name, Integers()).merge(here)
         graph.found[integers_of] = found
     return cast(Mapping[str, Integers], graph.found[integers_of])
 
@@ -158,7 +158,7 @@ def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
         yield from [(name(0), Integers(None, args[1]))] * _is_integer(graph, name(0))
 
 
-def drawn(
+def draw(
     kind: TensorType,
     integers: Integers,
     how: Draw,

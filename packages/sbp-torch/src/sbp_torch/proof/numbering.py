@@ -89,9 +89,9 @@ class Numbering:
             return Value(number)
         whole = torch.empty(kind.shape, device="meta")
         self.sizes[number] = whole.numel()
-        return _seen(number, whole)
+        return _view_value(number, whole)
 
-    def made(self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]) -> list[Value]:
+    def outputs(self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]) -> list[Value]:
         """Return the values of a node's outputs, given the values of its arguments."""
         first = next(iter(node.inputs()), None)
         if first is not None and len(node.outputs) == 1:
@@ -115,7 +115,7 @@ class Numbering:
             op = f"host.{node.kind}"
         rate = node.rate if graph.num_micro_batches > 1 else None
         named = tuple(sorted(node.kwargs.items()))
-        key = (op, rate, operators.frozen((node.args, named), values.__getitem__))
+        key = (op, rate, operators.freeze((node.args, named), values.__getitem__))
         return [
             self.base((key, index), graph.types[name]) for index, name in enumerate(node.outputs)
         ]
@@ -133,18 +133,18 @@ class Numbering:
                 else:
                     op, read = _VIEW if node.op == _RESHAPE else node.op, {first: seen}.__getitem__
                     made = operators.call(op, node.args, node.kwargs, read)
-                return [_seen(source.base, one) for one in made]
+                return [_view_value(source.base, one) for one in made]
             source = self.base(("copy", source), TensorType(source.shape, "float64"))
         return []
 
 
-def _seen(base: int, view: Tensor) -> Value:
+def _view_value(base: int, view: Tensor) -> Value:
     pairs = zip(view.shape, view.stride(), strict=True)
     strides = tuple(0 if size == 1 else stride for size, stride in pairs)
     return Value(base, tuple(view.shape), strides, int(view.storage_offset()))
 
 
-def numbered(
+def number_values(
     graph: LogicalGraph,
     numbering: Numbering,
     key_of_input: Callable[[str], Hashable],
@@ -165,6 +165,6 @@ def numbered(
         key = ("input", key_of_input(entry.name))
         found[entry.name] = numbering.base(key, graph.types[entry.name])
     for node in graph.nodes:
-        made = numbering.made(graph, node, found)
+        made = numbering.outputs(graph, node, found)
         found.update(zip(node.outputs, settle(node, made), strict=True))
     return found

@@ -21,6 +21,7 @@ show it except for a set of measure 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -40,9 +41,10 @@ from sbp_core.graph import (
     map_refs,
 )
 from sbp_core.runtime import Number
-from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
-from sbp_torch.proof.numbering import Numbering, Value, numbered
-from sbp_torch.proof.running import bytes_s, off_by, run_s
+from sbp_core.signatures import OpCall, work_flop
+from sbp_torch.proof.double_precision import off_by
+from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
+from sbp_torch.proof.numbering import Numbering, Value, number_values
 from sbp_torch.runtime.single import run_graph
 
 #: The draws of a part; a part without integers and booleans uses only the first two.
@@ -90,7 +92,7 @@ class _Cone:
     nodes: tuple[Node, ...]
     given: tuple[str, ...]
 
-    def alone(self) -> LogicalGraph:
+    def as_graph(self) -> LogicalGraph:
         """Return the cone as a graph with one output."""
         inputs = []
         for name in self.given:
@@ -118,7 +120,7 @@ class Sweep:
         self.before, self.after = before, after
         self.numbering = Numbering()
         tied = {old: one.name for one in after.inputs for old in one.stands_for}
-        self.old = numbered(before, self.numbering, lambda name: tied.get(name, name))
+        self.old = number_values(before, self.numbering, lambda name: tied.get(name, name))
         self.new: dict[str, Value] = {}
         self.found = PartialProof(left_s=budget_s)
         self._places = [{n.name: at for at, n in enumerate(g.nodes)} for g in (before, after)]
@@ -130,7 +132,7 @@ class Sweep:
     def run(self) -> PartialProof:
         """Compare the graphs."""
         self._shared = {self.old[entry.name].base for entry in self.before.inputs}
-        numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
+        number_values(self.after, self.numbering, lambda name: name, self._settle, self.new)
         tied = {old: one.name for one in self.after.inputs for old in one.stands_for}
         replaced = {out.name: out.value for out in self.after.outputs}
         for out in self.before.outputs:
@@ -141,7 +143,7 @@ class Sweep:
                 self.found.open.append(out.name)
         return self.found
 
-    def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
+    def _settle(self, node: Node, made: Iterable[Value]) -> list[Value]:
         """Return the values of the outputs of a node of the second graph, after comparison."""
         values = list(made)
         self.new.update(zip(node.outputs, values, strict=True))
@@ -221,7 +223,7 @@ class Sweep:
             self.found.left_s -= each_s * len(draws)
             self.found.parts += 1
             try:
-                self._verdicts[key] = self._compared(pair, draws)
+                self._verdicts[key] = self._compare(pair, draws)
             except (SbpError, RuntimeError, IndexError, ValueError, TypeError):
                 self._verdicts[key] = None
         return self._verdicts[key]
@@ -250,15 +252,15 @@ class Sweep:
             found.append(names[cone.value])
         return tuple(found)
 
-    def _compared(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
+    def _compare(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
         """Return the relative difference of two values on random numbers; None if all are NaN."""
-        alone = [(cone, cone.alone()) for cone in pair]
+        alone = [(cone, cone.as_graph()) for cone in pair]
         integers: dict[int, Integers] = {}
         for cone, graph in alone:
             for name, found in integers_of(graph).items():
                 if name in cone.values:
                     base = cone.values[name].base
-                    integers[base] = integers.get(base, Integers()).merged(found)
+                    integers[base] = integers.get(base, Integers()).merge(found)
         worst, says_something = 0.0, False
         for how in draws:
             random = how.generator()
@@ -290,7 +292,7 @@ class Sweep:
                 known = integers.get(value.base, Integers())
                 varies = cone.graph.rate_of(name) is Rate.MICRO
                 bases[value.base] = [
-                    self._drawn(value, kind, known, how, random)
+                    self._draw(value, kind, known, how, random)
                     for _ in range(count if varies else 1)
                 ]
             parts = bases[value.base]
@@ -308,7 +310,7 @@ class Sweep:
                 states[name] = parts[0]
         return run_graph(graph, states, list(batches), scalars)[0][_OUT]
 
-    def _drawn(
+    def _draw(
         self, value: Value, kind: ValueType, integers: Integers, how: Draw, random: torch.Generator
     ) -> Tensor | Number:
         if not isinstance(kind, TensorType):  # a host number: a float from 0.5 to 1.5, or a count
@@ -318,4 +320,30 @@ class Sweep:
         size = self.numbering.sizes[value.base]
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
-        return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+        return draw(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+
+
+#: Rates of one server core in double precision, in flop/s and bytes/s; and seconds of a call.
+#: Only orders of magnitude: a proof has to know whether something takes a second or an hour.
+_FLOP_PER_S = 10e9
+_BYTES_PER_S = 0.5e9
+_CALL_S = 20e-6
+
+
+def run_s(graph: LogicalGraph, nodes: Iterable[Node]) -> float:
+    """Return the estimated seconds of some nodes of a graph in one step of all micro-batches."""
+    total_s = 0.0
+    for node in nodes:
+        each_s = _CALL_S
+        if not node.is_host and "view" not in node.tags:
+            kinds = [graph.types[name] for name in (*node.inputs(), *node.outputs)]
+            each_s += bytes_s(sum(one.size_bytes for one in kinds if isinstance(one, TensorType)))
+            with suppress(SbpError):
+                each_s += work_flop(OpCall.of(graph, node)) / _FLOP_PER_S
+        total_s += graph.repetitions[node.rate] * each_s
+    return total_s
+
+
+def bytes_s(num_bytes: int) -> float:
+    """Return the estimated seconds to read or write some bytes."""
+    return num_bytes / _BYTES_PER_S

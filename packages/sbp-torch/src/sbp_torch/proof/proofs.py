@@ -24,9 +24,9 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, graph_hash
 from sbp_core.passes import accumulate, unalias_outputs
 from sbp_core.units import format_seconds
 from sbp_core.user_paths import cache_folder
+from sbp_torch.proof.double_precision import graph_to_double
 from sbp_torch.proof.drawing import Draw
-from sbp_torch.proof.parts import Sweep
-from sbp_torch.proof.running import run_s, widened
+from sbp_torch.proof.parts import Sweep, run_s
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.result_file import ResultFile
 
@@ -185,14 +185,14 @@ def prove(
             return replace(known, is_known=True)
     begin = time.perf_counter()
     with torch.no_grad():
-        found = _proved(step, states, small, budget_s)
+        found = _prove(step, states, small, budget_s)
     found = replace(found, took_s=time.perf_counter() - begin)
     if entry is not None:
         entry.write(found)
     return found
 
 
-def _proved(
+def _prove(
     step: PlannedStep,
     states: Callable[[], Mapping[str, Tensor]],
     small: Callable[[], PlannedStep] | None,
@@ -210,14 +210,14 @@ def _proved(
             batch = (after.tensor(e.name).shape for e in after.inputs if e.kind is InputKind.BATCH)
             rows = next((shape[0] for shape in batch if shape), 1)
             of = f" of {after.num_micro_batches} micro-batches of {rows} samples"
-        before, after = widened(copy.before), widened(copy.after)
+        before, after = graph_to_double(copy.before), graph_to_double(copy.after)
         whole = WholeStep(before=before, after=after, example=copy.example, states=states())
         return _run_whole(whole, copy, [], None, budget_s, of)
     before, after = step.before, step.after
     if after.num_micro_batches > 1:
         count, updates = after.num_micro_batches, after.num_updates
         before = accumulate(unalias_outputs(before), count, num_updates=updates)
-    before, after = widened(before), widened(after)
+    before, after = graph_to_double(before), graph_to_double(after)
     found = Sweep(before, after, budget_s).run()
     if not found.open:
         return StepProof(

@@ -34,8 +34,9 @@ from sbp_core.graph import (
 )
 from sbp_core.runtime import Number
 from sbp_core.units import format_seconds
-from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
-from sbp_torch.proof.running import TOLERANCE, largest, off_by, run_s, wide, widened
+from sbp_torch.proof.double_precision import TOLERANCE, graph_to_double, largest, off_by, to_double
+from sbp_torch.proof.drawing import Draw, Integers, draw, integers_of
+from sbp_torch.proof.parts import run_s
 from sbp_torch.runtime.single import run_graph
 
 #: Lower bound of the scale of a state, relative to the largest state of its kind (its key).
@@ -126,7 +127,7 @@ class WholeStep:
             known = integers_of(before)
             batches: list[Mapping[str, Tensor]] = [
                 {
-                    name: drawn(
+                    name: draw(
                         before.tensor(name),
                         known.get(name, Integers()),
                         how,
@@ -142,7 +143,7 @@ class WholeStep:
                 near = _NEAR if self.near else None
                 states = _drawn_states(before, self.states, how, random, near)
                 _, warm = run_graph(before, states, batches, scalars)
-                states = _around(before, states, warm, random)
+                states = _draw_around(before, states, warm, random)
             parts: list[Mapping[str, Tensor]] = list(batches)
             count = after.num_micro_batches
             if len(batches) != count:  # the parts of the one batch, for the second graph
@@ -157,7 +158,7 @@ class WholeStep:
                     for index in range(count)
                 ]
             no_loss = "the loss of the captured step is no number there" * (how is DRAWS[0])
-            judged = _judged(before, after, (batches, scalars, states), parts, how, no_loss)
+            judged = _judge(before, after, (batches, scalars, states), parts, how, no_loss)
             yield from judged
             if not all(one.is_rounding for one in judged):
                 return
@@ -213,7 +214,7 @@ class PaddedStep:
             SbpValueError: it would take longer; it does not run in double precision; or the loss
                 of the batch is not finite, so there is no verdict.
         """
-        before, after = widened(self.before), widened(self.after)
+        before, after = graph_to_double(self.before), graph_to_double(self.after)
         each_s = run_s(before, before.nodes) + run_s(after, after.nodes)
         if each_s > budget_s:
             raise SbpValueError(f"it would take about {format_seconds(each_s)}")
@@ -231,14 +232,14 @@ class PaddedStep:
                 held = _drawn_states(before, states(), how, random, noise=0.0)
                 given: Given = ([batch], _drawn_scalars(before, random), held)
                 no_loss = "the loss of the batch is no finite number"
-                judged = _judged(before, after, given, [padded], how, no_loss)
+                judged = _judge(before, after, given, [padded], how, no_loss)
             except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
                 told = (str(error).splitlines() or [type(error).__name__])[0]
                 raise SbpValueError(f"it does not run in double precision: {told}") from error
         return [one for one in judged if not one.is_rounding]
 
 
-def _judged(
+def _judge(
     before: LogicalGraph,
     after: LogicalGraph,
     given: Given,
@@ -361,7 +362,7 @@ def _drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Nu
     return found
 
 
-def _around(
+def _draw_around(
     graph: LogicalGraph,
     states: Mapping[str, Tensor | Number],
     made: Mapping[str, Tensor | Number],
@@ -422,10 +423,10 @@ def _moves(
     """Return losses, metrics, and the change of each state, in double precision."""
     found, new = run_graph(graph, states, batches, scalars)
     changes = {
-        name: wide(torch.as_tensor(new[name])) - wide(torch.as_tensor(one))
+        name: to_double(torch.as_tensor(new[name])) - to_double(torch.as_tensor(one))
         for name, one in states.items()
     }
-    return {name: wide(one) for name, one in found.items()} | changes
+    return {name: to_double(one) for name, one in found.items()} | changes
 
 
 def _times(value: Tensor | Number, factor: float) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.bad_values import BadValue, BadValueWatch
     from sbp_torch.runtime.devices import RankDevice, check_device
     from sbp_torch.runtime.feeding import Feeder
-    from sbp_torch.runtime.finite import last_moments, not_finite, undone
+    from sbp_torch.runtime.finite import not_finite, undo_limits, undone_error
     from sbp_torch.runtime.partial_update import (
         overwrite,
         partially_updated,
@@ -43,7 +43,6 @@ __all__ = [
     "Values",
     "check_device",
     "check_tensor",
-    "last_moments",
     "not_finite",
     "overwrite",
     "partially_updated",
@@ -52,7 +51,8 @@ __all__ = [
     "step_interrupted",
     "store_of",
     "tells_of_partial_update",
-    "undone",
+    "undo_limits",
+    "undone_error",
 ]
 
 __getattr__, __dir__ = lazy_room(
@@ -61,11 +61,12 @@ __getattr__, __dir__ = lazy_room(
     bad_values="BadValue BadValueWatch",
     devices="RankDevice check_device",
     feeding="Feeder",
-    finite="last_moments not_finite undone",
+    finite="not_finite undo_limits undone_error",
     partial_update="overwrite partially_updated step_failure step_interrupted "
     "tells_of_partial_update",
     reference="ReferenceSession",
     sharing="store_of",
     single="run_graph",
-    store="StateStore Values check_tensor",
+    state_layout="Values",
+    store="StateStore check_tensor",
 )

@@ -1,7 +1,7 @@
 """Accumulate values over the micro-batches of a step: scaled sums, maxima or minima.
 
 `Accumulation` runs the accumulation actor of a plan. The reference runtime and `run_graph` call
-`joined` themselves.
+`accumulate` themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTREMES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
+def accumulate(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
     """Return a running total with one more part; the memory of the total is overwritten.
 
     Args:
@@ -64,7 +64,7 @@ class Accumulation:
         for part, total, how, is_last_use in self.parts:
             value = values.pop(part) if is_last_use else values[part]
             assert isinstance(value, Tensor), f"{total} sums tensors"
-            self.sums[total] = joined(self.sums.get(total) if number else None, value, how)
+            self.sums[total] = accumulate(self.sums.get(total) if number else None, value, how)
             del value
         if number + 1 < self.num_parts:
             return {}

@@ -28,7 +28,7 @@ def not_finite(results: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
+def undone_error(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
     """Return the error of a step that was undone.
 
     Args:
@@ -45,7 +45,7 @@ def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
     return error
 
 
-def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
+def undo_limits(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
     """Return by rank and thread how many firings of actors come before the first update in place.
 
     The number is that of all firings if nothing is overwritten in place, because new states take
@@ -65,7 +65,7 @@ def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
         return everything
     if len(all_firings) > len(plan.ranks):
         return everything
-    found = {thread: _last_moment(firings) for thread, firings in all_firings.items()}
+    found = {thread: _undo_limit(firings) for thread, firings in all_firings.items()}
     for thread, firings in all_firings.items():
         late = {name for actor in firings[found[thread] :] for name, _ in actor.emits}
         if "loss" in late:
@@ -73,7 +73,7 @@ def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
     return found
 
 
-def _last_moment(firings: Sequence[Actor]) -> int:
+def _undo_limit(firings: Sequence[Actor]) -> int:
     """Return the index of the first firing after the commit, or that overwrites a state."""
     for index, actor in enumerate(firings):
         if actor.name == COMMIT:

@@ -42,12 +42,12 @@ from sbp_core.runtime import (
     StepResult,
     check_destination,
 )
-from sbp_torch.boxing.execute import apply_step, check_shard, local_step, received
+from sbp_torch.boxing.execute import apply_step, check_shard, local_step, transferred_shard
 from sbp_torch.ops.operators import bind, operator_of, results_of
-from sbp_torch.runtime.accumulation import joined
+from sbp_torch.runtime.accumulation import accumulate
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
-from sbp_torch.runtime.finite import not_finite, undone
+from sbp_torch.runtime.finite import not_finite, undone_error
 from sbp_torch.runtime.partial_update import overwrite, partially_updated, step_failure
 from sbp_torch.runtime.sharing import store_of
 from sbp_torch.runtime.state_layout import Values
@@ -260,7 +260,7 @@ class _Tensors(InstructionDomain[Value]):
             NotFiniteStepError: the loss is not finite.
         """
         if self.only_finite and not_finite(self.results):
-            raise undone(self.results, self.step)
+            raise undone_error(self.results, self.step)
 
     def _overwrite(self) -> None:
         """Note that a state is about to be overwritten."""
@@ -306,7 +306,7 @@ class _Tensors(InstructionDomain[Value]):
         sent = {rank: _tensor(shard) for rank, shard in shards.items()}
         for rank, shard in sent.items():
             check_shard(step, rank, shard)
-        return self._own(firing.rank, {firing.rank: received(step, firing.rank, sent)})
+        return self._own(firing.rank, {firing.rank: transferred_shard(step, firing.rank, sent)})
 
     def _own(self, rank: int, made: Mapping[int, Tensor]) -> Tensor:
         """Return a rank's result of a boxing step, as a new tensor that the rank's watch sees."""
@@ -322,7 +322,7 @@ class _Tensors(InstructionDomain[Value]):
     ) -> Tensor:
         """See `Domain.add`."""
         with self.watch(firing.rank):
-            return joined(None if total is None else _tensor(total), _tensor(part), term[2])
+            return accumulate(None if total is None else _tensor(total), _tensor(part), term[2])
 
     def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
         """See `Domain.emit`; if several ranks have a result, the lowest rank's result counts."""

@@ -21,7 +21,7 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Rat
 from sbp_core.runtime import Number
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.ops.random import draw_of
-from sbp_torch.runtime.accumulation import joined
+from sbp_torch.runtime.accumulation import accumulate
 
 
 def run_graph(
@@ -90,4 +90,4 @@ def _run(node: Node, values: dict[str, Any], stale: Mapping[str, Any]) -> None:
 def _accumulate(node: Node, values: Mapping[str, Any], sums: dict[str, Tensor]) -> None:
     part, scale = bind(node.args, values.__getitem__)
     (name,) = node.outputs
-    sums[name] = joined(sums.get(name), part, scale)
+    sums[name] = accumulate(sums.get(name), part, scale)

@@ -127,7 +127,7 @@ class StateSnapshot(Snapshot):
                 return self._made.get(part)
         made: HostCopy | Exception
         try:
-            made = self._copier.copied(value, self._since, room_bytes)
+            made = self._copier.copy_part(value, self._since, room_bytes)
         except Exception as error:  # for example, out of memory
             made = error
         with self._changed:
@@ -335,7 +335,7 @@ class Copier:
 
         return copy_before
 
-    def copied(self, value: Tensor, since: object, room_bytes: int | None) -> HostCopy:
+    def copy_part(self, value: Tensor, since: object, room_bytes: int | None) -> HostCopy:
         """Return a copy of a part of a state, in memory of an earlier copy or new memory.
 
         Args:

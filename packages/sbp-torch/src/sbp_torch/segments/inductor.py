@@ -69,7 +69,7 @@ class InductorSegments:
         """See `SegmentMaker`; the segment is compiled at its first call."""
         return _Segment(self, actor, rank, steps)
 
-    def compiled(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
+    def compile(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         """Return the compiled tensor part of a segment; equal segments share it.
 
         Raises:
@@ -129,7 +129,7 @@ class _Segment(PartedSegment):
         ]
         given.clear()
         if kinds not in self._compiled:
-            self._compiled[kinds] = self._maker.compiled(segment, tensors, kinds)
+            self._compiled[kinds] = self._maker.compile(segment, tensors, kinds)
         return self._compiled[kinds](*tensors)
 
 

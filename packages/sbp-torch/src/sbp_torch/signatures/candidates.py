@@ -38,7 +38,7 @@ def candidates(
     """
     found: dict[Inputs, None] = {}
     whole = (B,) * len(inputs)
-    for candidate in _ordered(inputs, [entries(entry, axis_size) for entry in inputs]):
+    for candidate in _in_order(inputs, [entries(entry, axis_size) for entry in inputs]):
         if candidate != whole and candidate not in found:
             if len(found) == budget:
                 return list(found), False
@@ -46,7 +46,7 @@ def candidates(
     return list(found), True
 
 
-def _ordered(inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
+def _in_order(inputs: Sequence[TensorType], choices: Sequence[Sequence[Sbp]]) -> Iterator[Inputs]:
     """Yield candidates, some of them repeatedly; candidates that are likely legal come first."""
     extents = sorted({extent for entry in inputs for extent in entry.shape}, reverse=True)
     agreeing = [_splits(inputs, choices, extent) for extent in extents]

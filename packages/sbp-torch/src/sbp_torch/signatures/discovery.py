@@ -81,7 +81,7 @@ def discover(
     """
     call, inputs = describe(op, args, kwargs, ())
     kept = cache if execute is None else False
-    return _kept(call, inputs, axis_size, timeout_s, budget, kept, execute or run_op)
+    return _cached_discovery(call, inputs, axis_size, timeout_s, budget, kept, execute or run_op)
 
 
 def discover_call(
@@ -110,11 +110,11 @@ def discover_call(
     draw = torch.Generator().manual_seed(SEED)
     inputs = tuple(made_up(entry, draw) for entry in call.inputs)
     names = tuple(f"input{index}" for index in range(len(inputs)))
-    renamed = _renamed(call, names)
-    return _kept(renamed, inputs, axis_size, timeout_s, budget, cache, run_op)
+    renamed = _rename_arguments(call, names)
+    return _cached_discovery(renamed, inputs, axis_size, timeout_s, budget, cache, run_op)
 
 
-def _renamed(call: OpCall, names: tuple[str, ...]) -> OpCall:
+def _rename_arguments(call: OpCall, names: tuple[str, ...]) -> OpCall:
     """Return the call with a distinct name for each tensor argument, even for repeated tensors."""
     left = iter(names)
     tensors = set(call.tensor_names)
@@ -130,7 +130,7 @@ def _renamed(call: OpCall, names: tuple[str, ...]) -> OpCall:
     )
 
 
-def _kept(
+def _cached_discovery(
     call: OpCall,
     inputs: tuple[torch.Tensor, ...],
     axis_size: int,
@@ -162,13 +162,13 @@ def _kept(
         stored = entry.read()
         if stored is not None:
             return stored
-    found = _found(Study(call, inputs, axis_size, execute), timeout_s, budget)
+    found = _run_study(Study(call, inputs, axis_size, execute), timeout_s, budget)
     if entry is not None:
         entry.write(found)
     return found
 
 
-def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
+def _run_study(study: Study, timeout_s: float, budget: int) -> Discovery:
     """Run the whole search."""
     call = study.call
     (verdict,) = run_isolated([study.nature], timeout_s=timeout_s)
@@ -187,9 +187,9 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
     )
     if not nature.evident:
         return Discovery(signatures=(whole,), tried=0, crashed=0, complete=True)
-    study = study.described(nature.outputs, timeout_s)
+    study = study.add_trials(nature.outputs, timeout_s)
     cuts, complete = candidates(call.inputs, study.axis_size, budget)
-    verdicts = _tried(study, cuts, timeout_s)
+    verdicts = _try_candidates(study, cuts, timeout_s)
     held = [
         Signature1d(inputs=inputs, outputs=verdict.value, origin=ORIGIN)
         for inputs, verdict in zip(cuts, verdicts, strict=False)
@@ -203,7 +203,7 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
     )
 
 
-def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verdict]:
+def _try_candidates(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verdict]:
     """Return the verdict on each candidate, or on the first ones if the search ends early.
 
     A candidate that corrupts memory may harm later ones. So candidates that succeeded, and those

@@ -98,7 +98,7 @@ def _along(
         yield from _summands(tensor, size, owner, pattern, draw)
     else:
         for rank in range(size):
-            beside = _beside(tensor, entry.reduction, pattern, draw)
+            beside = _non_maxima(tensor, entry.reduction, pattern, draw)
             yield torch.where(owner == rank, tensor, beside)
 
 
@@ -124,7 +124,7 @@ def _summands(
     yield rest
 
 
-def _beside(
+def _non_maxima(
     tensor: torch.Tensor, reduction: str, pattern: Pattern, draw: torch.Generator
 ) -> torch.Tensor:
     """Return values that do not change the maximum (or minimum) with `tensor`."""

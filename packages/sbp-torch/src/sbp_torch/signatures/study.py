@@ -73,7 +73,7 @@ class Study:
             evident=any(bool((~output.isnan()).any()) for output in first.outputs),
         )
 
-    def described(self, outputs: tuple[TensorType, ...], timeout_s: float) -> Study:
+    def add_trials(self, outputs: tuple[TensorType, ...], timeout_s: float) -> Study:
         """Return the study with facts from further runs of the whole call, made in a worker.
 
         These are the draws of the data that it accepts, and the inputs that each output ignores.
@@ -83,7 +83,7 @@ class Study:
         )
         draws = [draw for _, draw in _DRAWS if draw]
         trials: list[Callable[[], object]] = [partial(study._takes, draw) for draw in draws]
-        trials += [partial(study._ignored, index) for index in range(len(self._inputs))]
+        trials += [partial(study._unaffected_outputs, index) for index in range(len(self._inputs))]
         values = [
             verdict.value if isinstance(verdict, Completed) else ()
             for verdict in run_isolated(trials, timeout_s=timeout_s)
@@ -104,15 +104,15 @@ class Study:
 
     def _takes(self, draw: int) -> bool:
         """Whether other data of the same range gives outputs of the same types."""
-        made = self._whole(_redrawn(self._inputs, draw)).outputs
+        made = self._whole(_redraw(self._inputs, draw)).outputs
         given = self._whole(self._inputs).outputs
         return tuple(map(type_of, made)) == self.call.outputs and all(
             bool((new.isnan() == old.isnan()).all()) for new, old in zip(made, given, strict=True)
         )
 
-    def _ignored(self, index: int) -> tuple[int, ...]:
+    def _unaffected_outputs(self, index: int) -> tuple[int, ...]:
         """Return the outputs that do not change when the values of one input are replaced."""
-        other = _replaced(self._inputs[index])
+        other = _other_values(self._inputs[index])
         if other is None:
             return ()
         made = self._whole([*self._inputs[:index], other, *self._inputs[index + 1 :]]).outputs
@@ -126,9 +126,7 @@ class Study:
     def _sample(self, draw: int) -> OpSample:
         """Return a draw of the data with its outputs, made once per worker."""
         if draw not in self._samples:
-            self._samples[draw] = self._whole(
-                _redrawn(self._inputs, draw) if draw else self._inputs
-            )
+            self._samples[draw] = self._whole(_redraw(self._inputs, draw) if draw else self._inputs)
         return self._samples[draw]
 
     def outputs_of(self, inputs: Inputs) -> tuple[Sbp, ...] | None:
@@ -250,7 +248,7 @@ def _fits(sample: OpSample, output: int, pieces: Sequence[torch.Tensor], entry: 
     )
 
 
-def _redrawn(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
+def _redraw(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
     """Return other data: uniform reals in some range; data of other dtypes is not changed.
 
     The first draw has the range of the given data; later ranges are symmetric about zero. A
@@ -275,7 +273,7 @@ def _redrawn(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
     return found
 
 
-def _replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+def _other_values(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor with other values, within the range of an integer tensor.
 
     Return None if there are no other values.

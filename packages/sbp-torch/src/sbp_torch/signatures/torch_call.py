@@ -52,7 +52,7 @@ def describe(
 
     Arguments are put into the order of the operator's schema, as rules expect.
     """
-    found = _found(op)
+    found = _find_overload(op)
     if found is not None:
         args, kwargs = in_schema_order(found, args, kwargs)
     tensors: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ def overload(op: str) -> OpOverload:
     Raises:
         SbpLookupError: there is no such operator.
     """
-    found = _found(op)
+    found = _find_overload(op)
     if found is None:
         raise SbpLookupError(
             f"PyTorch has no operator {op!r}",
@@ -164,7 +164,7 @@ def overload(op: str) -> OpOverload:
     return found
 
 
-def _found(op: str) -> OpOverload | None:
+def _find_overload(op: str) -> OpOverload | None:
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
@@ -173,7 +173,7 @@ def _found(op: str) -> OpOverload | None:
 
 def tags_of(op: str) -> tuple[str, ...]:
     """Return the tags of an operator that signatures need; none if PyTorch does not have it."""
-    found = _found(op)
+    found = _find_overload(op)
     if found is None:
         return ()
     names = {str(tag).rsplit(".", maxsplit=1)[-1] for tag in found.tags}

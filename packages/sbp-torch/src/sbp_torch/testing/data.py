@@ -63,10 +63,10 @@ class DatasetConformance(ABC):
         first, other = self.make_dataset(), self.make_dataset()
         for split in self.splits:
             numbers = self.numbers(first, split)
-            together = _asked(first, numbers, split)
-            alone = [_asked(other, [number], split) for number in reversed(numbers)]
+            together = _read_samples(first, numbers, split)
+            alone = [_read_samples(other, [number], split) for number in reversed(numbers)]
             shuffled = [*numbers[1::2], *numbers[::-2], numbers[0]]
-            again = _asked(first, shuffled, split)
+            again = _read_samples(first, shuffled, split)
             for name, value in together.items():
                 what = f"{name} of split {split}"
                 assert_equal(what, torch.cat([one[name] for one in reversed(alone)]), value)
@@ -77,11 +77,11 @@ class DatasetConformance(ABC):
         """A thread that did not create the data set can load samples."""
         data, found = self.make_dataset(), []
         numbers = self.numbers(data, self.splits[0])
-        thread = Thread(target=lambda: found.append(_asked(data, numbers, self.splits[0])))
+        thread = Thread(target=lambda: found.append(_read_samples(data, numbers, self.splits[0])))
         thread.start()
         thread.join()
         assert found, "the other thread failed"
-        for name, value in _asked(data, numbers, self.splits[0]).items():
+        for name, value in _read_samples(data, numbers, self.splits[0]).items():
             assert_equal(f"{name}, by another thread", found[0][name], value)
 
     def test_samples_differ_in_values_only(self) -> None:
@@ -89,13 +89,13 @@ class DatasetConformance(ABC):
         data, kinds = self.make_dataset(), []
         for split in self.splits:
             numbers = self.numbers(data, split)
-            samples = _asked(data, numbers, split)
+            samples = _read_samples(data, numbers, split)
             for name, value in samples.items():
                 assert value.shape[:1] == (len(numbers),), (
                     f"{name} has shape {tuple(value.shape)} for {len(numbers)} samples"
                 )
             kinds.append({n: (v.shape[1:], v.dtype) for n, v in samples.items()})
-            one = _asked(data, numbers[:1], split)
+            one = _read_samples(data, numbers[:1], split)
             kinds.append({n: (v.shape[1:], v.dtype) for n, v in one.items()})
             assert len(numbers) == 1 or any(
                 not torch.equal(row, value[0]) for value in samples.values() for row in value[1:]
@@ -108,7 +108,7 @@ class DatasetConformance(ABC):
         seen: dict[str, set[bytes]] = {split: set() for split in self.splits}
         for split in self.splits:
             numbers = self.numbers(data, split)
-            samples = _asked(data, numbers, split)
+            samples = _read_samples(data, numbers, split)
             for row in range(len(numbers)):
                 parts = (samples[name][row].contiguous() for name in sorted(samples))
                 seen[split].add(b"".join(part.numpy().tobytes() for part in parts))
@@ -122,7 +122,7 @@ class DatasetConformance(ABC):
         with raises(SbpError, match=self.splits[0]):
             data.num_samples("no such split")
         with raises(SbpError, match=self.splits[0]):
-            _asked(data, [0], "no such split")
+            _read_samples(data, [0], "no such split")
 
     def test_the_description_is_one_line(self) -> None:
         """It is not empty."""
@@ -159,11 +159,11 @@ class DatasetConformance(ABC):
             assert all(0 <= token < data.vocabulary for token in tokens), f"{text!r}: {tokens}"
             assert data.decode(tokens) == text, f"{text!r} came back as {data.decode(tokens)!r}"
         numbers = self.numbers(data, self.splits[0])
-        tokens_of = _asked(data, numbers, self.splits[0]).get("tokens")
+        tokens_of = _read_samples(data, numbers, self.splits[0]).get("tokens")
         if tokens_of is not None:
             low, high = int(tokens_of.min()), int(tokens_of.max())
             assert 0 <= low <= high < data.vocabulary, f"tokens holds {low} to {high}"
 
 
-def _asked(data: Dataset, numbers: Sequence[int], split: str) -> Mapping[str, Tensor]:
+def _read_samples(data: Dataset, numbers: Sequence[int], split: str) -> Mapping[str, Tensor]:
     return data.samples(np.array(numbers, dtype=np.int64), split)

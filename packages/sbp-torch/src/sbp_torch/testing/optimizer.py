@@ -121,11 +121,11 @@ class OptimizerConformance(ABC):
     def test_capturing_changes_neither_model_nor_optimizer(self) -> None:
         """Parameters, and the states of the optimizer, are unchanged."""
         model, optimizer = self.make()
-        before = copy.deepcopy(model.state_dict()), _kept(optimizer)
+        before = copy.deepcopy(model.state_dict()), _state_keys(optimizer)
         capture(model, tiny_loss, tiny_batch(_BATCH_SIZE, 0), optimizer)
         for name, value in before[0].items():
             assert_equal(name, model.state_dict()[name], value)
-        assert _kept(optimizer) == before[1], "the optimizer has other states"
+        assert _state_keys(optimizer) == before[1], "the optimizer has other states"
         _check_no_gradients(model)
 
     def test_sharded_states_come_to_the_same_parameters(self) -> None:
@@ -162,7 +162,7 @@ class OptimizerConformance(ABC):
             assert_near(name, whole[name], wants, self.tolerance)
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _state_keys(optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the keys of the states of every parameter, also of a combined optimizer."""
     parts = getattr(optimizer, "optimizers", (optimizer,))
     return [sorted(kept) for part in parts for kept in part.state.values()]

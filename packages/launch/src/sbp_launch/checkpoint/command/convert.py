@@ -13,12 +13,12 @@ from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import (
-    averaged,
-    beginning_of,
+    common_prefix,
+    drop_matching,
     model_names,
     parse_renames,
-    renamed,
-    without,
+    rename,
+    use_averages,
 )
 from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_of, open_tensors
 from sbp_launch.console import make_console, reading, say
@@ -56,8 +56,8 @@ def convert(options: Namespace) -> int:
         # Names in the target -> names in the source.
         names = {name: name for name in (tensors if options.all else model_names(tensors))}
         if options.ema:
-            names = averaged(tensors)
-        chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
+            names = use_averages(tensors)
+        chosen = Chosen(tensors, rename(drop_matching(names, options.drop), renames))
         total = sum(size_bytes(chosen.like(name)) for name in chosen)
         with reading("converting", total) as tell:
             files = write(Chosen(tensors, chosen.sources, tell))
@@ -79,7 +79,7 @@ def convert(options: Namespace) -> int:
         lines.append(f"dropped: {dropped:,} tensors")
     if left_out:
         lines.append(f"left out: {left_out:,} states of the optimizer (--all takes them)")
-    beginning = beginning_of(chosen.sources)
+    beginning = common_prefix(chosen.sources)
     if to == "hf" and beginning and not options.rename:
         lines.append(
             f"all names begin with {beginning!r}: if that is no name of the model's own, "

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.cover import cut
+from sbp_launch.checkpoint.cover import split_into_blocks
 from sbp_launch.checkpoint.manifest import Metadata
-from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
+from sbp_launch.checkpoint.names import model_names, parse_renames, rename
 from sbp_launch.checkpoint.places import FORMAT, FoundTensors, look, manifest_of, open_tensors
 from sbp_launch.console import make_console, reading, say, show_table
 from sbp_launch.exit_codes import FAILED
@@ -102,10 +102,10 @@ def diff(options: Namespace) -> int:
 
     one, other = look(options.one), look(options.other)
     with open_tensors(one) as firsts, open_tensors(other) as seconds:
-        names = {name: name for name in _wanted(firsts, options)}
-        own = Chosen(firsts, renamed(names, renames))
+        names = {name: name for name in _compared_names(firsts, options)}
+        own = Chosen(firsts, rename(names, renames))
         with reading("comparing", sum(size_bytes(own.like(name)) for name in own)) as tell:
-            others = Chosen(seconds, {name: name for name in _wanted(seconds, options)})
+            others = Chosen(seconds, {name: name for name in _compared_names(seconds, options)})
             result = compare(Chosen(firsts, own.sources, tell), others)
     settings = _settings(one, other)
     if options.json:
@@ -128,7 +128,8 @@ def compare(ones: LazyTensors, others: LazyTensors) -> TensorDifferences:
         if one != other:
             forms[name] = one, other
         if likes[0].shape == likes[1].shape:
-            blocks = cut(likes[0].shape, max(like.element_size() for like in likes), PART_BYTES)
+            item_bytes = max(like.element_size() for like in likes)
+            blocks = split_into_blocks(likes[0].shape, item_bytes, PART_BYTES)
             found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
             if found.differing:
                 values[name] = found
@@ -170,7 +171,7 @@ def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
     )
 
 
-def _wanted(tensors: LazyTensors, options: Namespace) -> list[str]:
+def _compared_names(tensors: LazyTensors, options: Namespace) -> list[str]:
     return list(tensors) if options.all else model_names(tensors)
 
 

@@ -49,7 +49,7 @@ def verify(options: Namespace) -> int:
     console, results, code = make_console(), [], 0
     for one in found:
         began = time.perf_counter()
-        what, size, problem = _verified(one)
+        what, size, problem = _verify_checkpoint(one)
         seconds = time.perf_counter() - began
         results.append({"path": one.place, "whole": problem is None, "what": what})
         if problem is not None:
@@ -69,10 +69,10 @@ def verify(options: Namespace) -> int:
 
 def is_whole(found: FoundTensors) -> bool:
     """Return whether a checkpoint is intact."""
-    return _verified(found)[2] is None
+    return _verify_checkpoint(found)[2] is None
 
 
-def _verified(found: FoundTensors) -> tuple[str, int, ConfigError | None]:
+def _verify_checkpoint(found: FoundTensors) -> tuple[str, int, ConfigError | None]:
     """Return the result in words, the number of bytes, and the error if it is damaged."""
     try:
         if found.storage is not None:
@@ -115,7 +115,7 @@ def prune(options: Namespace) -> int:
             f"{found.place} is no folder of checkpoints",
             accepted="a run folder, or its folder of checkpoints",
         )
-    kept, damaged, removed = chosen(storage, options.keep)
+    kept, damaged, removed = choose(storage, options.keep)
     if not kept:
         raise ConfigError(
             f"no checkpoint in {storage.place()} is whole, so none is removed",
@@ -156,7 +156,7 @@ def prune(options: Namespace) -> int:
     return 0
 
 
-def chosen(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
+def choose(storage: CheckpointStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
     """Return the newest intact checkpoints, the damaged ones among them, and all older ones.
 
     Args:

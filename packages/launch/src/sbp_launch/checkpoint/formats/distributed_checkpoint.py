@@ -94,7 +94,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
     notes = {"version": str(found.version)} if found.version else {}
     return TensorIndex(
         path=folder, folder=folder, tensors=tensors, notes=notes, others=others
-    ).checked()
+    ).validate()
 
 
 def chunk_places(folder: Path) -> Iterator[tuple[str, str, int, int]]:

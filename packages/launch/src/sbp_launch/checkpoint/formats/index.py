@@ -98,7 +98,7 @@ class TensorIndex:
         """Bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
-    def checked(self) -> TensorIndex:
+    def validate(self) -> TensorIndex:
         """Return the index after validating it against its files.
 
         Raises:

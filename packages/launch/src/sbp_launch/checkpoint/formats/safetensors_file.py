@@ -117,7 +117,7 @@ def read_safetensors(path: Path) -> TensorIndex:
     if end != size:
         raise error(f"the tensors end at byte {end}, and the file has {size}")
     ordered = {name: tensors[name] for name in entries}
-    return TensorIndex(path=path, folder=path.parent, tensors=ordered, notes=notes).checked()
+    return TensorIndex(path=path, folder=path.parent, tensors=ordered, notes=notes).validate()
 
 
 #: Name of a single file, of the index of shards, and of a shard by its number and their count.
@@ -182,4 +182,4 @@ def read_hugging_face(folder: Path) -> TensorIndex:
         folder=folder,
         tensors={name: tensors[name] for name in weight_map},
         notes=notes,
-    ).checked()
+    ).validate()

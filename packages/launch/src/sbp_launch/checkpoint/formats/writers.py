@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.cover import cut
+from sbp_launch.checkpoint.cover import split_into_blocks
 from sbp_launch.checkpoint.durable_files import fresh_path, sync, writing_aside
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.formats.safetensors_file import (
@@ -217,7 +217,7 @@ class _Planner(DefaultSavePlanner):
         for item in plan.items:
             data = item.tensor_data
             assert data is not None, "there are tensors only"
-            for bounds in cut(data.size, data.properties.dtype.itemsize, PART_BYTES):
+            for bounds in split_into_blocks(data.size, data.properties.dtype.itemsize, PART_BYTES):
                 offsets = torch.Size(start for start, _ in bounds)
                 sizes = torch.Size(stop - start for start, stop in bounds)
                 chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)

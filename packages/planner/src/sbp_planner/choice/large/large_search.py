@@ -30,6 +30,7 @@ from math import inf
 
 import numpy as np
 
+from sbp_planner.choice.incumbent import Record
 from sbp_planner.choice.large.consistent import consistent
 from sbp_planner.choice.large.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.large.moves import TreeMoves, near
@@ -37,8 +38,8 @@ from sbp_planner.choice.large.neighbourhood import Neighbourhoods, Proposal
 from sbp_planner.choice.large.worker import Bound, SolverProcess, Task
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
-from sbp_planner.choice.record import Record, RemainingProblem
 from sbp_planner.choice.reduced_graph import NothingAllowedError
+from sbp_planner.choice.remaining_problem import RemainingProblem
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from sbp_aten.passes.whole_batch.layout import (
     reshaped,
     sbp_of,
 )
-from sbp_aten.passes.whole_batch.micro_batch import RANDOM, MicroBatch
+from sbp_aten.passes.whole_batch.micro_batch import RANDOM, MicroBatchBuilder
 from sbp_aten.passes.whole_batch.pieces import of_pieces, taken_apart
 from sbp_aten.passes.whole_batch.rearranged import (
     RESHAPES,
@@ -53,7 +53,7 @@ _SCALED = "aten.mul.Scalar"
 
 
 @dataclass(slots=True)
-class PartCalls(MicroBatch):
+class PartCalls(MicroBatchBuilder):
     """Writes the calls of one micro-batch."""
 
     _cuts: dict[tuple[str, Samples, bool], str | None] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class PartCalls(MicroBatch):
             part: str | None = one.name
             if one.layout == SAME and isinstance(sbp, Split):
                 # Made of numbers alone, so a part of it can be made.
-                part = self.cut(one.name, Samples(sbp.dim, blocks))
+                part = self.slice_constant(one.name, Samples(sbp.dim, blocks))
             elif sbp_of(one.layout) != sbp and not (
                 one.layout == SAME and sbp == sbp_of(Total()) and is_zero(self.graph, one.name)
             ):
@@ -229,8 +229,8 @@ class PartCalls(MicroBatch):
 
     # Values that are the same in every micro-batch, cut like samples.
 
-    def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
-        """See `MicroBatch.cut`."""
+    def slice_constant(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
+        """See `MicroBatchBuilder.slice_constant`."""
         key = (value, layout, numbers)
         if key not in self._cuts:
             shape = self.graph.tensor(value).shape
@@ -259,7 +259,7 @@ class PartCalls(MicroBatch):
             source = node.args[0].name
             before = self.graph.tensor(source).shape
             inner = reshaped(layout, whole, before, self.num_parts)
-            part = None if inner is None else self.cut(source, inner, numbers=numbers)
+            part = None if inner is None else self.slice_constant(source, inner, numbers=numbers)
             if part is None or inner is None:
                 return None
             return self._found_part(node, as_reshaped(self, node, [PartValue(part, inner)]), layout)
@@ -284,7 +284,7 @@ class PartCalls(MicroBatch):
         source, *indices = self.graph.tensor_inputs(node)
         same = [PartValue(name) for name in indices]
         for at, index in enumerate(node.args[1]):
-            part = None if index is None else self.cut(source, Samples(at))
+            part = None if index is None else self.slice_constant(source, Samples(at))
             found = part and as_numbered(self, node, [PartValue(part, Samples(at)), *same])
             if found and found[2] == [layout]:
                 return self._found_part(node, found, layout)
@@ -296,7 +296,7 @@ class PartCalls(MicroBatch):
         run = self.graph.tensor(node.outputs[0]).shape[dim] // layout.blocks
         extent = self.graph.tensor(source).shape[dim]
         inner = Samples(dim, extent // run)
-        part = None if extent % run else self.cut(source, inner)
+        part = None if extent % run else self.slice_constant(source, inner)
         found = in_blocks(self, node, [PartValue(part, inner)]) if part else None
         return self._found_part(node, found, layout)
 
@@ -314,7 +314,7 @@ class PartCalls(MicroBatch):
         for name, sbp in zip(self.graph.tensor_inputs(node), signature.inputs, strict=True):
             part: str | None = name
             if isinstance(sbp, Split):
-                part = self.cut(name, Samples(sbp.dim, blocks), numbers=numbers)
+                part = self.slice_constant(name, Samples(sbp.dim, blocks), numbers=numbers)
             elif sbp != sbp_of(SAME) or name not in self.same:
                 return None
             if part is None:

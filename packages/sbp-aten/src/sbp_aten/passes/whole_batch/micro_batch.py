@@ -19,7 +19,7 @@ RANDOM = "sbp.random_"
 
 
 @dataclass(slots=True)
-class MicroBatch(ABC):
+class MicroBatchBuilder(ABC):
     """Builder of the graph of one micro-batch.
 
     Args:
@@ -49,7 +49,7 @@ class MicroBatch(ABC):
     whole_types: dict[str, ValueType] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A copy, because `declare` adds to it.
+        # A copy, because `add_constant` adds to it.
         self.whole_types = dict(self.graph.types)
         self.graph = replace(self.graph, types=self.whole_types)
         self.producers = dict(self.graph.producers)
@@ -70,7 +70,7 @@ class MicroBatch(ABC):
         self.nodes.append(node)
         self.types.update(zip(node.outputs, made, strict=True))
 
-    def declare(self, node: Node, kind: TensorType) -> None:
+    def add_constant(self, node: Node, kind: TensorType) -> None:
         """Add a new node that computes the same in every micro-batch.
 
         It also becomes a producer in the whole graph, so that its value can be sliced, too.
@@ -78,9 +78,9 @@ class MicroBatch(ABC):
         (value,) = node.outputs
         self.producers[value] = node
         self.whole_types[value] = kind
-        self.as_it_is(node)
+        self.copy_node(node)
 
-    def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
+    def add_merged(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
         """Add a node under new names, unless an equal node exists; return its outputs."""
         key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
         if key not in self._written:
@@ -112,7 +112,7 @@ class MicroBatch(ABC):
             self._first_equal[value] = self._expressions.setdefault(key, value)
         return self._first_equal[value]
 
-    def as_it_is(self, node: Node) -> None:
+    def copy_node(self, node: Node) -> None:
         """Add a node that computes the same in every micro-batch."""
         if node.op.startswith(RANDOM):
             node = replace(node, kwargs={**node.kwargs, "micro_batches": self.num_parts})
@@ -120,7 +120,7 @@ class MicroBatch(ABC):
         self.same.update(node.outputs)
 
     @abstractmethod
-    def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
+    def slice_constant(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
         """Return the slice of a constant tensor for a micro-batch; None if slices would differ.
 
         Args:

@@ -24,7 +24,7 @@ from sbp_aten.passes.whole_batch.layout import (
     Total,
     part_type,
 )
-from sbp_aten.passes.whole_batch.micro_batch import MicroBatch
+from sbp_aten.passes.whole_batch.micro_batch import MicroBatchBuilder
 from sbp_aten.passes.whole_batch.rearranged import is_zero
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, map_refs
 from sbp_core.signatures import OpCall, argument, wrap_dim
@@ -42,7 +42,7 @@ _BACKWARDS = ("select_backward", "slice_backward")
 
 
 def taken_apart(
-    parts: MicroBatch, node: Node, given: Sequence[PartValue]
+    parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]
 ) -> list[PartValue] | None:
     """Return the pieces of samples that a call takes: all of them, or one."""
     if node.kind not in _TAKES or not isinstance(given[0].layout, Samples):
@@ -72,28 +72,28 @@ def taken_apart(
         micro_batch, place = divmod(first // each, count)
         index = place * each
         stop = () if node.kind == "select" else (index + each,)
-        names = parts.once(replace(node, args=(ref, dim, index, *stop)), made)
+        names = parts.add_merged(replace(node, args=(ref, dim, index, *stop)), made)
         return [PartValue(names[0], SamplePiece(place, micro_batch, count))]
     own_turns = replace(node, args=(ref, dim), kwargs={}, outputs=node.outputs[:count])
     if node.kind != "unbind":
         own_turns = replace(
             own_turns, op="aten.split_with_sizes.default", args=(ref, (each,) * count, dim)
         )
-    names = parts.once(own_turns, made[:count])
+    names = parts.add_merged(own_turns, made[:count])
     return [
         PartValue(names[at % count], SamplePiece(at % count, at // count, count))
         for at in range(len(node.outputs))
     ]
 
 
-def of_numbers(parts: MicroBatch, node: Node) -> list[PartValue] | None:
+def of_numbers(parts: MicroBatchBuilder, node: Node) -> list[PartValue] | None:
     """Return the pieces of constants in the backward phase of a loop, such as ones; else None.
 
     They are the same in every micro-batch, with one for each piece of the whole batch.
     """
     joined = parts.joins.get(node.forward)
     if joined is not None and node.kind in _TAKES:
-        part = parts.cut(node.args[0].name, joined)
+        part = parts.slice_constant(node.args[0].name, joined)
         return None if part is None else taken_apart(parts, node, [PartValue(part, joined)])
     count = parts.loops.get(node.forward)
     if count is None:
@@ -113,7 +113,9 @@ def of_numbers(parts: MicroBatch, node: Node) -> list[PartValue] | None:
     return _put_back(parts, node, number, SamplePiece(place, micro_batch, count))
 
 
-def of_pieces(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
+def of_pieces(
+    parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]
+) -> list[PartValue] | None:
     """Return the result of a call on pieces: on a single one, or on all that it joins."""
     layouts = {one.layout for one in given if one.layout != SAME}
     if node.kind in _JOINS and len(layouts) == len(given) > 1:
@@ -136,11 +138,13 @@ def of_pieces(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list
         return of_zero
     args = _renamed(node.args, names)
     kwargs = {key: _renamed(value, names) for key, value in node.kwargs.items()}
-    outputs = parts.once(replace(node, args=args, kwargs=kwargs), made)
+    outputs = parts.add_merged(replace(node, args=args, kwargs=kwargs), made)
     return [PartValue(name, layout) for name in outputs]
 
 
-def completed(parts: MicroBatch, node: Node, terms: Sequence[LinearTerm]) -> list[LinearTerm]:
+def completed(
+    parts: MicroBatchBuilder, node: Node, terms: Sequence[LinearTerm]
+) -> list[LinearTerm]:
     """Return terms in which the sum of all pieces is merged into one term: a total, or samples.
 
     Args:
@@ -168,7 +172,7 @@ def completed(parts: MicroBatch, node: Node, terms: Sequence[LinearTerm]) -> lis
         for name in names[1:]:
             kind = parts.types[total]
             assert isinstance(kind, TensorType)
-            (total,) = parts.once(
+            (total,) = parts.add_merged(
                 replace(
                     node,
                     op="aten.add.Tensor",
@@ -202,7 +206,7 @@ def _order(part: PartValue) -> tuple[int, int]:
 
 
 def _in_order(
-    parts: MicroBatch, given: Sequence[PartValue], dim: int | None = None
+    parts: MicroBatchBuilder, given: Sequence[PartValue], dim: int | None = None
 ) -> list[str] | None:
     """Return the pieces of every micro-batch if they are the whole batch in order; else None."""
     first = given[0].layout
@@ -217,7 +221,7 @@ def _in_order(
 
 
 def _without_starts(
-    parts: MicroBatch, given: Sequence[PartValue]
+    parts: MicroBatchBuilder, given: Sequence[PartValue]
 ) -> tuple[list[PartValue], list[str]]:
     """Return the addends of a sum over all pieces without its start value, and the start value.
 
@@ -244,7 +248,7 @@ def _without_starts(
     return found, added
 
 
-def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
+def _starts(parts: MicroBatchBuilder, value: str, wanted: str) -> list[str] | None:
     """Return the values added to one piece to make another; None if it is no such sum."""
     if value == wanted:
         return []
@@ -262,19 +266,21 @@ def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
     assert isinstance(kind, TensorType)
     negative = replace(node, op="aten.neg.default", tags=("pointwise",))
     if node.kind == "sub" and place == 0:
-        (name,) = parts.once(replace(negative, args=(piece,)), [kind])
+        (name,) = parts.add_merged(replace(negative, args=(piece,)), [kind])
         piece = Ref(name)
     earlier = _starts(parts, piece.name, wanted) if isinstance(piece, Ref) else None
     if earlier is None:
         return None
     if node.kind == "sub" and place == 1:
         name = parts.fresh(f"{start.name}.negative")
-        parts.declare(replace(negative, name=name, args=(start,), outputs=(name,)), kind)
+        parts.add_constant(replace(negative, name=name, args=(start,), outputs=(name,)), kind)
         start = Ref(name)
     return [*earlier, start.name]
 
 
-def _joined(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[PartValue] | None:
+def _joined(
+    parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]
+) -> list[PartValue] | None:
     """Return all samples, joined from their pieces by a call."""
     names = _in_order(parts, given)
     if names is None:
@@ -287,12 +293,12 @@ def _joined(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> list[P
         return None
     made = part_type(kind, Samples(dim), parts.num_parts)
     parts.joins[node.name] = Samples(dim)
-    (name,) = parts.once(replace(node, args=(tuple(map(Ref, names)), dim), kwargs={}), [made])
+    (name,) = parts.add_merged(replace(node, args=(tuple(map(Ref, names)), dim), kwargs={}), [made])
     return [PartValue(name, Samples(dim))]
 
 
 def _put_back(
-    parts: MicroBatch, node: Node, gradient: PartValue, layout: SamplePiece
+    parts: MicroBatchBuilder, node: Node, gradient: PartValue, layout: SamplePiece
 ) -> list[PartValue] | None:
     """Return the gradient of samples from which one piece was taken: zeros elsewhere."""
     sizes, dim, first = node.args[1:4]
@@ -305,12 +311,12 @@ def _put_back(
     start = layout.place * each
     rest = (start,) if node.kind == "select_backward" else (start, start + each, 1)
     args = (Ref(gradient.name), kind.shape, dim, *rest)
-    (name,) = parts.once(replace(node, args=args, kwargs={}), [kind])
+    (name,) = parts.add_merged(replace(node, args=args, kwargs={}), [kind])
     return [PartValue(name, replace(layout, dim=dim))]
 
 
 def _of_zero(
-    parts: MicroBatch, node: Node, given: dict[str, PartValue], layout: SamplePiece
+    parts: MicroBatchBuilder, node: Node, given: dict[str, PartValue], layout: SamplePiece
 ) -> list[PartValue] | None:
     """Return the result of adding a piece to zero, or subtracting it: a sum's first iteration."""
     if node.op not in _SUMS or node.kwargs or len(node.args) > 2:
@@ -326,7 +332,7 @@ def _of_zero(
     if node.kind == "add" or other is second:
         return [_part(pieces[0], given)]
     ref = Ref(_part(pieces[0], given).name)
-    (name,) = parts.once(replace(node, op="aten.neg.default", args=(ref,)), [made])
+    (name,) = parts.add_merged(replace(node, op="aten.neg.default", args=(ref,)), [made])
     return [PartValue(name, layout)]
 
 

@@ -23,7 +23,7 @@ from sbp_aten.passes.whole_batch.layout import (
     part_shape,
     reshaped,
 )
-from sbp_aten.passes.whole_batch.micro_batch import MicroBatch
+from sbp_aten.passes.whole_batch.micro_batch import MicroBatchBuilder
 from sbp_aten.traits import TRAITS, filled_with
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, argument, wrap_dim
@@ -49,7 +49,7 @@ def _single(node: Node, args: tuple[Argument, ...], op: str = "") -> LocalProgra
     return LocalProgram(calls=(LocalCall(op=op or node.op, args=args, kwargs=node.kwargs),))
 
 
-def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
+def as_reshaped(parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return the program of a reshape of samples: the same reshape for the shape of a part."""
     if node.kind not in RESHAPES or not isinstance(given[0].layout, Samples):
         return None
@@ -66,7 +66,7 @@ def as_reshaped(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
     return program, [Ref(given[0].name)], [layout]
 
 
-def in_blocks(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
+def in_blocks(parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return the program that joins blocks of all samples, or separates them again.
 
     cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
@@ -96,7 +96,7 @@ def in_blocks(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Foun
             if size[at] % run or one.layout not in (layout, SAME):
                 return None
             if one.layout == SAME:
-                part = parts.cut(one.name, layout)
+                part = parts.slice_constant(one.name, layout)
                 if part is None:
                     return None
                 refs[index] = Ref(part)
@@ -138,7 +138,7 @@ def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> l
     return [first, last] if first % run == 0 and last % run == 0 and first < last else None
 
 
-def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
+def as_numbered(parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return the program of reading or writing by sample numbers: `x[arange(B), i]`.
 
     A part reads its own samples, numbered from 0.
@@ -173,14 +173,14 @@ def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
         part: str | None = one.name
         at = dims + found[0]
         if name == numbers:
-            part = parts.cut(name, Samples(at), numbers=True)
+            part = parts.slice_constant(name, Samples(at), numbers=True)
         elif name in indices and one.layout == SAME and at >= 0:
             if graph.tensor(name).shape[at] != 1:
-                part = parts.cut(name, Samples(at))
+                part = parts.slice_constant(name, Samples(at))
         elif name in indices and one.layout != SAME and one.layout != Samples(at):
             return None
         elif name == names[0] and one.layout == SAME:
-            part = parts.cut(name, layout)
+            part = parts.slice_constant(name, layout)
         if part is None:
             return None
         refs.append(Ref(part))
@@ -194,7 +194,7 @@ def as_numbered(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Fo
     alike = at < 0 or shape[at] == 1
     part = refs[-1].name
     if given[-1].layout == SAME and not alike:
-        part = parts.cut(part, Samples(at))
+        part = parts.slice_constant(part, Samples(at))
     elif given[-1].layout != (SAME if alike else Samples(at)):
         return None
     if part is None:
@@ -226,7 +226,7 @@ def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bo
     return start == 0 and step == each and graph.tensor(value).shape == (extent,)
 
 
-def _of_bags(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found | None:
+def _of_bags(parts: MicroBatchBuilder, node: Node, given: Sequence[PartValue]) -> Found | None:
     """Return the program of bags with equally many places a sample, or of their gradient."""
     names = parts.graph.tensor_inputs(node)
     shapes = [parts.graph.tensor(name).shape for name in names]
@@ -248,7 +248,7 @@ def _of_bags(parts: MicroBatch, node: Node, given: Sequence[PartValue]) -> Found
         part: str | None = one.name
         if name == offsets:
             numbered = _is_count(parts.graph, name, bags, places // bags)
-            part = parts.cut(name, Samples(0), numbers=True) if numbered else None
+            part = parts.slice_constant(name, Samples(0), numbers=True) if numbered else None
         elif one.layout != (SAME if at in fixed or not prod(shape) else Samples(0)):
             part = None
         if part is None:

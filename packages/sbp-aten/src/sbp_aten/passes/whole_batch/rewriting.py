@@ -184,7 +184,7 @@ class _Rewriting:
         if pieces is not None:
             self.values.update(zip(node.outputs, map(plain, pieces), strict=True))
             return
-        self.parts.as_it_is(node)
+        self.parts.copy_node(node)
         if not node.is_host:
             self.values.update((value, plain(PartValue(value))) for value in node.outputs)
 
@@ -249,7 +249,7 @@ class _Rewriting:
             args=(Ref(self.terms.near(names[0])), made.shape, number),
             kwargs={"dtype": Symbol("dtype", made.dtype)},
         )
-        self.parts.declare(full, made)
+        self.parts.add_constant(full, made)
         self.values[value] = plain(PartValue(value))
 
     def _of_terms(self, node: Node, names: Sequence[str], given: Sequence[Value]) -> None:

@@ -235,7 +235,7 @@ class TermCalls:
             module=like.module,
             source=like.source,
         )
-        self.parts.declare(made, kind)
+        self.parts.add_constant(made, kind)
         self.values[name] = plain(PartValue(name))
         return PartValue(name)
 
@@ -305,7 +305,7 @@ class TermCalls:
         if len(outputs) > 1:
             return None
         made = replace(rename_uses(node, names), name=outputs[0], outputs=outputs)
-        self.parts.declare(made, self.graph.tensor(node.outputs[0]))
+        self.parts.add_constant(made, self.graph.tensor(node.outputs[0]))
         self.values[outputs[0]] = plain(PartValue(outputs[0]))
         return [PartValue(outputs[0])]
 
@@ -345,11 +345,11 @@ class TermCalls:
     def _written(self, node: Node, kind: TensorType, like: PartValue) -> str:
         """Write a node on parts of one layout under a new name, and return the name."""
         if isinstance(like.layout, SamplePiece):
-            return self.parts.once(node, [kind])[0]
+            return self.parts.add_merged(node, [kind])[0]
         name = self.parts.fresh(node.outputs[0])
         node = replace(node, name=name, outputs=(name,))
         if like.layout == SAME:
-            self.parts.declare(node, kind)
+            self.parts.add_constant(node, kind)
             self.values[name] = plain(PartValue(name))
         else:
             self.parts.add(node, [kind])

@@ -43,7 +43,7 @@ def agree(
     texts = gather_texts(
         communicator,
         ranks,
-        _shortened(value),
+        _shorten(value),
         tag=f"agreement on the {what}",
         width_bytes=_WIDTH_BYTES,
         deadline_s=deadline_s,
@@ -67,7 +67,7 @@ def agree(
     )
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a text that fits into `_WIDTH_BYTES`; different texts stay different."""
     data = text.encode()
     if len(data) <= _WIDTH_BYTES:

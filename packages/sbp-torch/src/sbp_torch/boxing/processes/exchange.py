@@ -45,7 +45,7 @@ from sbp_core.boxing import (
     volume,
 )
 from sbp_core.processes import Connections
-from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
+from sbp_torch.boxing.execute import check_shard, detach_shard, fill, reduction_of, torch_dtype
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
@@ -209,7 +209,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         role = self._roles.get(id(step)) or self._new_role(step, shard)
         if shard.shape != role.shape or shard.dtype != role.dtype:
             check_shard(step, self.rank, shard)
-        shard = detached(shard)
+        shard = detach_shard(shard)
         if len(role.ranks) == 1:
             return call, lambda: shard
         with self._connections.pending(call):
@@ -221,7 +221,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """See `Communicator.send`."""
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
-        shard = detached(shard)
+        shard = detach_shard(shard)
         outgoing: dict[int, list[TransferPiece]] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
@@ -264,7 +264,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             if shard is None:
                 raise call.failed("this rank is a sender too, and gave no shard to receive()")
             check_shard(step, self.rank, shard)
-            shard = detached(shard)
+            shard = detach_shard(shard)
         if len(own) == len(mine) == 1 and shard is not None:
             # The result is a slice of the rank's own shard, often without a copy.
             part = shard[own[0].source_slices]

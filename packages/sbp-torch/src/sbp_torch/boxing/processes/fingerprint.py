@@ -165,7 +165,7 @@ class FingerprintedCommunicator(Communicator):
         other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
         if other is not None:
             # Every rank of the group sees all texts, so every rank raises, and none waits.
-            raise self._mismatch({rank: _shown(text) for rank, text in texts.items()})
+            raise self._mismatch({rank: _readable(text) for rank, text in texts.items()})
         result: torch.Tensor = self._communicator.collective(
             step, shard, tag=tag, deadline_s=round(call.left_s, 3), donate=donate
         )
@@ -201,7 +201,7 @@ class FingerprintedCommunicator(Communicator):
         for sender in _others(step, receiver=self.rank):
             theirs = self._await(sender, tag, mine, call)
             if theirs != mine:
-                raise self._mismatch({sender: _shown(theirs), self.rank: _shown(mine)})
+                raise self._mismatch({sender: _readable(theirs), self.rank: _readable(mine)})
         received: torch.Tensor = self._communicator.receive(
             step, shard, tag=tag, deadline_s=round(call.left_s, 3)
         )
@@ -255,13 +255,13 @@ class FingerprintedCommunicator(Communicator):
             )
         except BoxingError as error:
             with log.changed:
-                kept = [_shown(text) for texts in log.unclaimed.values() for text in texts]
+                kept = [_readable(text) for texts in log.unclaimed.values() for text in texts]
             sent = "; ".join(kept) or "nothing else"
             raise BoxingError(
                 error.what,
                 where=(
                     *error.where,
-                    f"rank {self.rank} awaits: {_shown(mine)}",
+                    f"rank {self.rank} awaits: {_readable(mine)}",
                     f"rank {sender} has sent, and nobody has received: {sent}",
                 ),
                 todo=error.todo,
@@ -304,7 +304,7 @@ def _fingerprint(step: BoxingStep, tag: str, count: str) -> str:
     return text.encode()[:_WIDTH_BYTES].decode("utf-8", "ignore")
 
 
-def _shown(fingerprint: str) -> str:
+def _readable(fingerprint: str) -> str:
     """Return the readable part of a fingerprint."""
     return fingerprint[2 * _DIGEST_CHARACTERS :]
 

@@ -106,8 +106,8 @@ class PackedBuffers:
         self._awaits_own = apart
         self.sent_sizes, self.received_sizes = manifest.sent_sizes, manifest.received_sizes
         if apart:
-            self.sent_sizes = _without(self.sent_sizes, place)
-            self.received_sizes = _without(self.received_sizes, place)
+            self.sent_sizes = _with_empty_chunk(self.sent_sizes, place)
+            self.received_sizes = _with_empty_chunk(self.received_sizes, place)
         if manifest.packed or whole:
             self.sent = _flat(shard.contiguous(), manifest.others_out if apart else None)
         else:
@@ -135,7 +135,7 @@ class PackedBuffers:
     def result(self) -> torch.Tensor:
         """Return the rank's part under `step.target`, after all chunks are received."""
         if self._result is None:
-            return self._reduced()
+            return self._reduce()
         if self._awaits_own:
             self.keep_own()
         if not self._manifest.unpacked:
@@ -163,7 +163,7 @@ class PackedBuffers:
                 pieces.append((piece, chunk.view(shape)))
         return pieces
 
-    def _reduced(self) -> torch.Tensor:
+    def _reduce(self) -> torch.Tensor:
         """Return the reduction, in the order of the group."""
         shape, addends = self._manifest.shape, [part for _, part in self._pieces()]
         if self._keeps_own and len(addends) == 2:
@@ -182,6 +182,6 @@ def _flat(values: torch.Tensor, where: tuple[int, int] | None) -> torch.Tensor:
     return flat if where is None else flat.narrow(0, where[0], where[1] - where[0])
 
 
-def _without(sizes: tuple[int, ...], place: int) -> tuple[int, ...]:
+def _with_empty_chunk(sizes: tuple[int, ...], place: int) -> tuple[int, ...]:
     """Return sizes of chunks with size 0 at one place."""
     return (*sizes[:place], 0, *sizes[place + 1 :])

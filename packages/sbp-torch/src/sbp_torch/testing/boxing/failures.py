@@ -52,7 +52,7 @@ def message(sender: int, receiver: int) -> BoxingStep:
     return one_step(B, B, [sender], [receiver])
 
 
-def told(call: Callable[[], object]) -> Told:
+def catch(call: Callable[[], object]) -> Told:
     """Return the message of the `BoxingError` that a call raises, and the duration of the call."""
     start, said = time.monotonic(), ""
     try:
@@ -84,7 +84,7 @@ def miss_a_sum(
     if rank == missing:
         time.sleep(2 * waits_s)
         return "", 0.0
-    return told(partial(communicator.collective, step, values, tag="lost", deadline_s=waits_s))
+    return catch(partial(communicator.collective, step, values, tag="lost", deadline_s=waits_s))
 
 
 def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
@@ -92,7 +92,7 @@ def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, dev
     if rank == 0:
         time.sleep(2 * waits_s)
         return "", 0.0
-    return told(partial(communicator.receive, message(0, 1), None, tag="lost", deadline_s=waits_s))
+    return catch(partial(communicator.receive, message(0, 1), None, tag="lost", deadline_s=waits_s))
 
 
 def await_delivery(
@@ -118,7 +118,7 @@ def miss_a_delivery(rank: int, communicator: Communicator, *, waits_s: float, de
         time.sleep(2 * waits_s)
         return "", 0.0
     step, values = message(0, 1), ones(device)
-    return told(lambda: communicator.send(step, values, tag="lost", deadline_s=waits_s).wait())
+    return catch(lambda: communicator.send(step, values, tag="lost", deadline_s=waits_s).wait())
 
 
 def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
@@ -131,7 +131,7 @@ def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, devi
     if rank != 3:
         time.sleep(2 * waits_s)
         return "", 0.0
-    return told(partial(communicator.receive, step, None, tag="lost", deadline_s=waits_s))
+    return catch(partial(communicator.receive, step, None, tag="lost", deadline_s=waits_s))
 
 
 def give_wrong_shard(
@@ -143,7 +143,7 @@ def give_wrong_shard(
         The error message of the first call, and whether the second result is right.
     """
     call = partial(communicator.collective, sum_over(0, 1), tag="odd", deadline_s=deadline_s)
-    said, _ = told(partial(call, ones(device).reshape(2, 4)))
+    said, _ = catch(partial(call, ones(device).reshape(2, 4)))
     return said, torch.equal(call(ones(device)), 2 * ones(device))
 
 
@@ -193,10 +193,10 @@ def fail_while_waiting(
             message(0, 1), None, tag="elsewhere", deadline_s=deadline_s
         )
         time.sleep(0.1)
-        return told(pending.wait)
+        return catch(pending.wait)
     timer = threading.Timer(0.3, backend.fail, (ArithmeticError(REASON),))
     timer.start()
-    answer = told(
+    answer = catch(
         partial(
             communicator.collective,
             sum_over(0, 1),
@@ -221,7 +221,7 @@ def use_after_the_end(
     backend.close()
     there, back = message(rank, 1 - rank), message(1 - rank, rank)
     return [
-        told(partial(call, tag="late", deadline_s=deadline_s))
+        catch(partial(call, tag="late", deadline_s=deadline_s))
         for call in (
             partial(communicator.collective, sum_over(0, 1), ones(device)),
             partial(communicator.send, there, ones(device)),
@@ -273,4 +273,4 @@ def hold_after_the_end(
 
 def ask_for_others(rank: int, backend: BoxingBackend) -> Told:
     """Request the communicator of a rank that does not exist; return the error."""
-    return told(partial(backend.communicator, 1000 + rank))
+    return catch(partial(backend.communicator, 1000 + rank))

@@ -255,8 +255,8 @@ def _collectives(
             continue
         rest = product(others, repeat=mesh.num_axes - count)
         kinds: dict[_Pair, StepKind] = {}
-        for kept, (kind, before, after) in product(rest, list(_changed(count))):
-            source, target = _woven(mesh, axes, before, kept), _woven(mesh, axes, after, kept)
+        for kept, (kind, before, after) in product(rest, list(_entry_changes(count))):
+            source, target = _weave(mesh, axes, before, kept), _weave(mesh, axes, after, kept)
             if _is_legal(source, axes):
                 kinds[(mesh, source), (mesh, target)] = kind
         for case in spread(kinds, shapes, dtypes):
@@ -265,7 +265,7 @@ def _collectives(
                 yield made
 
 
-def _changed(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tuple[Sbp, ...]]]:
+def _entry_changes(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tuple[Sbp, ...]]]:
     """Yield each collective on `count` axes: kind, entries before, entries after."""
     splits = list(product((S(0), S(1)), repeat=count))
     whole: tuple[Sbp, ...] = (B,) * count
@@ -281,7 +281,7 @@ def _changed(count: int) -> Iterator[tuple[StepKind, tuple[Sbp, ...], tuple[Sbp,
                 yield StepKind.ALL_TO_ALL, before, after
 
 
-def _woven(
+def _weave(
     mesh: Placement, axes: Sequence[int], changed: Sequence[Sbp], kept: Sequence[Sbp]
 ) -> NdSbp:
     """Return the nd-SBP with entries `changed` on `axes`, and `kept` on the other axes."""

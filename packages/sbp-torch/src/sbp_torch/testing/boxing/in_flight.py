@@ -11,7 +11,7 @@ import torch
 from sbp_core.boxing import StepKind
 from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.convert import BoxingTrial
-from sbp_torch.testing.boxing.failures import Told, ones, sum_over, told
+from sbp_torch.testing.boxing.failures import Told, catch, ones, sum_over
 from sbp_torch.testing.boxing.values import source_shard, target_shard
 
 if TYPE_CHECKING:
@@ -96,4 +96,4 @@ def compute_while_others_wait(
             time.sleep(1.5 * waits_s)
         pending.wait()
 
-    return told(begin_and_wait)
+    return catch(begin_and_wait)

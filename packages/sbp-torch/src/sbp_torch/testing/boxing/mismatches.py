@@ -15,7 +15,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.processes.agreement import agree
 from sbp_torch.boxing.processes.fingerprint import FingerprintedCommunicator
-from sbp_torch.testing.boxing.failures import SHAPE, message, sum_over, told
+from sbp_torch.testing.boxing.failures import SHAPE, catch, message, sum_over
 
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingBackend, Communicator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MISMATCHES = {"tag": "'loss'", "dtype": "float64[4, 2]", "kind": "all-gather"}
 
 
-def _converted(before: str, after: str, dtype: str) -> BoxingStep:
+def _only_step(before: str, after: str, dtype: str) -> BoxingStep:
     """Return the only step that converts a tensor on ranks 0 and 1."""
     mesh = Placement([0, 1], ("x",))
     ends = (mesh, NdSbp.parse(before)), (mesh, NdSbp.parse(after))
@@ -46,10 +46,10 @@ def differ_in_a_collective(
     if rank == 1 and other == "tag":
         tag = "loss"
     elif rank == 1 and other == "dtype":
-        step, shard = _converted("P", "B", "float64"), shard.double()
+        step, shard = _only_step("P", "B", "float64"), shard.double()
     elif rank == 1 and other == "kind":
-        step, shard = _converted("S(0)", "B", "float32"), shard[:2]
-    return told(partial(end.collective, step, shard, tag=tag, deadline_s=deadline_s))[0]
+        step, shard = _only_step("S(0)", "B", "float32"), shard[:2]
+    return catch(partial(end.collective, step, shard, tag=tag, deadline_s=deadline_s))[0]
 
 
 def differ_in_a_message(
@@ -65,7 +65,7 @@ def differ_in_a_message(
         ends = tuple((Placement([place], ("x",)), NdSbp.parse("B")) for place in (0, 1))
         (step,) = route(SHAPE, "int32", *ends).steps
         call = partial(end.receive, step, None, tag="activations")
-    return told(partial(call, deadline_s=deadline_s))[0]
+    return catch(partial(call, deadline_s=deadline_s))[0]
 
 
 def agree_on_messages(
@@ -87,4 +87,4 @@ def agree_on_messages(
 def have_another_plan(rank: int, communicator: Communicator, *, deadline_s: float) -> str:
     """Compare plans of three ranks, of which the last one differs; return the error message."""
     plan = "c3d4" if rank == 2 else "a1b2"
-    return told(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s))[0]
+    return catch(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s))[0]

@@ -1,4 +1,4 @@
-"""Helpers to prove by execution that two graphs are equal: float64 graphs, run times, comparison.
+"""Graphs and values in double precision: conversion, and comparison of results.
 
 before: y = mm(x, w): bfloat16[2, 3];  z = _to_copy(y, dtype=float32)
 after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)
@@ -11,19 +11,15 @@ also if the run would draw them for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sbp_core.errors import SbpError
-from sbp_core.graph import Argument, LogicalGraph, Node, Symbol, TensorType
-from sbp_core.signatures import OpCall, work_flop
+from sbp_core.graph import Argument, LogicalGraph, Symbol, TensorType
 
 #: dtype -> dtype in double precision.
-WIDE = {
+DOUBLE = {
     "float16": "float64",
     "bfloat16": "float64",
     "float32": "float64",
@@ -40,11 +36,11 @@ _RESHAPE = "aten.reshape.default"
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
-def widened(graph: LogicalGraph) -> LogicalGraph:
+def graph_to_double(graph: LogicalGraph) -> LogicalGraph:
     """Return the graph in float64, for the CPU."""
     types = {
-        name: replace(kind, dtype=WIDE[kind.dtype])
-        if isinstance(kind, TensorType) and kind.dtype in WIDE
+        name: replace(kind, dtype=DOUBLE[kind.dtype])
+        if isinstance(kind, TensorType) and kind.dtype in DOUBLE
         else kind
         for name, kind in graph.types.items()
     }
@@ -67,37 +63,11 @@ def widened(graph: LogicalGraph) -> LogicalGraph:
 def _wide_argument(argument: Argument) -> Argument:
     if isinstance(argument, Symbol):
         if argument.kind == "dtype":
-            return Symbol("dtype", WIDE.get(argument.name, argument.name))
+            return Symbol("dtype", DOUBLE.get(argument.name, argument.name))
         return Symbol("device", "cpu") if argument.kind == "device" else argument
     if isinstance(argument, tuple):
         return tuple(map(_wide_argument, argument))
     return argument
-
-
-#: Rates of one server core in double precision, in flop/s and bytes/s; and seconds of a call.
-#: Only orders of magnitude: a proof has to know whether something takes a second or an hour.
-_FLOP_PER_S = 10e9
-_BYTES_PER_S = 0.5e9
-_CALL_S = 20e-6
-
-
-def run_s(graph: LogicalGraph, nodes: Iterable[Node]) -> float:
-    """Return the estimated seconds of some nodes of a graph in one step of all micro-batches."""
-    total_s = 0.0
-    for node in nodes:
-        each_s = _CALL_S
-        if not node.is_host and "view" not in node.tags:
-            kinds = [graph.types[name] for name in (*node.inputs(), *node.outputs)]
-            each_s += bytes_s(sum(one.size_bytes for one in kinds if isinstance(one, TensorType)))
-            with suppress(SbpError):
-                each_s += work_flop(OpCall.of(graph, node)) / _FLOP_PER_S
-        total_s += graph.repetitions[node.rate] * each_s
-    return total_s
-
-
-def bytes_s(num_bytes: int) -> float:
-    """Return the estimated seconds to read or write some bytes."""
-    return num_bytes / _BYTES_PER_S
 
 
 #: Tolerance relative to the largest element. Another order of summation causes a millionth of it.
@@ -114,7 +84,7 @@ def largest(value: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def wide(value: Tensor) -> Tensor:
+def to_double(value: Tensor) -> Tensor:
     """Return a value in double precision."""
     return value.to(torch.complex128 if value.dtype.is_complex else torch.float64)
 
@@ -134,7 +104,7 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
         return 0.0 if bool((wanted == found).all()) else float("inf")
-    wanted, found = wide(wanted), wide(found)
+    wanted, found = to_double(wanted), to_double(found)
     same = (wanted == found) | (wanted.isnan() & found.isnan())
     if bool(same.all()):
         return 0.0

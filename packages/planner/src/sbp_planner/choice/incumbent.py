@@ -1,4 +1,4 @@
-"""The best assignment and bound so far, and reduced problems that contribute assignments."""
+"""The incumbent of a search: the best assignment and the best lower bound so far."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-from sbp_planner.choice.compact import Mask, compacted
-from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
-from sbp_planner.choice.reduce import reduce_further
-from sbp_planner.choice.reduced_graph import Graph
+from sbp_planner.choice.problem import ChoiceProblem, evaluate
 
 #: Part of the time, and most seconds, that are reserved for finishing.
 _RESERVE_PART = 0.06
@@ -22,7 +19,7 @@ _RESERVE_S = 4.0
 Progress = Callable[[float, float, float], None]
 
 #: Called with each better assignment, the strategy index of each node.
-Keep = Callable[[Sequence[int]], None]
+OnBetter = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,7 @@ class Record:
         time_limit_s: float,
         gap: float,
         progress: Progress | None,
-        keep: Keep | None = None,
+        keep: OnBetter | None = None,
     ) -> None:
         self.problem = problem
         self.began = time.monotonic()
@@ -84,7 +81,7 @@ class Record:
         self.proved = False
         tables = [table.ravel() for table in (*problem.costs, *problem.edge_costs)]
         every = np.concatenate(tables) if tables else np.zeros(0)
-        self.whole = bool((every[every < inf] % 1 == 0).all())
+        self.has_integer_costs = bool((every[every < inf] % 1 == 0).all())
 
     @property
     def done(self) -> bool:
@@ -115,7 +112,7 @@ class Record:
 
     def raise_bound(self, bound: float) -> None:
         """Keep a bound if it is higher than the one so far."""
-        if self.whole and isfinite(bound):
+        if self.has_integer_costs and isfinite(bound):
             # The cost is a whole number, so the bound is at least the next one.
             bound = float(ceil(bound - 1e-9 * max(1.0, abs(bound))))
         if bound > self.bound:
@@ -140,42 +137,3 @@ class Record:
             proved=self.proved,
             seconds=time.monotonic() - self.began,
         )
-
-
-class RemainingProblem:
-    """The problem after some reductions, and the way back to the original problem."""
-
-    def __init__(self, graph: Graph, record: Record) -> None:
-        self.graph = graph
-        self.record = record
-        self.compact, self.nodes = compacted(graph)
-        self.num_pairs = self.compact.num_arcs
-
-    def offer(self, values: Ints) -> None:
-        """Offer an assignment of this problem to the record, if it may be better."""
-        compact = self.compact
-        if compact.total(values) < self.record.cost and compact.fits(values):
-            chosen = dict(zip(self.nodes, values.tolist(), strict=True))
-            self.record.offer(self.graph.extend(chosen))
-
-    def projected(self, assignment: Sequence[int] | None) -> Ints | None:
-        """Return an assignment of the reduced problem, if it has all the strategies and fits."""
-        values = {} if assignment is None else self.graph.project(assignment)
-        if any(node not in values for node in self.nodes):
-            return None
-        found = np.array([values[node] for node in self.nodes], dtype=np.int64)
-        allowed = self.compact.total(found) < inf and self.compact.fits(found)
-        return found if allowed else None
-
-    def pruned(
-        self, strategies: list[Mask], pairs: list[Mask], deadline: float
-    ) -> RemainingProblem:
-        """Return the problem with some strategies and pairs only.
-
-        Raises:
-            NothingAllowedError: If no assignment remains.
-        """
-        by_node = dict(zip(self.nodes, strategies, strict=True))
-        edges = ((self.nodes[u], self.nodes[v]) for u, v in self.compact.edges)
-        by_edge = dict(zip(edges, pairs, strict=True))
-        return RemainingProblem(reduce_further(self.graph, by_node, by_edge, deadline), self.record)

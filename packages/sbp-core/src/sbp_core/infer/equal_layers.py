@@ -48,7 +48,7 @@ class EqualLayers:
     values: tuple[tuple[str, int], ...]
 
 
-def equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
+def find_equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
     """Return the parts of a step that are equal whenever their decisions are equal.
 
     Args:

@@ -9,7 +9,7 @@ from test_rows import _bytes_without_commit, found_plan
 
 from sbp_core.cluster import LinkLevel
 from sbp_core.memory import MemoryReport
-from sbp_launch.explaining.compare import figures_of, traffic
+from sbp_launch.explaining.plan_figures import figures_of, traffic
 
 
 @pytest.mark.parametrize("name", ["replicated", "sharded", "pipeline"])
