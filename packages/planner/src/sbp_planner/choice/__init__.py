@@ -3,9 +3,9 @@
 In the order of their use: `problem` (the choices and their cost), `reduced_graph` and `reduce`
 (exact reductions), `compact` (the reduced problem), `program` (the integer program), `incumbent`
 (the best result so far), `solver` (all of these together, elimination of narrow graphs, and the
-search of `large`). `chain` solves chains and knapsacks exactly. For tables over any number of nodes,
-without memory, `prove` proves an assignment by `moved_costs` and elimination. `iopddl` has the
-files of a contest, and random problems.
+search of `large`). `chain` solves chains and knapsacks exactly. For tables over any number of
+nodes, without memory, `prove` proves an assignment by `moved_costs` and elimination. `iopddl` has
+the files of a contest, and random problems.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain

@@ -2,7 +2,7 @@
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 
-`sbp_core.infer.colour_refinement` finds equal nodes. A step that was posed with its equal layers as
+`sbp_core.infer.equal_layers` finds equal nodes. A step that was posed with its equal layers as
 one (`joint_problem(tied=True)`) has little left to tie. A step that was posed layer by layer is
 tied here, with the same meaning and cost.
 """
