@@ -158,6 +158,15 @@ def test_gpipe_lets_all_micro_batches_be_in_flight():
     assert strategy.report["pipeline"] == "gpipe"
 
 
+@pytest.mark.parametrize("name", ["data_parallel", "zero"])
+def test_without_a_pipeline_one_micro_batch_is_in_flight(name: str) -> None:
+    graph = mlp((4, 4, 4), num_micro_batches=4)
+
+    strategy = preset(name).plan(replace(request((2,), ("data",)), graph=graph))
+
+    assert strategy.in_flight == (1,)
+
+
 def test_a_schedule_of_chunks_gives_each_position_several_stages():
     graph = mlp((4, 4, 4, 4, 4), num_micro_batches=4)
     asked = replace(request((2,), ("pipe",)), graph=graph)

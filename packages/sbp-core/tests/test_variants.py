@@ -62,8 +62,15 @@ def test_a_request_without_a_family_is_its_only_variant() -> None:
     assert list(requests_of(asked, with_count)) == [(asked, None)]
 
 
-def test_where_no_variant_can_be_made_the_first_error_is_raised() -> None:
+def counted_first(family: GraphFamily, count: int) -> list[GraphVariant]:
+    found = with_count(family, count)
+    family.graph(found[0])
+    return found
+
+
+@pytest.mark.parametrize("variants", [with_count, counted_first])
+def test_where_no_variant_can_be_made_the_first_error_is_raised(variants) -> None:
     family = Family(micro_batches=(2, 4), missing=frozenset({2, 4}))
 
     with pytest.raises(PlanError, match="no step of 2 micro-batches"):
-        counts(family)
+        list(requests_of(request(family), variants))
