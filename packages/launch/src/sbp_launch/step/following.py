@@ -20,7 +20,7 @@ from sbp_launch.planning.unchanged import check_unchanged
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.training import Training
 from sbp_torch.graph_capture import NumberPlace
-from sbp_torch.guards import ChangedValue, Guard, modules_in_eval_mode
+from sbp_torch.guards import ANEW, ChangedValue, Guard, modules_in_eval_mode
 
 
 class Following:
@@ -94,25 +94,24 @@ class Following:
         else:
             changes = self._evaluated.changes(training=False)
         if any(one.is_structure for one in changes):
-            raise refusal([one for one in changes if one.is_structure])
+            raise self.refusal([one for one in changes if one.is_structure])
         if changes:
             self._evaluated.renew()
         return bool(changes)
 
+    def refusal(self, changes: Sequence[ChangedValue], problem: str = "") -> RunError:
+        """Return the error for a program that has changed and cannot be followed.
 
-def refusal(changes: Sequence[ChangedValue], problem: str = "") -> RunError:
-    """Return the error for a program that has changed and cannot be followed.
-
-    Args:
-        changes: The values that have changed.
-        problem: Why there is no form for the changed program.
-    """
-    first, more = changes[0], len(changes) - 1
-    also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""
-    return RunError(
-        f"{first.what}: it is another step now{also}",
-        where=(first.where, problem) if problem else first.where,
-        accepted="changes with which the step can be captured again, but of modules and "
-        "parameters; weights, buffers, states of the optimizer, learning rates",
-        todo=first.todo,
-    )
+        Args:
+            changes: The values that have changed.
+            problem: Why there is no form for the changed program.
+        """
+        first, more = changes[0], len(changes) - 1
+        also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""
+        return RunError(
+            f"{first.what}: it is another step now{also}",
+            where=(first.where, problem) if problem else first.where,
+            accepted="changes with which the step can be captured again, but of modules and "
+            "parameters; weights, buffers, states of the optimizer, learning rates",
+            todo=first.todo.replace(ANEW, self._program.anew),
+        )

@@ -28,7 +28,7 @@ from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.planning.flow import Captured, Planned
 from sbp_launch.planning.shared_states import plan_form
 from sbp_launch.step.engine import Engine
-from sbp_launch.step.following import Following, refusal
+from sbp_launch.step.following import Following
 from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.training import Training
@@ -220,7 +220,7 @@ class Forms:
             check_modes()
             changes = self._following.changes()
             if structure := [one for one in changes if one.is_structure]:
-                raise refusal(structure)
+                raise self._following.refusal(structure)
             written = self._following.take_over(self._training)
             form = self._find(batch, changes)
             if not changes and self._unseen.is_due():
@@ -278,7 +278,7 @@ class Forms:
             raise
         except SbpError as error:
             if changes and not self._is_other_shape(shapes):
-                raise refusal(changes, error.what) from error
+                raise self._following.refusal(changes, error.what) from error
             raise
         if changes or numbers != self._numbers.places:
             self._following.accept(self._numbers.places.values())

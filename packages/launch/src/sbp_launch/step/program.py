@@ -14,6 +14,7 @@ from sbp_core.errors import SbpValueError, unknown_name
 from sbp_launch.step.argument_types import check_loss, check_model, check_optimizer
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.graph_capture import VELOCITY, SampleDims, UpdateOptions, initial_states
+from sbp_torch.guards import ANEW
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
 
@@ -32,6 +33,7 @@ class OneDeviceProgram:
         update: Operations that happen once a step in addition to the optimizer.
         deferred: Makes the states of a deferred model.
         samples: The dims of the samples in the batches that `loss` takes.
+        anew: Advice, for messages: how to train on after a change that cannot be followed.
 
     Raises:
         ConfigError: an argument has the wrong type.
@@ -44,6 +46,7 @@ class OneDeviceProgram:
     update: UpdateOptions
     deferred: DeferredModel | None = None
     samples: SampleDims = field(default_factory=SampleDims)
+    anew: str = ANEW
 
     def __post_init__(self) -> None:
         check_model(self.model)

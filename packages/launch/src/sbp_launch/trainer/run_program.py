@@ -99,6 +99,7 @@ class RunProgram:
             optimizer=self.optimizer,
             update=self.update,
             deferred=self.made,
+            anew="start another run with trainer.init_from=RUN, with the program as it is now",
         )
 
     def cursor(self, split: str = "train") -> DataCursor:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from sbp_torch.guards.program import Guard
 from sbp_torch.guards.reads import modules_in_eval_mode
-from sbp_torch.guards.recorded_values import ChangedValue
+from sbp_torch.guards.recorded_values import ANEW, ChangedValue
 from sbp_torch.guards.states import ConnectedStates, connected_elsewhere
 
 __all__ = [
+    "ANEW",
     "ChangedValue",
     "ConnectedStates",
     "Guard",

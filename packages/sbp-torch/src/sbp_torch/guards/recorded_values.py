@@ -30,11 +30,8 @@ from sbp_torch.guards.connected import OWNER, Connected, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-#: Containers with more entries are compared at both ends only.
-MOST_ENTRIES = 10_000
-
-#: Entries at each end.
-_END = 2_000
+#: Containers with more entries are compared at both ends only; entries at each end.
+MOST_ENTRIES, _END = 10_000, 2_000
 
 ANEW = (
     "go on with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
