@@ -1,12 +1,11 @@
-"""The planner `propagate`: for any model, the fastest of a few sets of pins.
+"""The planner `propagate`: try a few sets of pins, and take the fastest plan that fits.
 
-Sharding propagation decides all tensors that are not pinned, one mesh axis after the other, at
-least predicted cost. The pins matter more than the propagation. For transformers, whose layers keep
-samples apart, the fastest plan needs all activations pinned to the sample dim. Where layers mix
-samples (batch norms) or are small, it needs only the batch pinned. So a few sets of pins are tried.
-The planner propagates and compiles each set. Of the plans that fit the memory of a rank, it takes
-the one with the shortest predicted step. One set shards the states, which needs the least memory.
-The planner searches no further for memory: `ilp` and `osdp` do that.
+A pin fixes how some tensors are split, such as the batch along its samples. Sharding propagation
+decides all other tensors, one mesh axis after the other, at least predicted cost. The pins matter
+more than the propagation. For transformers, whose layers keep samples apart, the fastest plan needs
+all activations pinned to the sample dim. Where layers mix samples (batch norms) or are small, it
+needs only the batch pinned. So a few sets of pins are tried, each propagated and compiled. The set
+that also shards the states needs the least memory. `ilp` and `osdp` search further for memory.
 """
 
 from __future__ import annotations

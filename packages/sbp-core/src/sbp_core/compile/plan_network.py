@@ -1,4 +1,7 @@
-"""The network of a plan, on which `sbp_core.dataflow` analyses steps that follow each other.
+"""Translate a plan to a synchronous dataflow network, to explain deadlocks and to time steps.
+
+`sbp_core.dataflow` analyses the network. A quota is the most values that a register or channel may
+hold, a filling is one of them, and the flight of a collective runs while its threads continue.
 
     plan                                   network; an iteration is a step
     actor                                  actor of that duration
@@ -13,10 +16,7 @@
     order of a thread                      order of a processor
 
 Ranks that do the same are one rank of the network (`symmetry`), and results hold for all of them.
-Each wait of a rank is a wait of its class, and each wait of a class is one of all its ranks. So a
-cycle of waits among all ranks is a cycle of classes. Conversely, a walk back along a cycle of
-classes never ends among all ranks, which are finitely many, so it closes there with the same times
-and delays for each round.
+A cycle of waits among ranks is one of classes, and conversely, as there are finitely many ranks.
 
 A step begins on a rank when the step before it has finished there, on all its threads and links.
 Ranks that are processes wait for each other only at registers and channels. So the network shows

@@ -1,4 +1,4 @@
-"""Ranks that do the same: a plan folded to one rank of each class.
+"""Fold a plan to one rank of each class of equal ranks, so that large plans are analysed fast.
 
     ranks   0 1 2 3 | 4 5 6 7        two stages, in each four ranks that split a batch
     folded  0       | 4              one of each; `stands_for` maps every rank to its representative

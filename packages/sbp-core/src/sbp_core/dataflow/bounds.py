@@ -1,24 +1,24 @@
-"""Exact memory bounds: the most memory of a live network over all executions, for any durations.
+"""The most memory that a dataflow network can need, whatever the durations of its actors.
 
-Let s[f] and e[f] count how often a firing f of the iteration has started and ended. The reachable
+`memory_bound` takes a network without deadlock. It bounds a plan for all timings of its ranks.
+
+Let s[f] and e[f] count how often a firing f of one iteration has started and ended. The reachable
 counts are described by inequalities between two of them, each with a whole number:
 
     e[f] <= s[f]                      a firing ends after it starts
     s[g] <= e[f] + delay              g waits for f
     s[f] <= s[f'], e[f] <= e[f']      firings of an actor, f' before f, begin and end in turn
 
-    theorem    in a live marked graph all counts that satisfy them are reached by some execution
-               (Commoner et al. 1971; Murata, "Petri Nets", Proc. IEEE 77(4), 1989, sect. VI).
+    theorem    in a live marked graph all counts that satisfy these inequalities are reached by some
+               execution (Commoner et al. 1971; Murata, "Petri Nets", Proc. IEEE 77(4), 1989, VI)
 
 The bytes of the live tokens are a linear function of the counts: initial tokens, plus tokens of
 started firings, minus tokens read in ended firings. Maximising it under difference constraints is
 the dual of a minimum-cost flow: each ending firing supplies the bytes that it frees, each starting
 firing demands the bytes that it makes, and bytes flow along the inequalities at a cost of `delay`.
 So the peak is the cost of the flow, and the node potentials are counts at which it is reached. For
-one edge, by Commoner et al., its most tokens are the fewest on a cycle through it.
-
-The flow is found by successive shortest paths. With n firings this takes about n searches, so it is
-for networks of thousands of firings, not of millions.
+one edge, by Commoner et al., its most tokens are the fewest on a cycle through it. The flow is
+found by successive shortest paths, about one for each firing: for thousands of firings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A strategy as the step that it decides, and that step decided again on the same stages."""
+"""Change signatures and storage of a strategy on its own stages; for `nearby` and `one_axis`."""
 
 from __future__ import annotations
 

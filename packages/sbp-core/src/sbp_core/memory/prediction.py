@@ -1,10 +1,10 @@
-"""Prediction of the exact memory of a plan, which memory limits are compared with.
+"""Predict the memory of each rank of a plan; planning compares it with the memory limit.
 
-It also estimates buffers of transports. Ranks that are threads pass shards by reference and need no
-buffers. A process packs the values that it sends and receives packed buffers
-(`sbp_torch.boxing.processes`). Their size follows from the boxing step, so it is added to each
-firing of a boxing actor. A sent value stays packed until it is received, which `lifetime` counts as
-the shard itself. A receive that is started ahead of its firing occupies memory from its start on.
+Memory of tensors is exact: the peak over their lifetimes (`lifetime`). If ranks are processes, an
+upper estimate of transport buffers is added to each run of a boxing actor (a collective, a send or
+a receive), because a process packs values to send them. A sent value stays packed until it is
+received; `lifetime` counts it as the shard. A receive that is started early needs memory from its
+start on. Ranks that are threads pass shards by reference, without buffers.
 """
 
 from __future__ import annotations

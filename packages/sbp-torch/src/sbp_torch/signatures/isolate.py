@@ -37,7 +37,7 @@ MEMORY_BYTES = 16 << 30
 #: The format of the length before each result.
 _LENGTH = struct.Struct("!Q")
 
-#: The factor of its time limit after which a trial ends itself if its parent has died.
+#: Seconds after its time limit at which a trial ends itself, if its parent has died.
 _GRACE_S = 5.0
 
 

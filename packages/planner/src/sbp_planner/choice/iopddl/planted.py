@@ -1,14 +1,15 @@
-"""Random choice problems of many structures, each with an assignment that is allowed and fits.
+"""Random choice problems to test and time the solver; each has a known assignment that fits.
+
+A choice problem gives each node a strategy at the least cost, within a memory limit at all times.
 
     edges       a chain, and from each node some more to nodes before it: near ones (`reach`), any
                 ones (random graphs of large treewidth), or the mirrored one (skips of a U-Net)
-    memory      a node lives at least until its last reader; some live until their mirrored node,
-                like values for a backward pass
+    memory      a node lives until its last reader or longer, like values for a backward pass
     ballast     nodes of one strategy that fill the room between the limit and the memory of the
                 planted assignment, so that memory is as tight at every time as at the peak
 
-A strategy is a split: usually, the more ways, the fewer bytes, and the higher the cost. An edge
-costs nothing between equal splits. The problems have the structure, not the figures, of any model.
+Usually, the more ways a strategy splits, the fewer bytes, and the higher the cost. An edge costs
+nothing between equal splits. The problems have the structure, not the figures, of any model.
 """
 
 from __future__ import annotations
