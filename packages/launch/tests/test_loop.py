@@ -337,7 +337,6 @@ def test_what_a_callback_raises_ends_the_run_with_its_states_saved(
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
 
 
-@pytest.mark.slow
 def test_a_model_that_is_changed_while_it_trains_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
