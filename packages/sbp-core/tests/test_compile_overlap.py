@@ -110,6 +110,32 @@ def test_parameters_are_gathered_no_further_ahead_than_asked() -> None:
         assert max(seen - at for at, seen in enumerate(ahead, 1)) <= prefetch
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("in_flight", [(1,), (4,), (2, 1), (4, 4)])
+def test_a_stage_that_waits_gathers_no_further_ahead_than_asked(
+    in_flight: tuple[int, ...], prefetch: int
+) -> None:
+    graph, stages = mlp((64,) * 9, batch=64, num_micro_batches=4), len(in_flight)
+    pins = {**_PINS, "parameters": "S(0)", "gradients": "S(0)", "updates": "S(0)"}
+    mesh = Placement.grid((stages, 2), ("pipe", "data"))
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
+    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=in_flight)
+    plan = compile_plan(graph, strategy, CompileOptions(bucket_bytes=0, prefetch=prefetch))
+
+    check(plan)
+    for part in plan.ranks:
+        users = {register.producer: register.consumers for register in part.registers}
+        alive: set[tuple[str, int]] = set()
+        most = 0
+        for name, index in part.orders["compute"]:
+            alive -= {entry for entry in alive if entry[1] == index and name in users[entry[0]]}
+            if name.endswith(("!forward", "!backward")):
+                alive.add((name, index))
+            most = max(most, len(alive))
+        # That of the segment that fires next, and those for the segments after the wait.
+        assert 1 <= most <= 2 + (prefetch if stages > 1 else 0)
+
+
 def test_an_update_that_only_reads_states_does_not_begin_with_the_step() -> None:
     pins = {"batch": "S(0)", "parameters": "B", "optimizer_states": "S(0)", "updates": "S(0)"}
 

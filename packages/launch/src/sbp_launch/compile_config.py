@@ -30,8 +30,8 @@ class CompileConfig:
             computing.
         bucket_bytes: Largest flat buffer in bytes in which small gradients, or parameters of a
             block, are sent together; 0 for none; null to choose it by predicted cost.
-        prefetch: With overlap or a boxing thread, how many segments before its use a parameter is
-            gathered.
+        prefetch: With overlap, a boxing thread or a pipeline, how many segments before its use a
+            parameter is gathered.
         in_place_states: Whether updates overwrite the states, once forward and backward have
             succeeded on every rank. Otherwise new values are kept separately during the step.
         input_gradients_first: In a pipeline, gradients that another stage waits for are computed

@@ -85,16 +85,8 @@ def _route(
     for placement, sbp in (source, target):
         check_sbp(shape, sbp, placement.mesh_shape)
         check_reductions(dtype, sbp)
-    steps: tuple[BoxingStep, ...] = ()
-    if source != target:
-        steps = _steps(shape, dtype, source, target, fewest_between)
-    return Route(shape=shape, dtype=dtype, source=source, target=target, steps=steps)
-
-
-def _steps(
-    shape: tuple[int, ...], dtype: str, source: State, target: State, fewest_between: bool
-) -> tuple[BoxingStep, ...]:
-    """Return the steps of the best path between two different states."""
+    if source == target:
+        return Route(shape=shape, dtype=dtype, source=source, target=target, steps=())
     problem, naming = pose_problem(shape, source, target)
     steps: list[BoxingStep] = []
     state = source
@@ -113,7 +105,7 @@ def _steps(
             )
         )
         state = after
-    return tuple(steps)
+    return Route(shape=shape, dtype=dtype, source=source, target=target, steps=tuple(steps))
 
 
 @lru_cache(maxsize=65536)

@@ -129,17 +129,29 @@ def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rat
 
 
 def prefetch_registers(
-    program: LoweredProgram, actors: Sequence[Actor], prefetch: int
+    program: LoweredProgram, actors: Sequence[Actor], prefetch: int, *, overlaps: bool
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    Boxing in parallel with compute would gather all of them at once. So each gather, or the packing
-    for it, takes a token of the segment that is `prefetch + 1` segments before the first user of
-    its result.
+    Boxing in parallel with compute would gather all of them at once. So would a stage without such
+    boxing while it waits: for another stage, or for a backward phase that gives back credits. So
+    each gather, or the packing for it, takes a token of the segment that is `prefetch + 1` segments
+    before the first user of its result.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
+
+    Args:
+        program: The lowered program.
+        actors: The actors of a rank.
+        prefetch: How many segments ahead of its first user a parameter may be gathered.
+        overlaps: Whether boxing is in parallel with compute.
     """
+    strategy, count = program.strategy, program.strategy.num_micro_batches
+    if not overlaps and len(strategy.stages) == 1:
+        if strategy.in_flight[0] >= count:
+            return  # One thread that never waits gathers in the order of use.
+        prefetch = 0  # The thread is never idle: to gather earlier saves no time.
     users = _consumers(actors)
     lines: dict[int, list[str]] = defaultdict(list)
     apart = {item.name for item in program.lowered.items if item.is_apart}
@@ -162,7 +174,6 @@ def prefetch_registers(
             # Its token signals that the segment has fired. There are as many tokens as
             # micro-batches, so the register never holds the segment back.
             before = line[first - 1 - prefetch]
-            count = program.strategy.num_micro_batches
             yield token(before, actor.name, rate=Rate.MICRO, quota=count)
 
 

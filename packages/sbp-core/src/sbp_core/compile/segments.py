@@ -49,8 +49,9 @@ class CompileOptions:
         cluster: The machine, which determines how long firings take; a nominal one without.
         piece_s: With either of the first two, least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
-        prefetch: With either of the first two, how many segments ahead of its user a parameter may
-            be gathered; 0 gathers it when the segment before its user has ended.
+        prefetch: With either of the first two, or in a pipeline, how many segments ahead of its
+            user a parameter may be gathered; 0 gathers it when the segment before its user has
+            ended.
         in_place_states: Let updates write over the states, in their memory, once the step is
             committed (`commit`). Otherwise new values are kept next to the old ones to the end of
             the step, which takes more time and memory, but a failing update keeps the old values.
@@ -147,8 +148,9 @@ def _rank_plans(
             of_rank = _Actors(program, instructions, rank, boxing_thread, options.overlap)
             actors = of_rank.make()
             made = list(registers(program, actors))
-            if options.boxing_goes_on:
-                made += prefetch_registers(program, actors, options.prefetch)
+            made += prefetch_registers(
+                program, actors, options.prefetch, overlaps=options.boxing_goes_on
+            )
             known[what] = tuple(actors), tuple(made)
             similar[stages, at] = of_rank, *known[what]
         if what not in known:

@@ -40,24 +40,14 @@ def decide_axis(
     Raises:
         PlanError: the pins leave no combination that can be boxed.
     """
-    if work.has_ranks(axis):
-        return _solve(work, decision, axis, pins, kept or FixedDecisions(), layers)
-    for node in work.nodes:
-        part = replicated(work.calls[node.name])
-        decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
-    for entry in work.inputs:
-        decision.storage[entry.name] = (*decision.storage.get(entry.name, ()), B)
-    return True
-
-
-def _solve(
-    work: StepWork,
-    decision: Decision,
-    axis: int,
-    pins: Pins,
-    kept: FixedDecisions,
-    layers: EqualLayers | None,
-) -> bool:
+    if not work.has_ranks(axis):
+        for node in work.nodes:
+            part = replicated(work.calls[node.name])
+            decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
+        for entry in work.inputs:
+            decision.storage[entry.name] = (*decision.storage.get(entry.name, ()), B)
+        return True
+    kept = kept or FixedDecisions()
     problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept, layers=layers)
     start_greedily(problem)
     tables = CostTables(problem, max_entries=_MAX_DIRECT_ENTRIES)
