@@ -31,9 +31,9 @@ NUM_STEPS, BATCH_SIZE = 3, 8
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded states": {"planner": "manual/zero", "update": {"clip_norm": 0.1}},
-    "pipeline": {"planner": "manual/pipeline", "mesh": {"pipe": -1}, "micro_batches": 4},
+    "pipeline": {"planner": "manual/pipeline", "mesh": {"pipe": 2}, "micro_batches": 4},
     "own batches": {"planner": "manual/data_parallel", "micro_batches": 2, "batch_is": "local"},
-    "tensor parallel": {"planner": "manual/tensor_parallel", "mesh": {"tensor": -1}},
+    "tensor parallel": {"planner": "manual/tensor_parallel", "mesh": {"tensor": 2}},
     "sharded optimizer": {"planner": "manual/zero1"},
 }
 

@@ -95,11 +95,11 @@ def _patch_first_step(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _patch_forward(module: Any, settings: dict[str, Any]) -> None:
-    _before(module.Worker, "_fire", _in_forward, settings)
+    _before(module.ActorThread, "_fire", _in_forward, settings)
 
 
 def _patch_update(module: Any, settings: dict[str, Any]) -> None:
-    _before(module.Worker, "_fire", _in_update, settings)
+    _before(module.ActorThread, "_fire", _in_update, settings)
 
 
 def _patch_writing(module: Any, settings: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ def main():
     torch.manual_seed(3407)
     raw_model = GPT()
     optimizer = raw_model.configure_optimizers(lr=3e-3, weight_decay=0.1)
-    chosen = {"batch_is": "local", "update": {"update": {"clip_norm": 1.0}}}
+    chosen = {"batch_is": "local", "update": {"clip_norm": 1.0}}
     with parallelize(raw_model, loss_of, train_set[:32], optimizer, **chosen) as step:
         rank, size = step.data_parallel_rank, step.data_parallel_size
         sampler = DistributedSampler(train_set, size, rank)
