@@ -203,11 +203,11 @@ LAYOUTS: Blocks = {
     "mesh=2, planner='manual/zero'": "",
     "mesh=2, planner='manual/zero', runtime='reference'": "",
     "mesh=4, planner='manual/zero2'": "",
-    "mesh=2, axes='tensor', planner='manual/tensor_parallel'": "",
+    "mesh={'tensor': 2}, planner='manual/tensor_parallel'": "",
     "mesh=2, planner='greedy'": "",
     "mesh=2": "",
     "mesh=(2, 2)": "",
-    "mesh=2, axes='pipe', planner={'name': 'manual/pipeline', 'stage_patterns': STAGES}": "",
-    "mesh=(2, 2), axes=('pipe', 'data'), planner={'name': 'manual/pipeline', 'stage_patterns': "
+    "mesh={'pipe': 2}, planner={'name': 'manual/pipeline', 'stage_patterns': STAGES}": "",
+    "mesh={'pipe': 2, 'data': 2}, planner={'name': 'manual/pipeline', 'stage_patterns': "
     "STAGES}": "",
 }

@@ -301,7 +301,7 @@ def _source(program: Program) -> str:
         + "\n    return " + form[1].format(", ".join(form[0].values())),
         "def loss(model, batch):\n" + _indented(unpack + loss_lines, 4),
         f"SETTINGS = dict({layout}, micro_batches={program.micro_batches}, "
-        f"clip_norm={program.clip})",
+        f"update={{'clip_norm': {program.clip}}})",
         'if __name__ == "__main__":\n    from random_programs.trial import compare\n\n'
         "    print(compare(globals()))",
     ]  # fmt: skip

@@ -106,7 +106,7 @@ def plain_steps(names: Mapping[str, Any], moved_by: float = 0.0) -> dict[str, Te
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.mul_(1 + moved_by * (-1) ** number)
-    optimizer, clip = names["make_optimizer"](model), names["SETTINGS"]["clip_norm"]
+    optimizer, clip = names["make_optimizer"](model), names["SETTINGS"]["update"]["clip_norm"]
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()

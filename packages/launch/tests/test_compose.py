@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 import sbp_launch
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.hydra_config import compose as composed_config
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.check import check, choose
 from sbp_launch.settings.compose import (
@@ -20,7 +19,6 @@ from sbp_launch.settings.compose import (
     expand_globs,
     read,
     refuse_conflicts,
-    renamed_overrides,
     sweep_jobs,
 )
 from sbp_launch.settings.config import Application
@@ -28,41 +26,6 @@ from sbp_launch.settings.config import Application
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "renamed"),
-    [
-        ("planner=infer", "planner=propagate"),
-        ("planner=infer,osdp", "planner=propagate,osdp"),
-        ("+planner.tries={a: {}}", "+planner.pin_sets={a: {}}"),
-        ("trainer.other_data=true", "trainer.allow_other_data=true"),
-    ],
-)
-def test_former_names_of_options_and_settings_are_replaced(text: str, renamed: str) -> None:
-    others = [
-        "planner=file",
-        "planner.path=infer",
-        "~planner",
-        "trainer.steps=3",
-        "model=mine/infer",
-    ]
-
-    found = renamed_overrides([text, *others], make_catalog(discover()))
-
-    assert found == {text: renamed}
-
-
-def test_a_config_folder_may_use_the_former_name_of_an_option(tmp_path: Path) -> None:
-    (tmp_path / "planner").mkdir()
-    (tmp_path / "planner" / "mine.yaml").write_text("defaults: [infer]\nchunks: 2\n", "utf-8")
-
-    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
-        config = composed_config(["planner=infer"])
-    mine = composed_config(["planner=mine"], config_dir=tmp_path)
-
-    assert (config.planner.name, mine.planner.name, mine.planner.chunks) == (*["propagate"] * 2, 2)
-    assert "infer" not in make_catalog(discover()).options("planner")
 
 
 def test_a_sweep_is_the_product_of_its_choices() -> None:

@@ -111,15 +111,6 @@ def test_the_ranks_of_one_process_are_threads_whoever_started_it():
 
     assert not backend_of(one, None, choices, mesh).spans_processes
     assert not backend_of(one, None, choices, mesh_of(one, None)).spans_processes
-    with pytest.raises(ConfigError, match=r"torchrun has started one \(RANK=0, WORLD_SIZE=1\)"):
-        backend_of(one, "torch", choices, mesh)
-
-
-def test_the_former_name_of_a_planner_is_taken_with_a_warning():
-    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
-        option = Choices().option("planner", "infer")
-
-    assert (option.chosen, option.name) == ("propagate", "propagate")
 
 
 @pytest.mark.parametrize("given", ["x", "0.1", None, [0.1], torch.ones(2)], ids=str)
