@@ -4,10 +4,10 @@
 An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
     B batch    N numbers    F features    L values of a feature    D width of a row
-    V vectors, F + 1
+    V vectors, F + 1    P pairs of vectors
 
-Parameters are called `bottom.0.weight`, `bottom.0.bias`, `bottom.2.weight`, ..., `tables.F.weight`
-and `top.0.weight`, ...
+Parameters are called `bottom.0.weight`, `bottom.0.bias`, `bottom.2.weight`, ..., `tables.0.weight`,
+..., and `top.0.weight`, ...
 
 Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation
 systems", 2019, section 2; the initialisation: its code, `facebookresearch/dlrm`,

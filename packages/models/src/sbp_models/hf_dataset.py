@@ -126,7 +126,7 @@ def _check_columns(config: HfDatasetConfig, known: list[str]) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Check the headers of all Arrow files, because the library maps the files unchecked.
+    """Check every JSON and Arrow file whole, because the library maps the files unchecked.
 
     Raises:
         ConfigError: a file is broken or cut off; the message names the byte.

@@ -7,7 +7,7 @@ An ordinary `nn.Module` without distributed code. Suffixes name the dims of a te
     C channels of the image
 
 Parameters are called, and the rows of `qkv` ordered, as in timm: `cls_token`, `pos_embed`,
-`patch_embed.proj`, `blocks.N.norm1`, `blocks.N.attn.qkv` (or `.q`, `.k`, `.v`),
+`patch_embed.proj`, `blocks.N.norm1`, `blocks.N.attn.qkv` (or, not in timm, `.q`, `.k`, `.v`),
 `blocks.N.attn.proj`, `blocks.N.norm2`, `blocks.N.mlp.fc1`, `blocks.N.mlp.fc2`, `norm` and `head`.
 
 Source: Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, section 3.1; drop path:

@@ -1,8 +1,9 @@
-"""Joins the decisions for the segments of a step to a whole strategy.
+"""Join pipeline stages that were planned one by one into the strategy of the whole step.
 
-Each stage keeps the signatures and storages of its segment. Some operators are in no segment,
-because the cut decides where they run (such as the sum of two gradients that cross to the previous
-stage). Their signatures are inferred between the segments.
+`stage_search` (planners `alpa`, `galvatron`) plans each stage as a step of its own, its segment
+(`segments`). The stage keeps the signatures and storages found there. Some operators are in no
+segment, because they exist only where the model is cut (such as the sum of two gradients that cross
+to the previous stage). Their signatures are inferred here, with all others fixed.
 """
 
 from __future__ import annotations

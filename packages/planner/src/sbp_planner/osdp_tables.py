@@ -1,4 +1,7 @@
-"""OSDP on measured tables: the sharding of each block, and the batch; with a command.
+"""A command: choose the sharding of blocks, and the batch, from measured tables (OSDP's problem).
+
+It is for comparison with the scheduler that was released with the paper. The planner `osdp` does
+not use it: that one decides for each parameter, from predicted costs.
 
     python -m sbp_planner.osdp_tables tables.json --layers 48 --hidden 1536 --limit-mb 8192
 
@@ -17,8 +20,8 @@ milliseconds for 48 blocks.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3; the tables, and the rules for reading them, from
-Youhe-Jiang/OptimalShardedDataParallel (cb855cc): memory of a block counts in whole MB, cut off, and
-800 MB are set aside.
+Youhe-Jiang/OptimalShardedDataParallel (cb855cc): memory of a block counts in whole MB, cut off. F
+is `overhead_MB` of the file, 800 in the authors' tables; 0 if it is missing.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ class SettingPlan:
         layers: The number of blocks L.
         hidden: Hidden size of a block.
         limit_mb: Memory of a rank.
-        feasible: Whether any row fits.
+        feasible: Whether any row with samples fits; row 0 has none.
         best_row: The row with most samples per second.
         released_row: The row of the released scheduler: of rows 1 to 3 the one of fewest seconds.
         gain: Throughput of the best row over the throughput of the released one.

@@ -1,4 +1,8 @@
-"""A strategy file, as far as it can be read and checked without the settings of its planner."""
+"""Read and check the strategy file of `planner=file`: its form, its mesh, its variant.
+
+`FileConfig` calls `check_form` with the settings, before there is a graph; `sbp_planner.file`, the
+planner, calls the rest.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def check_form(path: Path, mesh: Placement) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the key and the file to errors of the `with` block, and make them wrong settings."""
+    """Turn an error of the `with` block into a `ConfigError` that names `planner.path` and file."""
     try:
         yield
     except SbpError as error:

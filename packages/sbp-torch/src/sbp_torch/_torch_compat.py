@@ -1,9 +1,11 @@
-"""The private parts of PyTorch that we use.
+"""The private parts of PyTorch that we use, each behind a function or name of our own.
 
 `_torch_optim_compat` has the private parts of its optimizers. `_torch_patches` has the private
 parts that we replace for a while.
 
-Each entry names the versions it was tried on. Everything else in the package uses public names.
+Each public function names the versions it was tried on. Elsewhere in the package, private are only
+`torch.utils._pytree`, `torch._dynamo`, some operators of ATen, and a few attributes (`_version`,
+`_schema`, hooks of tensors).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Results of long work, kept between runs: one per file, with the budget of the work."""
+"""`ResultFile`: a cache file for one slow result: a proof of a step, or discovered signatures.
+
+The work (`proof.proofs`, `signatures.discovery`) may be cut short by a budget. The file keeps the
+budget, so that an incomplete result is not used by a run that allows more.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of `sbp-plan` to `explain=` and `compare=`, and its output files, such as `page=FILE`."""
+"""Answers of `sbp-plan` to `explain=` and `compare=`; files of `page=`, `trace=` and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster profiles of this machine: `local`, with declared rates, and `measured`.
+"""The cluster profiles `local`, this machine with declared rates, and `measured`, a measured one.
 
 `measured` reads the rates from a file that `sbp-calibrate` has written. Plans are priced with these
 rates.

@@ -1,4 +1,4 @@
-"""A plan on a console, and as files in a folder."""
+"""Print a plan on a console, and write its files (`strategy.yaml`, `plan.txt`, ...) to a folder."""
 
 from __future__ import annotations
 

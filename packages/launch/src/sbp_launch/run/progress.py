@@ -1,4 +1,4 @@
-"""Progress output of a run: timed stages of the start, then a bar, or plain lines in a file."""
+"""Progress output of a run: timed stages of its start, then a bar; without a terminal, lines."""
 
 from __future__ import annotations
 

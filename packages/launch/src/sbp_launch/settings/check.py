@@ -1,4 +1,4 @@
-"""From a composed config to a checked `RunConfig`: every setting of every group, before torch.
+"""Check every setting of a config composed by Hydra, before torch is imported: a `RunConfig`.
 
 This builds nothing; the plugins' config dataclasses decide which values are legal. The length of
 one axis of the mesh may be left open: it follows from the number of processes.
@@ -187,7 +187,7 @@ def _of_a_folder(
 ) -> str:
     """Return a hint on how a file sets an option in a folder of its group, or `""`.
 
-    With `defaults: [manual/zero]`, Hydra puts them into `planner.manual`.
+    With `defaults: [manual/zero]`, Hydra puts the settings of `zero` into `planner.manual`.
     """
     value = composed.values.get(group)
     for key, below in value.items() if isinstance(value, Mapping) else ():

@@ -1,4 +1,4 @@
-"""Find the operator that made the loss of a step infinite or NaN, by running the step again.
+"""Find the operator that made a loss or gradient infinite or NaN, by running the step again.
 
 The session has undone the step, so the states have their values from before it. All ranks run the
 same step once more and watch each operator; see `sbp_torch.runtime.BadValueWatch`.

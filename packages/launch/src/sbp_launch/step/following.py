@@ -1,10 +1,13 @@
-"""Changes that a loop makes between steps: the step follows them, or an error names them.
+"""`Following`: find what the user's training loop has changed since its step was captured.
 
-a value that the program read, but the step stays the same    followed: it is captured again
-... and the step becomes another one                          another form, see `forms`
-... and the step can no longer be captured                    refused, with the user's line
-new values of weights, buffers or optimizer states            copied to ranks, see `training`
-learning rates, weights or batches that differ between ranks  refused on all ranks, see there
+The program's Python code runs only at capture. So before each step, `forms` asks this class whether
+the loop has frozen a layer, changed a number or written to a weight, and acts:
+
+    a value that the code read at capture    capture again: an equal graph goes on, another one is
+                                             a new form, a failure is an error with the user's line
+    modules or parameters are replaced       an error that names them
+    new values of weights, buffers, states   copied to the ranks (`training`)
+    values that differ between ranks         an error on all ranks (`training`)
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from sbp_torch.guards import ANEW, ChangedValue, Guard, modules_in_eval_mode
 
 
 class Following:
-    """Follows the changes of a step's program after its capture.
+    """Finds the changes of a captured program, and gives new values of its states to the ranks.
 
     Args:
         program: A program that is not captured yet.

@@ -2,8 +2,8 @@
 
     program ── capture ──> Captured ── StepPlanner.plan ──> Planned ── proof ──> PlannedProgram
                   │                        │
-                  │                        └ calls the planner; a planner that does not choose the
-                  │                          number of micro-batches is called for 1, 2, ...
+                  │                        └ calls the planner; for micro_batches="auto", one that
+                  │                          does not choose their number is called for 1, 2, ...
                   └ a guard checks that the capture changes nothing that the program reads
 
 `parallelize` makes a `PlanChoice` from its arguments, and `sbp-train` from its config.

@@ -1,4 +1,4 @@
-"""Make and call the callbacks of a run, and combine their requests."""
+"""Make, call and restore the callbacks of a run; combine their requests to stop, evaluate, save."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Inference for a strategy whose forward nodes are placed: parts of a model on separate ranks.
+"""Choose the signatures of a step whose forward nodes a planner has already put on ranks.
+
+The planners `dlplacer` and `stanza` place parts of a model, and call `infer_placed` for the rest:
 
     stage 0   ranks 0 1 2   convolutions       stage 1   rank 3   fully connected layers
 
-Unlike in a pipeline, stages may share ranks or not, and values may go to any of them.
+Unlike stages of a pipeline, these may share ranks, and a value may go from any to any other.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def infer_placed(
     pins: Mapping[str, PinValue] | None = None,
     in_flight: tuple[int, ...] | None = None,
 ) -> Strategy:
-    """Return the cheapest legal strategy on given stages.
+    """Return a legal strategy on given stages, at least cost axis after axis (see `infer.solve`).
 
     Args:
         request: Graph, cluster, and the user's pins, which override `pins`; its mesh is ignored.

@@ -1,7 +1,7 @@
 """The reaper: a script that ends all processes of a run, even if their supervisor was killed.
 
-A process is found by its process group, and on Linux also by a variable of its environment, which
-its children inherit: a launcher gives each rank a group of its own. The supervisor
+It finds processes by their groups. A launcher may give each rank a group of its own, so on Linux it
+also looks for an environment variable, which children inherit. The supervisor
 (`sbp_core.processes.supervise`) runs this file as a script, which waits until its standard input
 says `done`. If the input ends before, the supervisor was killed, and the reaper ends its processes.
 Imports only the standard library.

@@ -1,4 +1,4 @@
-"""Serialisation by type: codecs for dataclasses, containers, unions and enums, from annotations."""
+"""Dataclasses, containers, unions and enums to JSON values and back, directed by annotations."""
 
 from __future__ import annotations
 

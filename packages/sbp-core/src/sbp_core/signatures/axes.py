@@ -1,8 +1,14 @@
-"""Signatures on meshes of several axes: combinations of one signature for each axis.
+"""Which ways of splitting an operator call along single mesh axes are legal together.
 
-Axes combine freely, with two exceptions: a `Requirement` may restrict axes that split one label,
-and no tensor is partial under two reductions. Once earlier axes have split the slower labels of a
-dim down to one element, a later axis may split the next label of that dim.
+A signature says how each input and output of a call is split, replicated or partial. `derivations`
+finds those on one axis; here, one for each axis makes a signature of the mesh. `sbp_core.infer`
+asks axis by axis (`continuations`); whoever measures or verifies operators asks for all
+(`enumerate_signatures`).
+
+Axes combine freely, with two exceptions: axes that split the same label (a letter of the operator's
+rule, such as `i` in `i k, k j -> i j`) must meet its `Requirement` together, and no tensor is
+partial under two reductions. In a merged dim (a b), a later axis may split b once earlier ones have
+split a down to one element; see `conflict`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ generator is restored after each draw.
 
     events           0 (a)    1 (b)    2 (b)    3 (a)
     create b         scratch  b        b
-    create a         a                          a        state 0 is known by now
+    create a         a                          a        state 3 is known by now
 """
 
 from __future__ import annotations

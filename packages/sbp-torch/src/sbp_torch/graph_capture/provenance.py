@@ -16,8 +16,9 @@ before: aten.index.Tensor(x, [mask])      mask = ~torch.eye(3, dtype=torch.bool)
 after:  rows, columns = aten.nonzero_static(mask, size=6).unbind(1)
         aten.index.Tensor(x, [rows, columns])
 
-Such masks are real tensors in a trace, so the selected elements can be counted. Masks that depend
-on the batch or on a state have no values in a trace, and are not replaced.
+Such masks are real tensors in a trace, so the selected elements can be counted. Not replaced are
+masks without values in a trace: those that depend on the batch or on a state, and those made of
+tensors of more than 4 MiB (`_torch_compat.fake_mode`).
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Attaches a note to every traced op, and replaces random ops by counter-based ones."""
+    """Attaches a note to every traced op, and replaces random ops and the two kinds above."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped

@@ -1,4 +1,4 @@
-"""Our counter-based random operators, `sbp.random_*`, for PyTorch.
+"""Counter-based random operators, `sbp.random_*`, which replace PyTorch's in captured graphs.
 
     sbp.random_uniform(size, seed, step, site, *, low, high, ...)     low + (high - low) u
     sbp.random_normal(size, seed, step, site, *, mean, std, ...)      mean + std z
@@ -17,9 +17,9 @@ values. Each element draws from Philox-4x32-10 with a counter made of its place:
 where a row is one line along the last dim (trailing dims of one element left aside). Draws with a
 resolution of 53 bits take two words, so a block serves two elements.
 
-If a step computes a whole batch in micro-batches, `step` counts micro-batches. Each draws the
-numbers of the whole batch for its samples, which are along `micro_batch_dim`. `logical` then is the
-shape of the whole batch; `start` omits the place of the micro-batch. Without the dim, all draw the
+With `micro_batches` > 1, `step` counts micro-batches, which cut `micro_batch_dim` into equal parts.
+A micro-batch draws what the whole batch would have at its samples: `logical` is the shape of the
+whole batch, and `start` counts from the beginning of the micro-batch. Without the dim, all draw the
 same numbers.
 
 With `per_shard`, a shard draws from its own generator, seeded by (seed, step, site, `stream`). This
@@ -272,7 +272,7 @@ def _real(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _uniform(dtype: torch.dtype | None, *, low: float = 0.0, high: float = 1.0) -> _Distribution:
-    """Return how to draw uniformly from [low, high); rounding may reach `high` if it is not 1."""
+    """Return how to draw uniformly from [low, high); but for [0, 1), rounding may reach `high`."""
     kind = _real(dtype)
 
     def convert(words: tuple[Tensor, ...]) -> Tensor:

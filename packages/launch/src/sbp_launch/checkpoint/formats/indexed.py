@@ -19,15 +19,15 @@ from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
 from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
-#: Largest read of a row-major piece in bytes; the size of the buffer.
+#: Largest size in bytes of the buffer for parts of rows; whole rows need none.
 BLOCK_BYTES = 8 << 20
 
 
 class IndexedTensors(StoredTensors):
     """The tensors of an index, which lists file, offset, bounds and strides of each piece.
 
-    Row-major pieces are read in blocks of `BLOCK_BYTES`, and only the rows of the slice. Pieces
-    with other strides are read whole.
+    Of row-major pieces, only the rows of the slice are read: whole rows straight into the target,
+    parts of rows in blocks of `BLOCK_BYTES`. Pieces with other strides are read whole.
 
     Args:
         index: A checked index.

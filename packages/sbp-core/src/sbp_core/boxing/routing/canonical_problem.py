@@ -1,9 +1,11 @@
-"""The canonical form of a conversion, without anything that makes no difference to its route.
+"""Reduce a conversion, from one layout of a tensor to another, to what its route depends on.
 
-Ranks become positions in meshes, the first of max and min that appears becomes `max`, and the
-states to visit become a few entries for each axis. Where all splits of all dims are even, extents
-do not matter: dims are numbered in order of appearance, and the tensor has as many elements as
-exact counting takes. So conversions of all such tensors share their answers.
+The router (`boxing.router`) caches the boxing steps that it finds by the result, a
+`RoutingProblem`, so that similar conversions are searched once. Ranks become positions in meshes.
+Max and min have the same routes, so the one that appears first is called `max`. The states that a
+route may visit are given by a few entries for each axis. If all splits of all dims are even,
+extents do not matter: dims are numbered in order of appearance, and the tensor counts as (source
+ranks * target ranks) elements, enough to count every shard in whole numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A debug mode of every backend: the ranks compare their next step before its data moves.
+"""A debug mode of every boxing backend: ranks compare each boxing step before its data moves.
 
     rank 0   collective(all-reduce, float32[4, 2])            gather fingerprints -> differ: raise
     rank 1   collective(all-gather, float32[8])               gather fingerprints -> differ: raise
@@ -7,7 +7,7 @@
     rank 1   receive(from 0, "x")  fingerprint 0: does it match "x"? then data
 
 Without it, two ranks that run different programs wait for each other until a deadline, use wrong
-data, or are aborted by the transport. It costs one small exchange per step.
+data, or are aborted by the transport. It costs one small exchange per boxing step.
 """
 
 from __future__ import annotations
