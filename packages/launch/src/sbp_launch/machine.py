@@ -1,4 +1,4 @@
-"""Description of this machine for measurements: processor, cores and memory, but not its name."""
+"""Describe this machine in files of measured times: processor, cores, memory, but not its name."""
 
 from __future__ import annotations
 

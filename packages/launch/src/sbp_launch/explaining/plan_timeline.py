@@ -1,10 +1,11 @@
-"""The simulated step of a plan as a timeline: lanes of ranks, with bars of compute and boxing.
+"""Turn the simulated step of a plan into a Gantt chart: bars of compute and boxing, by rank.
 
     rank 0        │F0 F1 F2 ·B0 F3 B1 ...
     ranks 1 and 2 │   F0 B0 F1 B1 ...
 
-Ranks with the same times share a lane. The work of a rank on one micro-batch without a pause is one
-bar. In large plans, bars that are too short to be visible are merged.
+`sbp-plan` draws it (`draw`, `plan_page`). Boxing is communication that changes the layout of a
+tensor. Ranks with the same times share a lane. The work of a rank on one micro-batch without a
+pause is one bar. In large plans, bars that are too short to be visible are merged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Report lines on a plan in addition to its table: arithmetic, bytes sent, period, memory."""
+"""Write the lines below the printed table of a plan: arithmetic, bytes sent, period, memory.
+
+`output.print_plan` prints most of them for `sbp-plan`, `sbp-train` and `report` of a parallel step.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Report lines on slices and recomputation in a plan.
+"""Write the lines of a printed plan on memory savings: sliced parameters, and recomputation.
 
-The memory lines show the resulting use on each rank; these lines show the cost.
+A sliced parameter is gathered in parts. `report.memory_lines` shows the resulting memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The printed plan: a line for each module, and below it a line for each boxing around it.
+"""Print a plan as a table: a line for each module, below it its communication (boxing).
 
     module                parameters  output          a rank sends
     blocks.* x4

@@ -1,7 +1,7 @@
-"""One rank of a run in its own process, and its log.
+"""Run one rank of a training run in its own process, and write its log.
 
 `python -m sbp_launch.launching.rank RUN_FOLDER WIDTH` reads the settings from the run folder, and
-trains; Hydra is not used again. The launcher passes the rank in the environment (`world`).
+trains; Hydra is not used again. Launchers start it, with the rank in the environment (`world`).
 
 Each rank has a log, `RUN/logs/rank_N.txt`. Rank 0 also writes to the terminal. All other ranks
 write only to their logs, including the output of libraries and crashes; only their final error goes

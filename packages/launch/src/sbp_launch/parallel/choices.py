@@ -1,6 +1,7 @@
-"""Choices of plugins: `"osdp"`, `{"name": "osdp", "memory_bytes": 4e9}`, or an object itself.
+"""Make the planner, cluster, runtime or boxing backend that an argument of `parallelize` chooses.
 
-The names are options of `sbp-train`, with the settings of their files.
+The argument is a name (`"osdp"`), a name with settings (`{"name": "osdp", "memory_bytes": 4e9}`),
+or an object. The names are options of `sbp-train`, with the settings of their files.
 """
 
 from __future__ import annotations

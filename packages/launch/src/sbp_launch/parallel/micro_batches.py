@@ -1,4 +1,4 @@
-"""How `parallelize` cuts a step into micro-batches."""
+"""`MicroBatches`: the argument of `parallelize` that says how a step is cut into micro-batches."""
 
 from __future__ import annotations
 

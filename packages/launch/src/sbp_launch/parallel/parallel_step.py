@@ -1,4 +1,4 @@
-"""The parallel step, which `parallelize` returns."""
+"""`ParallelStep`: a training step on all ranks, which `parallelize` returns to a user's loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a program: its mesh, and the boxing backend that fits its launcher."""
+"""Choose for `parallelize` the mesh of all ranks, and how they communicate (boxing backend)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planner whose errors and results are checked; messages name its plugin."""
+"""`CheckedPlanner`: a wrapper of a planner that checks its results; errors name its plugin."""
 
 from __future__ import annotations
 

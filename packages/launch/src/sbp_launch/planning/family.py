@@ -1,4 +1,4 @@
-"""The variants of a captured step, for planners that choose among them: `GraphFamily`.
+"""`StepFamily`: makes the variants of a captured step among which a planner may choose.
 
     field of a variant         corresponding setting of `compile.passes`, or of the trainer
     num_micro_batches          trainer.micro_batches, if that is left to the planner

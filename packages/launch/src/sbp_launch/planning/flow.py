@@ -1,4 +1,4 @@
-"""From a one-device step to a checked plan: capture, passes, planner, compiler, check, memory.
+"""Turn a one-device training step into a checked plan: capture, passes, planner, compiler, checks.
 
 This module does not read the config of a run: both `sbp-train` and `parallelize` use it.
 """

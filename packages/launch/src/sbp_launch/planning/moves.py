@@ -1,7 +1,7 @@
-"""Assign each boxing step to a module, and to a time before or after it.
+"""Assign each boxing step (collective or transfer) of a plan to a module, and a time around it.
 
-The compiler boxes a value for the op that needs it first, which is often a view. A reader wants to
-know which module's tensor is boxed:
+The printed plan shows both (`rows`). The compiler boxes a value for the op that needs it first,
+which is often a view. A reader wants to know which module's tensor is boxed:
 
     mlp.down:  addmm -> (S(0), P)   view   | all-reduce |   add of the residual stream
                after the forward of mlp.down: its output is summed

@@ -1,4 +1,4 @@
-"""The one-device reference for the first steps: eager model, autograd, `torch.optim`."""
+"""`EagerReference`: runs the first steps on one device in plain PyTorch, to compare losses."""
 
 from __future__ import annotations
 

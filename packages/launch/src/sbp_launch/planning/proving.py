@@ -1,4 +1,4 @@
-"""The proof of a planned step, by every process, before a step is taken.
+"""Prove, before training, that a step prepared for planning computes the same as the captured one.
 
 Each process proves its own plan. The random values depend on the graphs, not on time or rank, so
 all processes get the same result, and none waits for another.

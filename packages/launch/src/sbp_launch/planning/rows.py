@@ -1,4 +1,4 @@
-"""A plan as rows: one for each module of the model, and one for each op.
+"""List what a plan does, in rows for reports: one for each module of the model, or for each op.
 
 The rows of modules are printed: the SBP of a module's parameters and of its output, and the boxing
 around it. The rows of ops are written to the file `plan.txt`.

@@ -1,6 +1,7 @@
-"""Plans of further steps that keep the states of a training step where they are.
+"""Plan further steps on the states (parameters, moments) of a training step, without moving them.
 
-These are its other forms, other programs over its states, and evaluations.
+Such steps are evaluations, other programs on these states, and other forms of the step: for other
+batch shapes, or after a change of the program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a capture changes nothing that the program reads, so the next step stays the same."""
+"""Check that capturing a step, which runs the user's loss, changes nothing that the loss reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model flop utilization (MFU): the share of the ranks' compute rate that a step uses.
+"""Compute model flop utilization (MFU): the share of the ranks' compute rate that a step uses.
 
     MFU = flop of the model in a step / (seconds of the step * flop/s of all ranks)
 

@@ -1,6 +1,6 @@
-"""Record of the environment of a run: versions, machine, environment variables, state of the code.
+"""Record, in the run folder, the environment of a run: versions, machine, variables, git state.
 
-Only the variables in `VARIABLES` are recorded, because others may contain secrets.
+Only the environment variables in `VARIABLES` are recorded, because others may contain secrets.
 """
 
 from __future__ import annotations

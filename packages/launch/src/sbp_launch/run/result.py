@@ -1,4 +1,4 @@
-"""The result of a run, as `result.json` in its folder: written at its end, also after a failure."""
+"""Write the result of a run to `result.json` in its folder, at its end or after a failure."""
 
 from __future__ import annotations
 

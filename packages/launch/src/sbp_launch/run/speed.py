@@ -1,4 +1,4 @@
-"""Training speed of a run: over the last steps while it runs, and as a median at its end.
+"""Measure the training speed of a run: over the last steps, and as a median at its end.
 
 The time of a step is from making its batch to its loss. Other work (the one-device program next to
 the first steps, printing, evaluation) does not count.

@@ -1,4 +1,4 @@
-"""Status reports of a running job, on SIGUSR1, SIGUSR2 or a Unix socket.
+"""Report the status of a running job, on SIGUSR1, SIGUSR2 or a Unix socket.
 
 On a signal, each process appends a report to `RUN/logs/status_RANK.txt` and keeps running:
 

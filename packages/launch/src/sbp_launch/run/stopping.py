@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP, which depends on the phase of the run.
+"""Handle Ctrl-C, SIGTERM and SIGHUP in `sbp-train`, depending on the phase of the run.
 
 | phase | Ctrl-C | SIGTERM, SIGHUP, SIGUSR1 |
 |---|---|---|

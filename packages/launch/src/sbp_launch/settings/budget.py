@@ -1,4 +1,4 @@
-"""The budget of a run, its progress, and the schedule of its learning rate.
+"""Count how much of its budget a run has trained, and schedule its learning rate by that.
 
 A budget is a number of steps, epochs, tokens or hours. The factor of the learning rate is a pure
 function of a step's place in the run.

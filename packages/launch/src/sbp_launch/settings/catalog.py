@@ -1,8 +1,8 @@
-"""The config folders: their groups, the options of a group, and the comments of an option's file.
+"""List the groups, options and comments in the YAML config folders of plugins, without Hydra.
 
-Hydra searches the same folders in the same order. Here they are read without Hydra, so that
-messages, help and completion need no composed config. In addition to its values, which Hydra reads,
-an option file has a first comment, and a comment for each setting:
+Hydra searches the same folders in the same order. Messages, help and completion use this list, so
+they need no composed config. In addition to its values, which Hydra reads, an option file has a
+first comment, and a comment for each setting:
 
     # Adam with decoupled weight decay.       the comment of the file
     name: adamw

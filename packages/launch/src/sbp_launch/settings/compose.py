@@ -1,4 +1,4 @@
-"""From a command line to a composed config, with Hydra; its errors become `ConfigError`."""
+"""Compose the config of a command line with Hydra, whose errors become `ConfigError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of one run as values, before it is checked (`ComposedConfig`) and after (`RunConfig`).
+"""Dataclasses of the settings of one run: before the check (`ComposedConfig`), after (`RunConfig`).
 
 A `RunConfig` has a `TrainerConfig`, and a `PluginChoice` for each group; an `Application` is a
 command that takes one. This module does not use Hydra: `check` makes these from Hydra's result.

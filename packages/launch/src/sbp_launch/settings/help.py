@@ -1,7 +1,7 @@
-"""The text of `--help`: all options, or, for a topic, the meaning of every setting.
+"""Write the text of `--help`: all options, or, for a topic, the meaning of every setting.
 
 Hydra's own help writes nested options as groups (`planner/manual: zero`), which the command line
-does not accept; here, every option and setting is shown as users write it. This prints nothing.
+does not accept; here, every option and setting is shown as users write it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of all settings, and suggestions for an unknown key.
+"""List the keys of all settings with their meaning, and suggest a key for an unknown one.
 
 A key is searched in all groups by its last name: `steps` may mean `trainer.steps`. The settings of
 callbacks are read from their dataclasses, because callbacks have no option files.

@@ -1,4 +1,4 @@
-"""Errors for command lines that Hydra refused, with key, file and nearest valid name."""
+"""Turn Hydra's refusals of command lines into errors with key, file and nearest valid name."""
 
 from __future__ import annotations
 

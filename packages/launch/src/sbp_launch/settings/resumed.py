@@ -1,7 +1,7 @@
-"""The settings of an earlier run as options for Hydra: `trainer=resumed`, and others.
+"""Offer the settings of an earlier run to Hydra as options named `resumed`, to resume that run.
 
-A run folder may come from anywhere, so they are plain values: texts are not interpolated, and
-settings of Hydra itself (`hydra.*`, defaults, packages) are not used.
+A run folder may come from anywhere, so the settings are plain values: texts are not interpolated,
+and settings of Hydra itself (`hydra.*`, defaults, packages) are not used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def literal(value: object) -> object:
 def quote(text: str) -> str:
     r"""Return a text as the value of an override, in quotes if Hydra needs them.
 
-    >>> print(quoted("runs/it's"))
+    >>> print(quote("runs/it's"))
     'runs/it\'s'
     """
     if _PLAIN.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Batches of many lengths: each is padded to one of a few sizes, for which the step is planned.
+"""Pad batches of many lengths to a few sizes (`pad_to`), for each of which the step is planned.
 
     sizes            4           8                       16
     lengths          1 2 3 4     5 6 7 8                 9 ... 16          17: refused

@@ -1,4 +1,4 @@
-"""Everything that is needed to start a plan: the runtime, boxing backends, and the world."""
+"""`Engine`: holds all that is needed to run a plan: runtime, boxing backend, and processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _plainly(session: Session, take: Callable[[], StepResult]) -> StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Starts the sessions of one training step: one for training, and others for evaluation.
+    """The means to start the sessions of a training step: for training, and for evaluation.
 
     Args:
         settings: Settings of planning.

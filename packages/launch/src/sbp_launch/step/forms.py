@@ -1,4 +1,4 @@
-"""Forms of a step: one for each shape of batch, and one for each change that a loop makes to it.
+"""Capture and plan a step again for each new batch shape, and each change that a loop makes to it.
 
 A plan holds for one batch shape, and for the program as it was captured. The last, smaller batch
 of an epoch, a frozen layer, another mode or another number gives another form of the step. A form

@@ -1,6 +1,6 @@
-"""Forward and loss on the states of a parallel step: evaluation, and steps without an update.
+"""Run forward and loss on the states of a parallel step, for evaluation or without an update.
 
-Each form of batch is captured and planned when it first occurs. The plan runs on the session that
+Each shape of batch is captured and planned when it first occurs. The plan runs on the session that
 trains: it reads the same shards, sends through the same backend, and changes no state.
 """
 

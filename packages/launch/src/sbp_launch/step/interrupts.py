@@ -1,4 +1,4 @@
-"""Ctrl-C in a user's training loop: it waits until the step is complete; the session stays usable.
+"""Delay Ctrl-C in a user's training loop until the step is complete, so that states stay usable.
 
 | ranks are | first Ctrl-C | second Ctrl-C |
 |---|---|---|

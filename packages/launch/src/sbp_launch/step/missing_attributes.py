@@ -1,7 +1,7 @@
-"""Attributes of PyTorch models, losses and optimizers that steps lack, and what to use instead.
+"""Tell users who call `step.backward()` or `step.parameters()` on a parallel step what to use.
 
-A step is not a module, loss or optimizer, and its output is not a tensor. Using an attribute of
-those raises an `AttributeError` that names the replacement.
+A step is not a module, loss or optimizer, and its output is not a tensor. Using their attributes
+raises an `AttributeError` that names the replacement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The proof that padding is neutral: it changes neither loss nor gradients.
+"""Prove that padding batches to larger sizes (`buckets`) changes neither loss nor gradients.
 
 The step is captured for the example, and for the example with more padding. Both graphs run on the
 values of the example and of the model. They usually differ because padded labels are not ignored,

@@ -1,4 +1,4 @@
-"""Floats that a loop changes and forward reads: they become inputs of the step, where possible.
+"""Turn floats that a loop changes and forward reads into inputs of the step, where possible.
 
 a float that is calculated with        an input: one form of the step for all its values
 ... whose value the program looks at   a form for each value, see `forms`

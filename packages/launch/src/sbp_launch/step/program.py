@@ -1,4 +1,4 @@
-"""The one-device program that is parallelised: model, loss, optimizer, and initial states."""
+"""`OneDeviceProgram`: the model, loss and optimizer that a user wrote, to be parallelised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of one program, which a training loop calls."""
+"""`ProgramStep`: the base of parallel training steps, which a loop calls with each batch."""
 
 from __future__ import annotations
 

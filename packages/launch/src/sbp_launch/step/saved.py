@@ -1,4 +1,4 @@
-"""Files of a parallel step: its strategy and plan, and checkpoints in the format of runs."""
+"""Save and load checkpoints of a parallel step, with its plan, in the format of `sbp-train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the update that change from step to step: learning rates, and scheduled settings."""
+"""Compute, before each step, its learning rates and other scheduled settings of the optimizer."""
 
 from __future__ import annotations
 

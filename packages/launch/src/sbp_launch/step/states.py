@@ -1,4 +1,7 @@
-"""The states of the programs of a parallel step: names, layouts, and values of new ones."""
+"""`ProgramStates`: lists all parameters and optimizer states of a parallel step, with layouts.
+
+`Training` asks it which states new programs (other losses and optimizers) add or may overwrite.
+"""
 
 from __future__ import annotations
 

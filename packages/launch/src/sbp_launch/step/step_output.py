@@ -1,4 +1,4 @@
-"""The output of one parallel step."""
+"""`StepOutput`: the loss and metrics that a parallel step returns; usable like a float."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches whose dim 0 may be time, which ranks and micro-batches would then cut.
+"""Warn of, or refuse, batches whose dim 0 is time, not samples: a parallel step would cut it.
 
 warning   tensors differ in their size of dim 0; or a module iterates over dim 0 as time
 error     a module iterates over dim 0, and the results would differ from those of whole sequences

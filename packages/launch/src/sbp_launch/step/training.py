@@ -1,4 +1,4 @@
-"""The state that the programs of a parallel step share in training: states, ranks, step counts.
+"""`Training`: the states of a parallel step on its ranks, shared by its programs (loss, optimizer).
 
 A step has one set of states, which live on its ranks. Its forms, and further programs, run on them
 in turn. A state that only one of them needs is added to the set.

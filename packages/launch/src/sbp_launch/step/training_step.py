@@ -1,4 +1,4 @@
-"""The training step: a program on all ranks, with its plan and its states.
+"""`TrainingStep`: trains a program on all ranks, with its plan and its states.
 
     TrainingStep(planned, engine, ...)     has a checked plan, and starts nothing
     start(), close(), or `with`            start and end the ranks

@@ -1,7 +1,7 @@
-"""Find changes that no guard sees: capture the program again from time to time, and compare.
+"""Find changes of a captured program that its guards miss, by capturing it from time to time.
 
-Guards cannot cover all ways in which Python reads a number. So a program is captured again from
-time to time even if no guard has seen a change:
+Guards check before each step that the program is the captured one. They cannot cover all
+ways in which Python reads a number. So it is captured again even if no guard has seen a change:
 
     seconds of training    0 ...... a ...... 2a ............... 4a ........................ the end
     captured again                  x        x                  x                           x

@@ -1,4 +1,4 @@
-"""Measured times of operators, in a file of a run."""
+"""`OperatorTimes`: measured times of operators, which traced runs write for `sbp-calibrate`."""
 
 from __future__ import annotations
 

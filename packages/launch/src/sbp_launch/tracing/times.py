@@ -1,4 +1,4 @@
-"""Time breakdown of traced steps for each rank: computing, boxing (communication), waiting.
+"""Break down the time of traced steps for each rank: computing, boxing (communication), waiting.
 
 A span of a collective includes the wait for slower ranks. The wait ends when the last rank begins:
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are saved, their contents, and which of them are kept."""
+"""Save the checkpoints of an `sbp-train` run when they are due, and remove the replaced ones."""
 
 from __future__ import annotations
 

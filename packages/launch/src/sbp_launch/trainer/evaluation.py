@@ -1,4 +1,4 @@
-"""The mean loss of a run over held-out data, computed on the states of the training step.
+"""Compute the mean loss of a run over held-out data, with the states of its training step.
 
 If parameters have moving averages (`trainer.update.ema_decay`), the averages are evaluated.
 """

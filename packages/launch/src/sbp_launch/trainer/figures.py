@@ -1,4 +1,4 @@
-"""Measured and predicted time, memory and bytes sent of the steps of a run."""
+"""Measure time, memory and bytes sent of the steps of a run, and compare with predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile a strategy of a run's model that was made elsewhere, possibly for another mesh."""
+"""Compile a saved strategy of the same model, maybe of another mesh, for `sbp-plan compare=`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shares of training time: data, steps, evaluation, saving, and the rest."""
+"""Measure the shares of training time: data, steps, evaluation, saving, and the rest."""
 
 from __future__ import annotations
 

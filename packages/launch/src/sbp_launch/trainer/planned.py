@@ -1,4 +1,4 @@
-"""The plan of a run: settings of planning, the planner and the engine, from its config."""
+"""Make, from the config of a run, the settings of planning, the planner, and the engine."""
 
 from __future__ import annotations
 

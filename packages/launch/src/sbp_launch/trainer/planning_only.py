@@ -1,4 +1,4 @@
-"""A run that is planned and printed, and not trained."""
+"""Plan a run and print the plan without training, for `sbp-plan`."""
 
 from __future__ import annotations
 

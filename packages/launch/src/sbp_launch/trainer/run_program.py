@@ -1,4 +1,4 @@
-"""The one-device program of a run.
+"""Build the one-device program of an `sbp-train` run: model, optimizer, data, from its config.
 
 The model is built without memory; its parameters are made shard by shard when a session starts.
 """

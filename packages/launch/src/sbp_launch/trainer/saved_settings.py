@@ -1,4 +1,4 @@
-"""The settings that a checkpoint keeps, as JSON: a run that resumes from it should share them."""
+"""Collect the settings that a checkpoint keeps, and compare them when a run resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of a run before it captures anything, and saving its states at its end."""
+"""Check devices and plugins of an `sbp-train` run at its start; save its states at its end."""
 
 from __future__ import annotations
 
