@@ -1,4 +1,4 @@
-"""The hooks of sbp-planner: the planners that it provides.
+"""Plugin hooks of sbp-planner: they register its planners by name, and its Hydra config folder.
 
 This module holds only names and configs; the planners are made in their own modules.
 """

@@ -1,8 +1,9 @@
-"""The schedule of a pipeline: the named one, or with `auto` the fastest that fits.
+"""Choose the schedule of a pipeline (GPipe, 1F1B, ...) for the planners `manual` and `propagate`.
 
-`auto` infers a strategy for each schedule that is defined for the mesh and the micro-batches,
-compiles it, and simulates its plan. Of the schedules that fit the memory of a device it takes the
-one with the shortest step; of steps within a thousandth of that, the one with the least memory.
+It is the named schedule, or with `auto` the fastest that fits: `auto` infers a strategy for each
+schedule that is defined for the mesh and the micro-batches, compiles it, and simulates its plan. Of
+the schedules that fit the memory of a device it takes the one with the shortest step; of steps
+within a thousandth of that, the one with the least memory.
 """
 
 from __future__ import annotations

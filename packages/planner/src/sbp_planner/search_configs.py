@@ -1,6 +1,6 @@
-"""The settings of the planners that search signatures on all mesh axes at once.
+"""Configs of the planners that search for a plan, one class each: `IlpConfig`, `AlpaConfig`, ...
 
-As in `configs`, messages begin with the name of the setting.
+They check the settings that a user gives. As in `configs`, messages begin with the setting's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The joint search on a segment: the split of its tensors on one mesh, its time and its memory.
+"""Split the tensors of a segment, some layers of a step, on one mesh so that it takes least time.
+
+For the planners `alpa` (a segment is a possible pipeline stage) and `galvatron` (a single layer).
 
     minimise    serial time of the segment, all mesh axes at once                               [s]
     such that   its memory with n micro-batches in flight <= the limit                          [B]

@@ -1,4 +1,6 @@
-"""Segments: the part of a step that belongs to some blocks of the model, as a separate step.
+"""Cut out the part of a training step that belongs to some blocks of a model, as a separate step.
+
+The planners `alpa` and `galvatron` plan such segments one by one, as pipeline stages or layers.
 
     blocks       embed | layers.0 | layers.1 | head
     segment            [layers.0 | layers.1]
@@ -8,8 +10,8 @@
         leaves   the output of layers.1          the gradient of h
 
 A value that arrives becomes an input; a value that leaves becomes the new value of a state; each
-has whatever SBP suits. Two segments with equal keys are the same program under other names, so that
-one solution serves both.
+may be sharded in any way. Two segments with equal keys are the same program under other names, so
+that one solution serves both.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 5 (stages, and layers of about equal work).
 """

@@ -1,4 +1,4 @@
-"""Strategies that shard parameters on one mesh axis: none, all, or some of them.
+"""Make the strategies that the planner `osdp` compares: shard no parameters, all, or some of them.
 
     axis        the mesh axis over which samples are split, N ranks; inference and the user's pins
                 have decided the other axes, and the stages of a pipeline

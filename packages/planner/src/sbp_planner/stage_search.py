@@ -1,4 +1,4 @@
-"""Stages with separate programs: where to cut the model, and how to split each stage inside.
+"""Cut a model into pipeline stages, and choose how each stage splits its tensors on its ranks.
 
     minimise    (m - 1) max_s t_s + sum_s t_s    m micro-batches, t_s of stages and transfers   [s]
     such that   each stage holds its micro-batches in flight; the compiled plan fits a rank     [B]

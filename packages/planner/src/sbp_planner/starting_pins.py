@@ -1,16 +1,18 @@
-"""Starting pins: sets of pins that inference completes, on any mesh and for any model.
+"""Make sets of pins (given splits of some tensors) as first candidates of the planner `auto`.
+
+Inference completes each set, on any mesh and for any model.
 
                       batch           states                    other tensors
     data parallel     S(0) on data    free                      -
     ZeRO-1            S(0) on data    updates sharded           -
     ZeRO-3            S(0) on data    all sharded               -
     tensor parallel   B               columns and rows          values between these
-    free              free            free                      everything
+    free              free or S(0)    free                      everything
 
-On a mesh of several axes, the first is the data axis, and all tensors are free on the other axes.
-There inference finds the operators to split by columns or rows, and the classes, tables or experts
-to split. Columns and rows from the graph are tried as well, because inference minimises a sum of
-times, without overlap.
+On a mesh of several axes, the first is the data axis; some sets split the batch on all axes. Where
+a set has no pins, inference finds the operators to split by columns or rows, and the classes,
+tables or experts to split. Columns and rows from the graph are tried as well, because inference
+minimises a sum of times, without overlap.
 
 Source: Rajbhandari et al., "ZeRO", SC 2020, section 5 (stages 1 and 3); Shoeybi et al.,
 "Megatron-LM", 2019, section 3.

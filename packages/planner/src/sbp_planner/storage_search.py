@@ -1,10 +1,10 @@
-"""The search of `osdp` on one graph: which parameters to shard, judged by compiled plans.
+"""Choose the parameters that the planner `osdp` shards, by the time and memory of compiled plans.
 
     cell        the stages of a pipeline that are on the same ranks; without a pipeline, all
     choice      for each parameter, whether it is sharded
 
-Each rank has a separate memory, so the guide is a knapsack for each cell. Each cell has a separate
-limit, which is corrected by the memory of its ranks in the compiled plan
+Each rank has a separate memory, so the estimate (`guide`) is a knapsack for each cell. Each cell
+has a separate limit, which is corrected by the memory of its ranks in the compiled plan
 (`sbp_core.planning.LimitSearch`). `improve` tries single changes and exchanges of the result.
 """
 

@@ -1,4 +1,6 @@
-"""Submeshes: the parts of a machine that stages may use, and the logical shapes of each.
+"""List the parts of a machine (submeshes) on which a pipeline stage may run, and their mesh shapes.
+
+For the planners `alpa` and `galvatron`, which try stages on them.
 
     machine          nodes of 4: 0 1 2 3 | 4 5 6 7
     sizes            1, 2, 4 inside a node; 8: whole nodes

@@ -1,4 +1,7 @@
-"""Properties of ATen operators that passes ask for: views, copies, casts, in-place forms, ..."""
+"""List the ATen operators that are views, copies or casts, have in-place forms, and so on.
+
+Passes of sbp-aten read `TRAITS` here; sbp-core reads it from the installed sharding rules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector while modules are loaded and steps are planned."""
+"""Pause Python's garbage collector while modules are loaded and steps are planned, to save time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Cutting a graph for a pipeline that is flushed: m micro-batches, then one update.
+"""Cut a model into pipeline stages for a schedule with a flush: m micro-batches, then one update.
 
-The schedule is GPipe's or 1F1B's. All devices of a stage share each micro-batch. They are a range
-of the machine's devices: stages may end anywhere, also inside a node. For one micro-batch
+The planners `gpipe` and `pipedream` use it; `alpa` prices the resulting stages first. The schedule
+is GPipe's or 1F1B's. All devices of a stage share each micro-batch. They are a range of the
+machine's devices: stages may end anywhere, also inside a node. For one micro-batch
 
     stage on r devices     max(c / r, s / m)     gradients are summed once a step, overlapped
     transfer at a cut      2 a / (B_k l)

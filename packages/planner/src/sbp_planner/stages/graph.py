@@ -1,8 +1,8 @@
-"""The graph that is cut into stages: blocks with their costs, and the values between them.
+"""`BlockGraph`: the graph that planners cut into pipeline stages: blocks with costs, and values.
 
 A block is anything that stays whole: an operator of a profile, a layer, a module. Values are
 separate from blocks, because a value with several consumers crosses a cut once, however many of its
-consumers are on the other side. This module knows no devices and no cluster.
+consumers are on the other side. `model_blocks` makes it of a model, `profile` of PipeDream's files.
 """
 
 from __future__ import annotations

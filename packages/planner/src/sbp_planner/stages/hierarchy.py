@@ -1,4 +1,7 @@
-"""PipeDream's cutting, exact over order ideals: replicated stages on a machine of several levels.
+"""Cut a graph into replicated pipeline stages, exactly, for a machine with several levels of links.
+
+This is PipeDream's search, for the command `python -m sbp_planner.pipedream`. An order ideal is a
+set of blocks that contains all predecessors of each: a place where a graph can be cut.
 
     minimise    the slowest stage or transfer            (`evaluate` says what these take)
     over        chains of order ideals, replicas of each stage at each level

@@ -1,4 +1,6 @@
-"""Cutting if prices take long to compute: only stages that may be in the best pipeline are priced.
+"""Cut a model into pipeline stages, and price only the stages that may be in the best pipeline.
+
+`stage_search` uses it, because there the price of a stage is the result of a slow search.
 
     start    every stage at a lower bound of its price, such as its work in equal parts
     repeat   the best pipeline at these prices (`table`)

@@ -1,4 +1,4 @@
-"""Pipelines as values: the levels of a machine, the stages of a graph, and their costs.
+"""Compute the cost of given pipeline stages on a machine with several levels of links (`evaluate`).
 
     levels, innermost first            stages of `replicas` (4, 3), (2, 1), (1, 1), (1, 1)
 
@@ -7,7 +7,7 @@
                                        |- stage 0, 12 replicas ----|  stage 1  2     3
     segment of level 1                 |----------- 0 -------------||------- 1 ------|
 
-`hierarchy` finds such pipelines. It shares with these prices only the definitions:
+`hierarchy` finds the best such pipeline by a recurrence, and takes its final costs from here:
 
     time of a stage         max(c, s_0, r_0 s_1, r_0 r_1 s_2, ...) / (r_0 r_1 r_2 ...)
                             c     forward and backward of its blocks

@@ -1,4 +1,4 @@
-"""Profiles of PipeDream: a text file of operators with measured times, then edges.
+"""Read a profile of PipeDream, a text file of measured operators and edges, as a `BlockGraph`.
 
     node5 -- Conv2d(64, 64) -- forward_compute_time=7.1, backward_compute_time=15.2,
         activation_size=1644167168.0, parameter_size=147712.0                  (all in one line)

@@ -1,8 +1,9 @@
-"""Cutting with any prices: the caller prices stages, and this module finds the best stages.
+"""Find the best pipeline stages, given the price of every possible stage as a table.
 
-Places to cut are numbered 0 ... S - 1, such as the order ideals of a graph or the gaps between
-layers; stage (i, j) holds the blocks between two places. Stages take all devices, one range after
-the other. With t the seconds of stages and transfers for one micro-batch,
+It is the exact search of `flushed`, and of `lazy`, which improves prices and searches again. Places
+to cut are numbered 0 ... S - 1, such as the order ideals of a graph or the gaps between layers;
+stage (i, j) holds the blocks between two places. Stages take all devices, one range after the
+other. With t the seconds of stages and transfers for one micro-batch,
 
     steady     minimise  max t
     flushed    minimise  (m - 1) max t + sum t       m micro-batches, then the pipeline is empty

@@ -11,6 +11,7 @@ The order, with its reasons:
     place_casts         also the casts of a capture under autocast
     split_classes       on the losses as PyTorch writes them
     sum_losses
+    expose_batch_dim    here only for the next pass, which runs if all micro-batches share one loss
     whole_batch_loss    on ratios of sums, and on batch normalisation as one operator
     split_batch_norm
     split_backward      before plugins, and before any operator is repeated

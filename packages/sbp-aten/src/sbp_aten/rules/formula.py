@@ -1,6 +1,6 @@
-"""Parse notations as text for calls of any rank: runs of dims, and broadcast dims.
+"""Parse the text of a sharding rule, such as `v d, i* => i* d`, for tensors of any number of dims.
 
-A tool for the modules of rules; it holds no rules itself.
+The modules of sharding rules in this folder use it; it holds no rules itself.
 
     v d, i* => i* d              `i*` is a run `i0 i1 ..`, of as many dims as the tensor has left
     ... p m, ... r m => ... p r  `...` are leading dims `d0 d1 ..` that are broadcast

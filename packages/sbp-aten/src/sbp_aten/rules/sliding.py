@@ -1,4 +1,4 @@
-"""Labels for windows that slide over spatial dims: shared by convolution, pooling and folding.
+"""Find the spatial dims that may be split in a convolution, pooling or folding, and label them.
 
 Along one dim there are *elements* (of the larger tensor) and *windows* (one for each position of
 the window). A dim may be split if no window reaches into the block of the next one:

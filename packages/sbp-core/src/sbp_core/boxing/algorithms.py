@@ -1,8 +1,9 @@
-"""The algorithms of collectives, and how long each takes on the links of a machine.
+"""Predict the time of each algorithm of a collective (ring, tree, ...) on the links of a machine.
 
-An algorithm is a list of rounds; in a round each rank sends one message and receives one. α is the
-latency of a message, β the seconds per byte of its link, n the ranks of a group, S the bytes that
-they share, L = ceil(log2 n). On links of one speed that nobody shares:
+`boxing.price` takes the fastest where there are no measured times. An algorithm is a list of
+rounds; in a round each rank sends one message and receives one. α is the latency of a message, β
+the seconds per byte of its link, n the ranks of a group, S the bytes that they share, L = ceil(log2
+n). On links of one speed that nobody shares:
 
     all-gather        ring                 (n-1) α + (n-1)/n β S
                       recursive doubling   L α + (n-1)/n β S         n a power of two

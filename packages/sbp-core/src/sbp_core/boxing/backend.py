@@ -1,9 +1,10 @@
-"""The contract of boxing backends: one transport, one process or many.
+"""Interfaces of backends that send tensors between ranks (NCCL, gloo, MPI, threads).
 
-A backend opens one `Communicator` for each rank in this process. Everything above it (routes,
-prices, order, buffers) is shared; a communicator only executes one step for one rank. Neither side
-changes tensors in place, except a shard that was donated: a communicator may hand several ranks the
-same tensor, and may keep its inputs until the step is over on every rank.
+Boxing is the conversion of a tensor between layouts. A backend opens one `Communicator` for each
+rank in this process. Everything above it (routes, prices, order, buffers) is shared; a communicator
+only executes one step for one rank. Neither side changes tensors in place, except a shard that was
+donated: a communicator may hand several ranks the same tensor, and may keep its inputs until the
+step is over on every rank.
 """
 
 from __future__ import annotations

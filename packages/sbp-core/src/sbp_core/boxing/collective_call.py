@@ -1,4 +1,7 @@
-"""One call of a communicator: what it does, how long it may take, and how its errors read."""
+"""`CollectiveCall`: one collective or message that a rank waits for, with its deadline and errors.
+
+Communicators of all backends (NCCL, gloo, MPI, threads) make one for each step that they run.
+"""
 
 from __future__ import annotations
 

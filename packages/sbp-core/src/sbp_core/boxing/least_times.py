@@ -1,7 +1,9 @@
-"""Lower bounds of the time of routes on a mesh, in seconds per byte, for all pairs of states.
+"""Bound the time to convert a tensor from below, in seconds per byte, for all layouts on a mesh.
 
-Routes have the fewest bytes (`boxing.router`). So between two states, no route is faster than the
-fastest of all routes with the fewest bytes, computed without latencies:
+`infer.least_prices` uses the bounds, so that planners need not find a route for each. A state is a
+layout (nd-SBP), a route the steps between two. Routes have the fewest bytes (`boxing.router`). So
+between two states, no route is faster than the fastest of all routes with the fewest bytes,
+computed without latencies:
 
     local step    writing its result
     collective    the fastest algorithm on links without latency, and writing its result

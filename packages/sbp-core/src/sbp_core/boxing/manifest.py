@@ -1,8 +1,9 @@
-"""What one rank sends and receives in one collective, and where it is in the rank's memory.
+"""List what one rank sends and receives in a collective, and where it is in the rank's memory.
 
-Worked out once for each step and rank. Pieces need no packing or unpacking if they follow each
-other, in the order of the group, in the row-major memory of a shard. In an all-gather of S(1) on
-two ranks, rank 0 sends its shard as it is, and has to unpack the data that it receives:
+Backends of several processes pack messages by it. Worked out once for each step and rank. Pieces
+need no packing or unpacking if they follow each other, in the order of the group, in the row-major
+memory of a shard. In an all-gather of S(1) on two ranks, rank 0 sends its shard as it is, and has
+to unpack the data that it receives:
 
     sent by 0    a0 a1             received   a0 a1 b0 b1        shard after   a0 b0
     sent by 1    b0 b1                                                         a1 b1

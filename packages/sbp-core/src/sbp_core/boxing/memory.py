@@ -1,6 +1,7 @@
-"""The memory that a route needs while it runs: a criterion of the router.
+"""Compute the memory that a rank needs while a boxing step (collective, transfer, local step) runs.
 
-While a step runs, a rank holds its shard from before, its shard from after, and buffers:
+The router compares conversions of a tensor by it; `memory.prediction` includes it in the memory of
+a plan. While a step runs, a rank holds its shard from before, its shard from after, and buffers:
 
 | step | buffers |
 |---|---|

@@ -1,4 +1,6 @@
-"""The time of a route on a machine.
+"""Predict the time of a boxing step (a collective, transfer or local step) on a machine.
+
+Planners and the simulator price conversions of tensors by it, through `cost`.
 
 S is the number of bytes that the ranks of one group share: the size of the piece that each of them
 holds before an all-reduce or reduce-scatter and after an all-gather, or of all pieces together

@@ -1,8 +1,9 @@
-"""The router: the one routine that finds how a tensor gets from one (placement, nd-SBP) to another.
+"""Find the collectives and transfers that take a tensor from one (placement, nd-SBP) to another.
 
-Shortest path over the nd-SBPs of the source placement and those of the target placement. An edge is
-one `BoxingStep`: a collective on one mesh axis or on several merged ones, a local step on one axis,
-or a `TRANSFER`, which does anything at once, point to point. Routes are compared by
+Planners and the compiler call `route` for each conversion. A route is a shortest path over the
+nd-SBPs of the source placement and the target placement. An edge is one `BoxingStep`: a collective
+on one mesh axis or on several merged ones, a local step on one axis, or a `TRANSFER`, which does
+anything at once, point to point. Routes are compared by
 
 1. exact bytes over all ranks;
 2. if asked for, the bytes between the two placements;

@@ -1,6 +1,7 @@
-"""A route: its steps, what they move, how long they take, and all of it as a table for people.
+"""`Route`: the steps that convert a tensor between two layouts, with their bytes and times.
 
-Bytes are from `slices`, what ranks hold from `memory`, times from `price`.
+The router makes routes; planners price them, and `Route.explain` shows one as a table. Bytes are
+from `slices`, what ranks hold from `memory`, times from `price`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which slices a boxing step moves between which ranks: the geometry under routes and transports.
+"""Compute the slices that a boxing step (a collective or transfer) moves, and between which ranks.
 
 Everything is worked out from the slices of the logical tensor that ranks hold (`Bounds`), so even
 and uneven splits, empty shards and any overlap of rank sets are the same case. Prices, executors

@@ -1,4 +1,4 @@
-"""Steps of boxing: the values that the router makes and every backend executes.
+"""`BoxingStep`: a collective, transfer or local step that the router makes and backends execute.
 
 A step takes a tensor from one (placement, nd-SBP) to the next; its kind names the collective. A
 route is a list of steps. Nothing here moves data (`sbp_torch.boxing`, backends) or searches

@@ -1,8 +1,8 @@
-"""What is legal in a `BoxingStep`: the steps that routes are made of, and no others.
+"""Check that a `BoxingStep` (collective, transfer, local step) is legal.
 
-A step may come from a plan that somebody edited. Executors rely on the checks made here: that the
-kind of the step matches its source and target on its mesh axes, and that every rank of a group
-finds all of its inputs there.
+`compile.plan_spec` does so for each step of a plan. A step may come from a plan that somebody
+edited. Executors rely on the checks made here: that the kind of the step matches its source and
+target on its mesh axes, and that every rank of a group finds all of its inputs there.
 
     kind              before, on its axes          after, on its axes
     all-reduce        one P, or P(max), P(min)     B

@@ -1,4 +1,4 @@
-"""Time of one kind of call as a function of its bytes: piecewise linear, fitted to measurements.
+"""Fit the time of one kind of collective or message, by its bytes: piecewise linear, from samples.
 
     time = α + Σ β_j · (bytes of the call between knot j and knot j + 1)
 

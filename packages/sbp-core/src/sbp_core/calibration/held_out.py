@@ -1,4 +1,7 @@
-"""Errors of predictions for measurements that a fit did not see (held-out samples)."""
+"""Compute the errors of predicted communication times for measurements that a fit did not see.
+
+`validate` makes these errors, and `sbp-calibrate` reports them.
+"""
 
 from __future__ import annotations
 

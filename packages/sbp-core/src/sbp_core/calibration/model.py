@@ -1,4 +1,7 @@
-"""The calibration of one transport: its samples, the fits to them, and the errors of the fits."""
+"""`Calibration`: predicts the times of a backend's collectives and messages from measurements.
+
+Planners price boxing with it (`boxing.price`). It holds the samples, the fits and their errors.
+"""
 
 from __future__ import annotations
 

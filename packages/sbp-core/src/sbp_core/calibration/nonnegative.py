@@ -1,4 +1,4 @@
-"""Least squares with coefficients >= 0 (NNLS), because costs add up and none is negative."""
+"""Solve least squares with coefficients >= 0 (NNLS), for fits of times: no cost is negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One raw measurement of a transport: a call, and the seconds of its repetitions."""
+"""`Measurement`: the seconds of one collective or message, repeated, measured by `sbp-calibrate`.
+
+`curve` and `structure` are fitted to such samples, which a cluster's file keeps.
+"""
 
 from __future__ import annotations
 

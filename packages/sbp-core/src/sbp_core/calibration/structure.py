@@ -1,7 +1,8 @@
-"""A model of the time of any call, also of one that was never measured, from its algorithm.
+"""Predict the time of any collective or message, measured or not, by a model of its algorithm.
 
-n ranks of a group, g groups at once, S bytes that a group shares (see `Measurement`). Each rank
-sends b bytes, and gets a result of o bytes:
+`Calibration` asks it for calls without a measured curve. Let n be the ranks of a group, g the
+groups at once, S the bytes that a group shares (see `Measurement`). Each rank sends b bytes, and
+gets a result of o bytes:
 
     kind             b              o
     all-reduce       2 (n-1) S/n    S

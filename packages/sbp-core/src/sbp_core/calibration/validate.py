@@ -1,4 +1,4 @@
-"""Cross-validation of a calibration: fit on a part of the samples, and predict the rest.
+"""Cross-validate the predicted times of collectives: fit a part of the samples, predict the rest.
 
 Three ways to leave samples out, from the mildest to the hardest:
 

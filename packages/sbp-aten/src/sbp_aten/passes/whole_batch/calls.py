@@ -1,9 +1,9 @@
-"""Write the calls of one micro-batch for a call on the whole batch.
+"""`PartCalls`: writes the operator calls of one micro-batch, given a call on the whole batch.
 
-A call of the whole batch becomes calls on its parts by the signatures and localisers (functions
-that adapt a call to a shard) that ranks use, too: see `layout`. This module adds cases that ranks
-do not have, because parts need not be sent: samples in several blocks (`cat` of two views of a
-batch), and indices that number the samples, which in a part number its own samples
+The pass `whole_batch_loss` does so for each call, by the same signatures (ways to shard a call) and
+localisers (functions that adapt it to a shard) that ranks use: see `layout`. This module adds cases
+that ranks do not have, because parts need not be sent: samples in several blocks (`cat` of two
+views of a batch), and indices that number the samples, which in a part number its own samples
 (`x[arange(len(x)), lengths - 1]`).
 
 A tensor made of numbers alone, such as `zeros(len(x))`, is made in the size of a part if it is

@@ -1,8 +1,9 @@
-"""Layouts: how the parts of micro-batches form a value of the whole batch.
+"""Describe how the parts of micro-batches form a value of the whole batch: `Samples`, `Total`, ...
 
-Micro-batches are treated as the ranks of one more mesh axis, in time. So micro-batches may compute
-separately whatever ranks may, and a value of the whole batch consists of parts like a tensor of
-shards. One difference: parts are not sent, so samples need not be next to each other.
+The pass `whole_batch_loss` finds such a layout for each value. Micro-batches are treated as the
+ranks of one more mesh axis, in time. So micro-batches may compute separately whatever ranks may,
+and a value of the whole batch consists of parts like a tensor of shards. One difference: parts are
+not sent, so samples need not be next to each other.
 
     layout             SBP     the whole batch of two micro-batches
     `Samples(0)`       S(0)    aaaabbbb: the samples of a, then the samples of b

@@ -1,6 +1,6 @@
-"""Find the program of a micro-batch for reshapes, concatenations and indexing of samples.
+"""Write the calls of a micro-batch for reshapes, concatenations and indexing of the whole batch.
 
-No signature covers these calls, because ranks would have to communicate for them; micro-batches
+No sharding rule covers these calls, because ranks would have to communicate for them; micro-batches
 need not. `PartCalls` tries the functions in `WAYS`:
 
     reshape       samples keep their order, along whatever dim

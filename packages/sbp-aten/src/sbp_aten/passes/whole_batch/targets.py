@@ -1,4 +1,7 @@
-"""Find numbers of targets that cross-entropies divide by, and other values that equal them."""
+"""Find the number of targets by which a mean cross-entropy divides, and make its division explicit.
+
+A micro-batch does not know the number in the whole batch, so `whole_batch_loss` divides later.
+"""
 
 from __future__ import annotations
 

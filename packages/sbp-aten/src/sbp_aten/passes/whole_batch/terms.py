@@ -1,6 +1,7 @@
 """Apply linear operators to values that are sums of terms (coefficient times part), term by term.
 
-The gradient of a ratio N / D of two totals is (1 / D) · v, and v does not need D. Gradients of
+The pass `whole_batch_loss` needs it for losses that are ratios N / D of totals over micro-batches:
+a gradient is (1 / D) · v, and a micro-batch computes v without D. Gradients of
 terms with different divisors are computed separately if an operator is linear, each by its own
 call:
 

@@ -1,7 +1,8 @@
-"""The bytes and memory of every collective and local step within a layout, all at once.
+"""Compute the bytes and memory of every collective and local step between nd-SBPs on one mesh.
 
-The definitions are those of `boxing.slices` and `boxing.memory`, computed here for all pairs of
-states together; tests compare the two.
+They become part of `step_tables`, in which the router searches. The definitions are those of
+`boxing.slices` and `boxing.memory`, computed here for all pairs of states together; tests compare
+the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The states of a search: nd-SBPs on one mesh as rows of small integers, and the slices they mean.
+"""Number the states of the router's search, the nd-SBPs on one mesh, and compute their slices.
 
 An entry is an int here (`encode`): `S(dim)` is its dim, `B` and the partials are negative. A
 `Layout` has one row for each nd-SBP that a search may visit, in a fixed order, and numpy arrays of

@@ -1,8 +1,9 @@
-"""The search for a route: the shortest path through the tables of all single steps.
+"""Find the best path of collectives and transfers between two layouts of a tensor, for the router.
 
-Paths are compared by bytes, then memory, then effort. Bytes and effort add up along a path, memory
-is the largest of its steps, so no single pass can compare all three (a path may be ahead only until
-a later step needs more memory anyway). Three passes, each over the result of the one before:
+The path leads through the tables of all single steps (`step_tables`). Paths are compared by bytes,
+then memory, then effort. Bytes and effort add up along a path, memory is the largest of its steps,
+so no single pass can compare all three (a path may be ahead only until a later step needs more
+memory anyway). Three passes, each over the result of the one before:
 
     bytes    distance of every state from the source and to the target; keep the steps that are on
              a shortest path, which are few

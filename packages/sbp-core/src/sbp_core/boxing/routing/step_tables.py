@@ -1,9 +1,10 @@
-"""The bytes and memory of every single step of a search, over the states of one or two placements.
+"""Tabulate the bytes and memory of every single step between layouts of a tensor, for the router.
 
-States are numbered: first all states of the source placement, then all states of the target
-placement if it is another one. `boxing.routing.collectives` and `boxing.routing.transfers` fill the
-tables, which are kept: they depend on the meshes, the tensor's extents and the entries that axes
-may have, not on source and target. With two placements a table has four parts; no route goes back:
+A state is an nd-SBP on the source or the target placement. States are numbered: first all states of
+the source placement, then all states of the target placement if it is another one.
+`boxing.routing.collectives` and `boxing.routing.transfers` fill the tables, which are kept: they
+depend on the meshes, the tensor's extents and the entries that axes may have, not on source and
+target. With two placements a table has four parts; no route goes back:
 
                        to source states              to target states
     from source states   collectives, transfers        transfers that cross over

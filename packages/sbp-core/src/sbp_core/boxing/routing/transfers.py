@@ -1,9 +1,9 @@
-"""The bytes and memory of `TRANSFER`s: all between two layouts at once, or one rank by rank.
+"""Compute the bytes and memory of `TRANSFER`s, the boxing steps of point-to-point messages.
 
-The definitions are those of `boxing.slices` and `boxing.memory`, computed here for all pairs of
-states together (`transfers`), or for all pairs of ranks together (`messages`: how much each rank
-sends to each other rank, without its pieces; ranks are positions in their meshes). Tests compare
-them with each other.
+`step_tables` and `boxing.price` use them. The definitions are those of `boxing.slices` and
+`boxing.memory`, computed here for all pairs of states together (`transfers`), or for all pairs of
+ranks together (`messages`: how much each rank sends to each other rank, without its pieces; ranks
+are positions in their meshes). Tests compare them with each other.
 """
 
 from __future__ import annotations
