@@ -1,4 +1,4 @@
-"""The memory of this machine or container, in total and free; calibration and snapshots use it."""
+"""Read the memory of this machine or container, in total and free, such as for calibration."""
 
 from __future__ import annotations
 

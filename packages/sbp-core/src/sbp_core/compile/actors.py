@@ -1,4 +1,6 @@
-"""Actors: the kinds of work that the threads of a rank do, as a plan names them.
+"""`Actor`: a unit of work of a rank in a compiled plan: computing, sending, summing and so on.
+
+The compiler (`segments`) makes actors; runtimes and the checker (`sbp_core.check`) execute them.
 
 Compute      operator calls without boxing between ranks among them
 Collective   a rank's part in a boxing step of one mesh

@@ -1,4 +1,7 @@
-"""The size of buckets, and the price of a tensor that travels in one.
+"""Price the transfer of a small tensor that shares a flat buffer, a bucket, with other tensors.
+
+Planners price conversions with it (`sbp_core.infer.prices`). `buckets` forms the buckets when a
+plan is compiled, by default of the size that `most_bucket_bytes` gives.
 
     price of a small tensor = b / F * (time of the step of F bytes + copying them into a buffer)
                               + copying b bytes out of it, where they are gathered               [s]
@@ -9,8 +12,6 @@ buckets as `most_bucket_bytes` allows, of F bytes each. So tensors that fill buc
 what the buckets cost, with one latency and one start for each bucket; and no tensor costs more than
 alone. When one tensor is priced, it is not known which others travel: if only few of them do, they
 take up to one latency more than predicted here, and never less.
-
-`buckets` forms them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Buckets: small tensors that are boxed alike travel in one flat buffer.
+"""Merge the collectives of small tensors into one collective of a flat buffer, a bucket.
+
+The compiler does this after it has inserted boxing (changes of layout) between operators.
 
 before: g1@(B) = all-reduce(g1)                      two calls, two latencies
         g2@(B) = all-reduce(g2)

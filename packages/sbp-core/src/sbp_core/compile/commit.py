@@ -1,4 +1,4 @@
-"""The commit of a step: no state is overwritten before every rank has finished all other work.
+"""Insert the commit: a barrier after all other work of all ranks, before states are overwritten.
 
     rank 0    forward  backward  all-reduce g | commit | update w   all-gather w
     rank 1    forward  backward  all-reduce g | commit | update w   all-gather w

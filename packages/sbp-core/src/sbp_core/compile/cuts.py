@@ -1,4 +1,4 @@
-"""Cut segments, so that boxing overlaps with compute: it begins as soon as its input is made.
+"""Cut compute segments, so that communication (boxing) begins as soon as its input is made.
 
 before: backward.0.0   dy1 dw1 dy2 dw2 dy3 dw3           | all-reduce of dw1, of dw2, of dw3
 after:  backward.0.0   dy1 dw1                           | all-reduce of dw1

@@ -1,6 +1,8 @@
-"""The order of actors, and which values may share memory with states; by name, over all ranks.
+"""Find which actors of a plan take whose results, and which values may alias model states.
 
-Actors and keys have the same names on all ranks, so a fact about one rank is taken to hold on all.
+The compiler needs this to order work and to overwrite states safely. Actors (units of work of a
+rank) and keys (names of values) are the same on all ranks, so a fact about one rank is taken to
+hold on all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which firings of a step have ended when an actor begins, whatever the timing: vector clocks.
+"""Find which work of a step has surely ended when an actor begins: vector clocks.
+
+`hazards` asks, to prove that no state is overwritten too early. A firing is one execution of an
+actor, a unit of work of a rank. A register holds the results of an actor.
 
 Firings of one thread follow each other. A reader of a register begins after it was filled, a
 receiver after the message was sent; and no rank leaves an all-reduce before all have entered it.

@@ -1,4 +1,4 @@
-"""No state is overwritten before its old value has been read: write-after-read hazards.
+"""Prove that a plan overwrites no state before its old value has been read (`sbp_core.check`).
 
 `Actor.in_place` is an optimisation: the results of a step must not depend on it. So wherever a
 state is overwritten on a rank, every other use of its memory with the old value, which

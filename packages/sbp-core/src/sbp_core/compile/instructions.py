@@ -1,8 +1,9 @@
-"""What a segment executes: the operator calls of one rank, on keys and local sizes.
+"""Translate operators on logical tensors to the calls that each rank executes on its shards.
 
 before: view = view(%x, [128, 64])      logical sizes, on a mesh that splits dim 0 in two
 after:  view = reshape(%x, [64, 64])    what each rank runs
 
+`segments` puts the calls into compute segments when it compiles a plan.
 Repeated layers differ in names only, and most calls are the same on every rank. So each distinct
 call is localised once, and ranks for which that gives the same share their instructions.
 """

@@ -1,6 +1,7 @@
-"""The result of lowering: items, the layouts of their keys, and the outputs of the graph.
+"""`LoweredItems`: the list of work items that `lowering` makes of a graph and its strategy.
 
-An item is the same for all ranks; `segments` turns items into the actors of each rank.
+An item is an operator, a communication step, a sum or a copy, the same for all ranks. Later steps
+of the compiler rewrite the list; `segments` turns it into the actors (units of work) of each rank.
 """
 
 from __future__ import annotations

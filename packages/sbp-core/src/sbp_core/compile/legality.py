@@ -1,4 +1,4 @@
-"""Whether a strategy is legal for a graph: complete, on existing stages, and legal op by op.
+"""Check that a strategy is legal for a graph: complete, on existing stages, and legal op by op.
 
 A strategy may have been edited by hand or made by any planner. An illegal strategy would run and
 give wrong numbers, so nothing is compiled before it has passed this check.

@@ -1,7 +1,7 @@
-"""Which items go together: levels, which count the boxing steps before an item.
+"""Number work items by the communication (boxing) steps before them: their levels.
 
-Items of one stage, phase, rate and level need nothing that was boxed after any of them, so they
-make one segment.
+`segments` makes one compute segment of the items of one stage, phase, rate and level: none of them
+needs a result that was boxed after another one.
 """
 
 from __future__ import annotations

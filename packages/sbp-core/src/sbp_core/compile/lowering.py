@@ -1,4 +1,6 @@
-"""Insert boxing: from graph and strategy to a list of work items that is the same for all ranks.
+"""Insert boxing, the collectives and transfers between layouts of a tensor, between operators.
+
+This is the first step of the compiler: it makes a list of work items, the same for all ranks.
 
 before: y = mm(x, w)                          x is made as (P), mm wants (B)
 after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)

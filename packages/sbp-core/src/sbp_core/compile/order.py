@@ -1,5 +1,6 @@
-"""Order firings: list scheduling of the token game gives every thread its fixed order.
+"""Give every thread of a plan the fixed order in which it executes (fires) its actors.
 
+This is the last step of the compiler: list scheduling, as the token game (`token_game`) allows.
 Sends go first, because another rank waits for them; then updates between micro-batches, because the
 next micro-batches wait for them; then forward firings, then older micro-batches. So the quotas
 alone decide the schedule: a quota of all micro-batches gives GPipe, `stages - stage` gives 1F1B. If

@@ -1,4 +1,4 @@
-"""Rewrite segments so that they write new values of states over the old ones.
+"""Rewrite the operators of a rank, so that new values of model states overwrite the old ones.
 
 An operator writes over its argument if it has an in-place form, and the argument is the state
 itself, or was made from it by such operators and is not needed any more:

@@ -1,4 +1,4 @@
-"""Packing: the layout of a bucket's values in its flat buffer, and the calls that put them there.
+"""Lay out small tensors in a flat buffer, a bucket, and make the calls that pack and unpack it.
 
 A layout is worked out once, when `buckets` forms a bucket. The bucket's items keep it for the
 prices of packing (`program`) and the calls of ranks (`instructions`). On n ranks, a buffer that is

@@ -1,4 +1,4 @@
-"""The physical plan: for every rank its actors, registers, threads and firing order.
+"""`PhysicalPlan`: a compiled step: actors (units of work), registers and threads of every rank.
 
 A plan is a synchronous-dataflow graph that holds everything a runtime needs and nothing else. It is
 serialisable and hashable; runtimes execute it and `sbp_core.check` replays it.

@@ -1,4 +1,4 @@
-"""What is legal in a `PhysicalPlan` as it stands, before a step of it is replayed.
+"""Check that a compiled plan is well-formed: names, shapes and links, without replaying a step.
 
 A plan may come from a file that somebody edited. The replay (`sbp_core.check`) and the runtimes
 rely on the checks made here; only the replay can tell whether the plan comes to an end.

@@ -1,4 +1,7 @@
-"""The parts of a plan that all ranks have in common: items, layouts of keys, and their sizes."""
+"""`LoweredProgram`: the work items of a step with their predicted times and the bytes of values.
+
+The compiler asks it while it forms actors (`segments`); `infer.predict` asks for times.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All calls that a rank might execute in a step, under any plan: a list to be measured.
+"""List all operator calls that a rank might execute in a step, under any plan, to measure them.
 
     graph, mesh --> each call, cut by each of its signatures --> distinct calls of a rank, by text
 

@@ -1,4 +1,8 @@
-"""Registers and links: which actor hands which values to which, and how many may be alive."""
+"""Connect the actors (units of work) of a plan by registers on a rank, and by links between ranks.
+
+A register hands results of one actor to its users, and limits how many are alive. `segments` calls
+this when it forms the plan.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Form actors: compute segments, boxing actors and accumulations, for each rank.
+"""Form the actors of each rank, its units of work, from the compiler's list of work items.
 
-Items of one (stage, phase, rate, level) become one compute segment. Names of actors are equal on
-all ranks.
+Operators of one (stage, phase, rate, level) become one compute segment; a communication (boxing)
+step or an accumulation becomes an actor of its own. Names of actors are equal on all ranks.
 """
 
 from __future__ import annotations

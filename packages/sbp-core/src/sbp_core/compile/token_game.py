@@ -1,4 +1,4 @@
-"""The token game of a plan: which actors may fire, given data and credits. Counts only.
+"""`TokenGame`: a simulation of a plan by counts alone: which actors may fire (execute) next.
 
 Registers and channels are first-in first-out, so a count of fillings and a count of readings by
 each consumer is their whole state. The scheduler plays the game to find an order; the interpreter

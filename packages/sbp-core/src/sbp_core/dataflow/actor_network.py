@@ -1,4 +1,6 @@
-"""Synchronous dataflow networks: actors, edges with initial tokens and quotas, processors' orders.
+"""`Network`: a synchronous dataflow network: actors, edges with tokens and quotas, and processors.
+
+A compiled plan becomes one (`sbp_core.compile.plan_network`), to find deadlocks and predict times.
 
     data      producer -- produced | initial tokens | consumed --> consumer
     credit    producer <-- produced | quota - initial | consumed -- consumer

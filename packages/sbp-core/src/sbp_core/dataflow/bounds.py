@@ -1,6 +1,6 @@
-"""The most memory that a dataflow network can need, whatever the durations of its actors.
+"""Bound the memory that a dataflow network can need, whatever the durations of its actors.
 
-`memory_bound` takes a network without deadlock. It bounds a plan for all timings of its ranks.
+`memory_bound` takes a network without deadlock. So far only tests call it.
 
 Let s[f] and e[f] count how often a firing f of one iteration has started and ended. The reachable
 counts are described by inequalities between two of them, each with a whole number:

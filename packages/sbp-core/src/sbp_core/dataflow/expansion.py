@@ -1,4 +1,4 @@
-r"""Expansion of a dataflow network: one node for each firing of an iteration, all rates one.
+r"""Expand a dataflow network to one node for each firing of an iteration; all rates become one.
 
     a --2|0|3--> b      produces 2, 0 initial, consumes 3 tokens; so q = (3, 2) firings
 

@@ -1,4 +1,7 @@
-"""The search on one mesh axis: the problem of `infer.problem` solved by `infer.minsum`."""
+"""Choose the shardings of all operators and stored tensors on one mesh axis, at least cost.
+
+`infer.problem` poses the problem, `infer.minsum` solves it; `infer.solve` goes from axis to axis.
+"""
 
 from __future__ import annotations
 

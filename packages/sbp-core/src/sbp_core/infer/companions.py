@@ -1,4 +1,6 @@
-"""Which tensors of a step could share a bucket, by the rules of the compiler's buckets.
+"""Find tensors that could share a collective's flat buffer, a bucket, by the compiler's rules.
+
+The search for a strategy prices the communication of such tensors together (`infer.problem`).
 
     gradients            values of the backward phase that only the optimizer uses
     new values           of states that are stored in shards, or whole while their updates are not

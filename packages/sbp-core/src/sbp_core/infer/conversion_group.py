@@ -1,4 +1,8 @@
-"""The targets that the users of one value ask for, and their cost: terms that join variables."""
+"""`ConversionGroup`: the cost of resharding one tensor for all operators that use it.
+
+It is a term of `infer.problem`. Its variables are the shardings of the tensor's maker and users;
+a target is a sharding that a user asks for.
+"""
 
 from __future__ import annotations
 

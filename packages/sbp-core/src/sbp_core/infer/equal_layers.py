@@ -1,4 +1,4 @@
-"""Equal layers of a step, found before the problem is posed, so each is decided and priced once.
+"""Find equal layers of a model, so that the search for shardings decides and prices them once.
 
     blocks.0.mlp.up   blocks.1.mlp.up   blocks.2.mlp.up        one variable, that of `blocks.0`
 

@@ -1,4 +1,4 @@
-"""A first assignment of a problem, from which searches begin."""
+"""Choose shardings operator by operator, greedily: a start for searches on `infer.problem`."""
 
 from __future__ import annotations
 

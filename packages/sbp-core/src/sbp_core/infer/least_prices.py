@@ -1,4 +1,4 @@
-"""Lower bounds of the prices of conversions on some mesh axes, for very many at once.
+"""Bound the times of conversions between layouts of a tensor from below, very many at once.
 
     on 8 x 4 x 2 H100                           price    from below
     (P, P, S(0))       -> (B, B, S(0))          1.94 ms  1.94 ms     float32[14336, 4096]
@@ -8,9 +8,9 @@
 The last bound is loose because it does not model which of several copies is sent.
 
 `Prices` looks for a route for each pair of SBPs. If one more axis makes hundreds of thousands of
-pairs, a search that skips most of them only needs a lower bound of each. The bound comes from
-`boxing.least_times`: shortest paths between all states at once, found once for all tensors whose
-dims are split alike. Bytes are exact.
+pairs, a search that skips most of them (`sbp_planner.joint.near`) only needs a lower bound of each.
+The bound comes from `boxing.least_times`: shortest paths between all states at once, found once for
+all tensors whose dims are split alike. Bytes are exact.
 
 The bound is 0 s between two placements, for tensors without dims or elements, where a machine's
 calibration gives the times, and where the router does not search all states; see

@@ -1,4 +1,4 @@
-"""A strategy changed as little as a pin asks for, to see what the pin alone costs.
+"""Change a strategy as little as a pin (a fixed sharding) asks for, to see what the pin costs.
 
     before   up: (S(0)) (B) -> (S(0))     relu, down, ... as they are
     pin      up: S(1)

@@ -1,4 +1,4 @@
-"""A strategy with one mesh axis decided again and the other axes unchanged.
+"""Decide the shardings of a strategy on one mesh axis again, and leave the other axes unchanged.
 
     before    mm: (S(0), B) (B, S(1)) -> (S(0), S(1))     weight: (B, S(1))
     pin       weight: {data: S(0)}

@@ -1,8 +1,9 @@
-"""The signatures of a node that its pins allow, on some mesh axes.
+"""Restrict an operator to the signatures (shardings of its call) that the user's pins allow.
 
-Pins remove values from the variables of `infer.problem`: the users of a pinned value keep only the
-signatures that take the pinned SBP; a view of it is pinned to the SBP that follows. A decision that
-is kept from an earlier strategy also has one value, unless a pin overrides it.
+`infer.problem` asks for each node. A pin fixes the SBP (sharding) of a tensor: the users of a
+pinned value keep only the signatures that take the pinned SBP; a view of it is pinned to the SBP
+that follows. A decision that is kept from an earlier strategy also leaves one signature, unless a
+pin overrides it.
 """
 
 from __future__ import annotations

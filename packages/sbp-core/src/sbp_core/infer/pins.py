@@ -1,4 +1,4 @@
-"""Pins: which tensors the user (or a planner) has decided, resolved to one entry for each axis.
+"""Resolve pins: shardings fixed by the user or a planner, to an entry for each tensor and axis.
 
 A pin is a pattern and a value; later pins override earlier ones, mesh axis by mesh axis. What
 patterns and values mean is explained in `docs/how-to/pins.md`, with examples. In short:

@@ -1,4 +1,6 @@
-"""The stages of a pipeline on ranks, and the order in which ranks work on them, from a schedule.
+"""Place the stages of a pipeline on ranks, and order their work, by a named schedule.
+
+Planners of pipelines call `pipelined`. An example:
 
 planner.pipeline=interleaved planner.chunks=2 on two positions of the axis `pipe`:
 

@@ -1,4 +1,4 @@
-"""The predicted cost of a strategy: time, bytes and memory of one step, from routes and signatures.
+"""Predict the cost of a strategy: time, bytes and memory of one step, from routes and signatures.
 
     step time    sum_i m_i + (M - 1) max_i m_i + max_i s_i                              [s]
 

@@ -1,4 +1,6 @@
-"""Prices of conversions on some mesh axes; the router is asked once for each.
+"""Price conversions, from one layout of a tensor to another, while shardings are searched.
+
+The router (`sbp_core.boxing`) is asked once for each.
 
 A search that decides one mesh axis at a time prices a conversion as a route on a mesh of one axis:
 a group of ranks along that axis. A search that decides all axes at once prices the whole route. The

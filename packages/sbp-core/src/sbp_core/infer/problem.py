@@ -1,4 +1,4 @@
-"""The problem of the search on some mesh axes at once: variables, their options and their costs.
+"""Pose the choice of all shardings on some mesh axes as a problem: variables, options and costs.
 
 Variables
     signature of each node            its options on these axes, given those on the axes before

@@ -1,4 +1,4 @@
-"""Change signatures and storage of a strategy on its own stages; for `nearby` and `one_axis`."""
+"""Replace the shardings of a strategy, but not its stages; for `nearby` and `one_axis`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Inference: a few pins are given, everything else is chosen at least cost.
+"""Infer a strategy from the shardings of a few tensors (pins): choose all others at least cost.
+
+Planners call `infer_strategy`.
 
 Mesh axes are decided one after the other, the outermost first, each exactly where possible (`axis`,
 `minsum`). This decomposition is legal because an n-D signature is legal iff its entries are legal

@@ -1,4 +1,4 @@
-"""Stages: which part of the machine runs each node, and where each graph input is stored.
+"""Assign the nodes and inputs of a graph to pipeline stages, which run or store them.
 
 A node that a pattern names goes to that stage. The other nodes follow: a forward node goes to the
 latest stage of its arguments, or to its users if it reads graph inputs only (constants, views of

@@ -1,4 +1,4 @@
-r"""The costs of a step as tables for min-sum problems (`infer.minsum`).
+r"""Write the costs of a sharding problem as tables over few variables, for `infer.minsum`.
 
 One table over the variable s of the operator that makes a value, and u and v of its users:
 

@@ -1,4 +1,4 @@
-"""The tie-break of the search: so small that it only decides among equals.
+"""Prefer one of several equally cheap shardings by a tiny extra cost, in `infer.problem`.
 
 Fewer bytes, then B, then low dims, then partial values; views of gradients prefer to pass partial
 values on.

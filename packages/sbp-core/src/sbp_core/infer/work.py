@@ -1,6 +1,7 @@
-"""The work of one step, prepared for the search, and the decisions made about it so far.
+"""`StepWork`: a training step on given stages, as the search for shardings sees it.
 
-This module does not search.
+It lists operator calls and prices; `Decision` holds the shardings that are chosen so far. This
+module does not search: see `infer.solve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The abstract domain of the interpreter: the kind of values, and the work of each kind of actor.
+"""`Domain`: an interface for the values of a plan's replay, and for the work of its actors on them.
 
 A value is a token, a storage or a tensor: the checker, the prediction of memory and the reference
 runtime replay the same steps, and differ in their domains only.

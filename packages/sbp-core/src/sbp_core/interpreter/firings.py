@@ -1,7 +1,7 @@
-"""The order of firings in a replay: each thread follows its order as data and credits allow.
+"""Choose the next firing of a plan's replay: each thread follows its order if data and room allow.
 
-A firing is one execution of an actor; a credit is a free place of a register. The interpreter uses
-it, and `sbp_core.memory` for the order of a whole step.
+A firing is one execution of an actor, a unit of work of a rank; a credit is a free place of a
+register. `interpreter` uses it, and `sbp_core.memory` for the order of a whole step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The replay of one step of a plan in its firing orders, on the values of a domain.
+"""Replay one step of a compiled plan, on tensors, on their memory, or on types alone.
 
-A firing takes inputs, works, and puts results. This module owns the values between firings:
+The `domain` defines these values. A firing, one execution of an actor (a unit of work), takes
+inputs, works, and puts results. This module owns the values between firings:
 
     producer  --put-->   register  [filling] [filling]  --take-->   consumers
     sender    --put-->   channel   [message] [message]  --take-->   receiver

@@ -1,4 +1,4 @@
-"""The events of one rank in a step, in order: its firings, and the receives of its messages.
+"""List the events of one rank in a step, in order: its firings, and the receives of its messages.
 
 A firing is one execution of an actor (a segment of operators, or a boxing step). Values of one rank
 never influence another rank's memory, only times do: the memory of a rank depends on the order of

@@ -1,6 +1,7 @@
-"""Memory layouts of tensors as values: strides, storage and offset; and the interface to find them.
+"""Describe how tensors lie in memory, without data: strides, storage and offset.
 
-The tensor library's plugin implements the interface (`CallLayouts`, `LayoutLibrary`).
+The prediction of memory and the checker of plans replay steps on these descriptions. The tensor
+library's plugin implements the interface to find them (`CallLayouts`, `LayoutLibrary`).
 """
 
 from __future__ import annotations

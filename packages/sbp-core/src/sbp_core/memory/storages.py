@@ -1,4 +1,4 @@
-"""The replay of one rank with tensors in numbered storages, to find when each storage lives.
+"""Replay one rank of a plan without data, to find when each storage is allocated and freed.
 
 `lifetime` decides which plan is replayed and in which order; a `ledger` keeps holders and purposes.
 """

@@ -1,4 +1,4 @@
-"""Domains for `sbp_core.check`: a replay of a plan that counts values, or that checks their types.
+"""Count the values of a plan's replay, or check their shapes and dtypes, for `sbp_core.check`.
 
 A domain is the kind of values that the interpreter works on. A typed value is the memory layout of
 a tensor, or a host number, as in `lifetime`; its storage matters only to a few operators.

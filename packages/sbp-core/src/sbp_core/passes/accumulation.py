@@ -1,4 +1,4 @@
-"""Make the accumulation over micro-batches explicit."""
+"""Insert nodes into a captured graph that sum gradients and metrics over micro-batches."""
 
 from __future__ import annotations
 

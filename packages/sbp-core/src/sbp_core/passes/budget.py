@@ -1,4 +1,4 @@
-"""Which forward values to save and which to recompute, within a budget of bytes, at least work.
+"""Choose the forward values to recompute, so that saved ones fit a budget of bytes, at least work.
 
 The forward phase is a chain of *blocks* (`blocks.0`, `blocks.1`, ...). The program chooses, for
 each block or run of up to `longest_run` blocks, the operators n to recompute and the values v to

@@ -1,4 +1,4 @@
-"""The least closed set: which items to take, if each may require others.
+"""Find the cheapest set of items if taking one may require others; `budget` calls it.
 
     minimise    sum over taken x of weight(x)
     subject to  y is taken if x is taken and requires y; required items are taken

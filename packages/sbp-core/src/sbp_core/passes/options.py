@@ -1,4 +1,4 @@
-"""The settings of recomputation. Values only, so that a config is checked before anything else."""
+"""`RecomputeOptions`: the settings of activation checkpointing, for `recompute`."""
 
 from __future__ import annotations
 

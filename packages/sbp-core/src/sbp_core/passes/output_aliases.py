@@ -1,4 +1,4 @@
-"""Copies of outputs that would alias an input or the caller's batch."""
+"""Copy outputs of a captured graph that are an input, or that alias the caller's batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that the forward phase keeps for the backward phase: their bytes and their work.
+"""Find the values that the forward phase saves for the backward phase, their bytes and work.
 
 Sizes are sizes of whole logical tensors of one micro-batch.
 """

@@ -1,4 +1,4 @@
-"""What happens to operators without a rule, written into the graph itself."""
+"""Tag operators without a sharding rule in the graph, before planning: run whole, or try out."""
 
 from __future__ import annotations
 

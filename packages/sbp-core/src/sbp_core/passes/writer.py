@@ -1,4 +1,4 @@
-"""Writing several nodes in place of one: a pass asks a `GraphWriter` for the result of a call."""
+"""`GraphWriter`: a builder with which graph passes write several nodes in place of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name, and a search (`auto`) for the shortest schedule.
+"""Make a pipeline schedule by its name, or search for the shortest one (`auto`).
 
 The result of the search is at least as good as any named schedule:
 

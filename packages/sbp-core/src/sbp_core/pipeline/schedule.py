@@ -1,4 +1,4 @@
-"""The data of a pipeline schedule: the stages of each rank, and the order of its actions."""
+"""`PipelineSchedule`: the stages of each rank, and the order of its forwards and backwards."""
 
 from __future__ import annotations
 

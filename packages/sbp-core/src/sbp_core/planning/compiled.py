@@ -1,4 +1,4 @@
-"""A strategy evaluated: its compiled plan, its simulated time and its exact memory.
+"""Evaluate a strategy: compile its plan, simulate its time, and predict its exact memory.
 
 All planners that compare plans compare these figures, which are also the figures that users see.
 The memory of the compiled plan has to stay below the limit. Without a tensor library, which knows
