@@ -1,4 +1,7 @@
-"""The private parts of PyTorch's optimizers that we use; see `_torch_compat`."""
+"""Wrap the private parts of PyTorch's optimizers that we use, such as hooks of `step`.
+
+Capture of optimizers uses it; see `_torch_compat`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that we replace for a while and then restore.
+"""Context managers that replace private parts of PyTorch for a while, mainly for graph capture.
 
 Each entry names the versions it was tried on.
 """

@@ -1,4 +1,4 @@
-"""Time the calls of a list, each as its own segment, while all other ranks make the same calls.
+"""Measure the times of operator calls, for calibration, while all other ranks make the same calls.
 
 Each round makes the calls in shuffled order, which resembles a step: the inputs of a call were just
 written, and other code ran in between. All ranks make the same calls in the same order, and begin

@@ -1,6 +1,8 @@
-"""States in host memory: which states a setting names, and the cost of keeping them there.
+"""Make strategies that keep chosen states in host memory instead of on the device (offloading).
 
-`search` decides whether to offload, `offload_fit` finds the fewest states that make a plan fit.
+The states are tensors that only the optimizer uses, such as Adam's moments. The user's setting
+`planner.offload` may name them. During planning, `search` decides whether to offload, and
+`offload_fit` finds the fewest states that make a plan fit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The search for a counted limit whose plans fit, which every planner under a limit shares.
+"""Find the memory limit to plan with, so that the compiled plan fits the device's real limit.
 
-A planner counts the memory of a choice roughly; the compiled plan holds a different amount. The
-difference changes little from one choice to the next. So the counted limit is corrected by it, and
-kept between the limits whose plans fit and the limits whose plans do not:
+Planners and `offload_fit` use it. A planner counts the memory of a choice roughly; the compiled
+plan holds a different amount. The difference changes little from one choice to the next. So the
+limit of the counted memory, the counted limit, is corrected by the difference, and kept between the
+limits whose plans fit and the limits whose plans do not:
 
     counted limit   0 |-----------below=====wanted=====above-----------|
                           plans fit    |                  plans do not fit

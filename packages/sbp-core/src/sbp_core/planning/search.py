@@ -1,4 +1,4 @@
-"""The search around all planners: a planner proposes, and the search fits what it proposes.
+"""`SearchedPlanner`: base class of planners; it makes their proposals fit the memory of devices.
 
     planner     propose(context) -> strategy        the method of its paper
     search      compiles it, places states in host memory where device memory is short, asks again,

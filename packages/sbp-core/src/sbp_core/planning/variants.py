@@ -1,4 +1,6 @@
-"""Variants of a step that need less memory, in the order in which they are worth a try.
+"""Yield variants of a training step that need less memory, in the order in which to try them.
+
+Planners such as `auto` and `galvatron` also plan these, because device memory may be short.
 
     1. activations recomputed, within ever smaller budgets    more arithmetic, the same boxing
     2. operators of the largest parameters in slices          the same arithmetic, more messages

@@ -1,4 +1,4 @@
-"""Conversion of settings: a plain mapping is checked strictly and becomes a config dataclass.
+"""Convert a user's settings, a plain mapping, to the config dataclass of a plugin; check strictly.
 
 It supports dataclass fields and the usual annotations (numbers, text, `Optional`, unions,
 `Literal`, enums, tuples, lists, mappings, paths, nested dataclasses). It knows no file formats.

@@ -1,9 +1,9 @@
-"""Access to the installed tensor library, which executes operators; the core itself knows none.
+"""Find the installed tensor library, which executes operators; the core itself knows none.
 
-A plan can be made without one. It is only needed to find the types of a call for which a user
-requests signatures, the signatures of an operator without a rule (`signatures.library`), and the
-memory layouts of results (`memory.lifetime`). A package with a tensor library, such as `sbp-torch`,
-registers it as a plugin of kind `tensor_library`.
+A plan can be compiled without one. It is only needed to find the types of a call for which a user
+requests signatures (ways to shard it), the signatures of an operator without a rule
+(`signatures.library`), and the memory layouts of results (`memory.prediction`). A package with a
+tensor library, such as `sbp-torch`, registers it as a plugin of kind `tensor_library`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings of boxing backends with several processes: checks, and defaults from the environment.
 
-Separate from the backends, because configs are read without importing those. This is the only
+Separate from the backends, because configs are read without importing backends. This is the only
 module here that reads the environment for a rank.
 """
 

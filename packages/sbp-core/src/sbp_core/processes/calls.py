@@ -1,4 +1,4 @@
-"""The pending collective calls of one process, for its failure detector and for the other ranks.
+"""Record the pending collective calls of a process, for its failure detector and for other ranks.
 
 `PendingCalls` holds the calls that have begun and not ended. `Arrivals` counts the collectives of
 each group that this rank has begun, so that other ranks can find out who is missing. Ranks issue

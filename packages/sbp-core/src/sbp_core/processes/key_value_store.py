@@ -1,8 +1,9 @@
-"""The control store in a key-value store that all ranks reach, such as torch.distributed's.
+"""Keep the control store's entries in a key-value store, such as torch.distributed's `TCPStore`.
 
-Such a store answers within microseconds, or at once with an error if its host has ended; but if its
-host is stopped, a call waits without limit. So a separate thread queries it (`StoreClient`), and
-other threads wait for at most a second:
+By these entries the ranks of a run tell each other about failures (`control_store`). Such a store
+answers within microseconds, or at once with an error if its host has ended; but if its host is
+stopped, a call waits without limit. So a separate thread queries it (`StoreClient`), and other
+threads wait for at most a second:
 
     callers   get("failure") -> queue -> the thread -> store.get(...)   (may hang here for ever)
               wait <= 1 s: answer, StoreSilentError (late), StoreLostError (error, from then on)

@@ -1,4 +1,4 @@
-"""Sent messages in transit: kept alive until they are received, watched by one thread.
+"""`Outbox`: keeps the messages that a process sends alive until they are received.
 
 The process-to-process transports of boxing-torch and boxing-nccl subclass `Outbox`.
 """

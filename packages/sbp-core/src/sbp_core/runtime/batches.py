@@ -1,4 +1,4 @@
-"""The samples of a batch that ranks hold: what a loader loads for the ranks of one process.
+"""Compute which samples of a batch some ranks hold, so that data loaders load only these.
 
 A batch of a step is the micro-batches in order. Each micro-batch is split over the ranks as the
 plan decides, so a rank's part of the batch is its slice of each micro-batch, in their order. Twelve

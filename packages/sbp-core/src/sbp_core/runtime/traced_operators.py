@@ -1,4 +1,4 @@
-"""Times of operators from a trace."""
+"""Compute the times of operators from a trace of training steps, to plan with measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON files with a format name and a version: `{"format": "sbp-plan", "version": 2, ...}`.
+"""`Document`: reads and writes JSON files such as `{"format": "sbp-plan", "version": 2, ...}`.
 
 Plans, graphs, clusters and strategies are such files.
 """

@@ -1,4 +1,7 @@
-"""Safe reading of untrusted files: whole, up to a size, and inside the folder that names them."""
+"""Read untrusted files safely, such as plans and checkpoints: plain files, up to a size.
+
+A file that another file names has to be inside a given folder (`file_within`).
+"""
 
 from __future__ import annotations
 

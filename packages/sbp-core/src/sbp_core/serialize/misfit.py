@@ -1,4 +1,7 @@
-"""Errors about values that a type does not accept, with the path to the wrong part."""
+"""`MisfitError`: a value in a JSON file does not match the annotation of its dataclass field.
+
+`typed` and `plain` raise it while they convert a value; it has the path to the wrong part.
+"""
 
 from __future__ import annotations
 

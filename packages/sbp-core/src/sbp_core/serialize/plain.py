@@ -1,4 +1,4 @@
-"""Serialisation of the basic types: numbers, text, true, false, null, and any JSON value."""
+"""Convert numbers, text, true, false, null and any JSON value to JSON and back, for `typed`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reading the arguments of a call: by position or name, and which tensor argument is which.
+"""Read the arguments of an operator call, by position or by name.
 
-Knows the meaning of no operator.
+The sharding rules of operators use it. It does not know what any operator computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whether an assignment is legal, and the error message for an illegal one.
+"""Check that an operator call may be split over a mesh as a strategy says (its signature).
 
-The message names the nearest legal signatures, why other signatures fail, and the boxing that would
-make the assignment legal, with its bytes.
+`compile.legality` checks every call of a strategy. The error message names the nearest legal
+signatures, why other signatures fail, and the communication (boxing) that would make the signature
+legal, with its bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of an operator, as signatures see it: op, arguments, and types."""
+"""`OpCall`: an operator call with its tensor types, for which ways to shard it are derived."""
 
 from __future__ import annotations
 

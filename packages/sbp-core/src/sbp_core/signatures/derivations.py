@@ -1,4 +1,4 @@
-"""The derivation: all signatures of a call, from the notation of its operator.
+"""Derive all signatures (legal ways to shard) of an operator call from the operator's notation.
 
 For one mesh axis they follow from the labels (split one of them) and from linearity and monotony
 (partial in, partial out); "all B" always exists. Rejected candidates are recorded with their

@@ -1,4 +1,4 @@
-"""Explanations: where each signature of a call comes from, and why other candidates are illegal.
+"""Explain to a user which ways to shard an operator call (signatures) are legal, and why.
 
 `explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. The errors about illegal assignments
 inside a program are in `signatures.assignment_check`.

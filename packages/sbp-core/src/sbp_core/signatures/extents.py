@@ -1,6 +1,6 @@
-"""The extents of labels, from the shapes of a call, and whether shapes and notation agree.
+"""Compute the size of each einsum-like label of an operator call, and check the call's shapes.
 
-A label has one extent, the same in all tensors in which it occurs:
+A label of the operator's `notation` has one extent (size) in all tensors in which it occurs:
 
     i k, k j -> i j     mm of (4, 3), (3, 5) giving (4, 5)    i = 4, k = 3, j = 5
                         mm of (4, 3), (2, 5) giving (4, 5)    refused: k is 3 and 2

@@ -1,4 +1,7 @@
-"""The questions that signatures ask the installed tensor library."""
+"""`CallLibrary`: the requests of this package to an installed tensor library, such as PyTorch.
+
+It requests the types of a call, and the signatures (ways to shard) of operators without a rule.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The call that one rank executes for a call of the logical graph.
+"""Convert an operator call on whole tensors to the calls that one rank executes on its shards.
 
-Most operators run unchanged on their shards; if some arguments have to change, the localiser of the
-operator's rule changes them.
+The compiler calls `localize` for the operators of a plan. Most operators run unchanged on their
+shards; if some arguments have to change, the localiser of the operator's rule changes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notation in which an operator states its meaning, and its text form.
+"""`Notation`: the meaning of an operator, written like einsum; its sharding is derived from it.
 
     i k, k j -> i j              a sum of products, with the meaning of einsum
     j + i k, k j -> i j          a sum of several addends
@@ -30,7 +30,7 @@ otherwise. Clauses follow, each after `;`:
     flop 8                       work of the call, if it cannot be read off the labels
     why the softmax runs over d  why labels are marked `!` or `+`, for messages and listings; last
 
-This module holds values and text. `signatures.derive` derives signatures from a notation.
+This module holds values and text. `signatures.derivations` derives signatures from a notation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Patterns of meaning that operators of several families share, as rules to instantiate.
+"""Make sharding rules of common kinds: `along` a dim, `batched`, `opaque` (never split).
 
-`along(1)` is an operator that needs some dims whole, named by its second argument; `batched(2)`
-needs its last two dims whole, `opaque` needs everything whole.
+Rules of operators (`sbp_aten.rules`) are made from them. `along(1)` is an operator that needs some
+dims whole, named by its second argument; `batched(2)` needs its last two dims whole, `opaque` needs
+everything whole.
 """
 
 from __future__ import annotations

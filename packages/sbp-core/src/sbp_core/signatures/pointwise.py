@@ -1,7 +1,8 @@
-"""Pointwise operators: the notation is broadcasting, computed from the shapes.
+"""Make the notation of a pointwise operator call, from which its sharding is derived.
 
-The caller names the arguments in which a pointwise operator is linear or monotone; a rule set does
-so for its own operators (`RuleSet.pointwise`).
+The notation is broadcasting, computed from the shapes. The caller names the arguments in which a
+pointwise operator is linear or monotone; a rule set does so for its own operators
+(`RuleSet.pointwise`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rule: the meaning of an operator, and how its arguments change on a shard.
+"""`Rule`: the sharding rule of an operator: its meaning, and how its arguments change on a shard.
 
 The rules of ATen's operators are in `sbp_aten.rules`, by family; they are registered through the
 hook `sbp_signatures`, like the rules of third parties.

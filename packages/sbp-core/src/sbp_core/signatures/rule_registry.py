@@ -1,4 +1,4 @@
-"""Which rule belongs to which operator.
+"""`RuleRegistry`: finds the sharding rule of an operator by its name.
 
 A plugin registers the rule of one operator under the operator's name, `mylib.myop.default`, or a
 `RuleSet` for a namespace of operators, `mylib`; ATen's rules are registered in the same way. A

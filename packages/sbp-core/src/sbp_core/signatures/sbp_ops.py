@@ -1,4 +1,4 @@
-"""The rules of our own operators that order a graph: accumulation and ordering tokens.
+"""Sharding rules of the operators that our graph passes insert: accumulation and ordering tokens.
 
     sbp.accumulate(x, how)    over the micro-batches: the sum of how·x; the "maximum", the
                               "minimum"; the last one if None

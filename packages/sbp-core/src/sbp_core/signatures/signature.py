@@ -1,4 +1,4 @@
-"""A signature along one mesh axis, and requirements that several axes have to meet together."""
+"""`Signature1d`: one legal way to split the tensors of an operator call along one mesh axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries of passes about operators: which may return views, and their other traits."""
+"""Tell passes, compiler and planners which operators return views, or have an in-place form."""
 
 from __future__ import annotations
 

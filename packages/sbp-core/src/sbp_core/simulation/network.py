@@ -1,5 +1,6 @@
-"""The dataflow network of a plan's step, to time it once, or repeatedly while a search changes it.
+"""Simulate the time of a plan's training step, once or repeatedly while a search changes the plan.
 
+A firing is one execution of an actor, a segment of operators or a communication step.
 `sbp_core.compile.plan_network` gives the dependencies within one step. The step's time is the
 latency of that network, and each firing begins when the last of its dependencies has ended. The
 network has one rank of each class of equal ranks (`sbp_core.compile.symmetry`).

@@ -1,4 +1,4 @@
-"""Marks on the tests of conformance suites that also work without pytest."""
+"""Mark slow tests of conformance suites for pytest; do nothing where pytest is not installed."""
 
 from __future__ import annotations
 

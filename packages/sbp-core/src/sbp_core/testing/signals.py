@@ -1,4 +1,4 @@
-"""Default handling of signals in tests that send them, however the tests were started."""
+"""Restore the default handling of SIGINT and SIGHUP in tests that send these signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of memory for large results, which is reused when no tensor refers to it any more.
+"""`BufferPool`: memory for large results of collectives among threads (`local`), which is reused.
 
 Allocating memory and touching it for the first time takes longer than copying into it. The results
 of a step are dropped within that step and made again in the next one, so a few blocks serve all

@@ -1,9 +1,10 @@
-"""Run one boxing step on tensors: for a whole group at once, or one rank's share of it.
+"""Run one boxing step, such as an all-gather, on tensors: for a whole group, or for one rank.
 
-All functions are pure: inputs are never changed, and results may share memory with inputs and with
-each other (a broadcast copy is the same tensor on every rank). A receiver gets pieces, which are
-grouped into terms: pieces of one term are placed next to each other, and terms are reduced. For
-example, from two partials, each split by rows on two ranks, to B:
+The boxing backends and the runtimes use it. All functions are pure: inputs are never changed, and
+results may share memory with inputs and with each other (a broadcast copy is the same tensor on
+every rank). A receiver gets pieces, which are grouped into terms: pieces of one term are placed
+next to each other, and terms are reduced. For example, from two partials, each split by rows on two
+ranks, to B:
 
     term 0    rows 0-3 of rank 0         placed: the result so far
               rows 4-7 of rank 1
@@ -12,7 +13,7 @@ example, from two partials, each split by rows on two ranks, to B:
 
 Terms are always reduced in mesh order, never in order of arrival. Floating-point sums depend on
 their order, and every run, every backend and the reference runtime have to get the same bits. A
-backend of several processes needs its transport and `combine`, which puts received pieces together.
+backend of several processes needs its transport and `fill`, which puts received pieces together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `local` backend: ranks are threads of one process and pass tensors by reference.
+"""The `local` backend of collectives: ranks are threads of one process, and share tensors.
 
 A collective is a rendezvous: each rank brings its shard. The last rank to arrive divides the work
 into blocks, other ranks help (`share`), and all leave when the work is done:

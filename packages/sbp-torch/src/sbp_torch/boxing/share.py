@@ -1,4 +1,4 @@
-"""How the ranks of one process share the work of a collective: any thread does the next block.
+"""Share the work of a collective among the ranks of one process: any thread does the next block.
 
 The rank that arrives last divides the work. For a small tensor, it does all the work at once.
 Otherwise results are made block by block in memory of the pool, one result for all ranks if all get

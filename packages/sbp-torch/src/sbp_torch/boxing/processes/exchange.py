@@ -1,4 +1,4 @@
-"""A communicator for ranks that share no memory: the common part of all transports of flat tensors.
+"""`ExchangeCommunicator`: runs collectives between processes; a backend adds its transport.
 
 It determines which rank sends which pieces to which, checks shards, and packs and unpacks buffers.
 The transport itself decides how long to wait, what the error of a missing rank says, and which of

@@ -1,7 +1,7 @@
-"""Packed buffers: the pieces of a shard for other ranks, one after the other in flat memory.
+"""Pack the pieces of a shard for other ranks into one flat buffer, and unpack received buffers.
 
-They serve transports between processes. `slices` and `manifest` compute which slice goes where,
-`execute.combine` puts pieces together, and `exchange` sends the buffers.
+It serves transports between processes. `slices` and `manifest` compute which slice goes where,
+`execute.fill` puts pieces together, and `exchange` sends the buffers.
 """
 
 from __future__ import annotations
