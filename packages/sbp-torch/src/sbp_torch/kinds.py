@@ -1,4 +1,4 @@
-"""The contracts of plugins that use PyTorch: models, data sets and optimizers.
+"""The protocols of plugins for models, data sets and optimizers; `sbp_launch` trains with them.
 
 The other kinds are in `sbp_core.plugins.kinds`. This module imports torch for types only, so that
 listing plugins and refusing a config do not wait for it.

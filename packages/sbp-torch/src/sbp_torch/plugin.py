@@ -1,4 +1,4 @@
-"""The hooks of sbp-torch."""
+"""Register the plugins of sbp-torch: in-process boxing (communication), a runtime, and PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""PyTorch as the tensor library of the core: types of calls, discovered signatures, layouts."""
+"""`TorchLibrary`: the plugin through which `sbp_core` asks PyTorch about operator calls.
+
+It tells the types of a call, discovered signatures (ways to shard it), and memory layouts.
+"""
 
 from __future__ import annotations
 

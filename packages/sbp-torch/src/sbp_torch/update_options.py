@@ -1,4 +1,4 @@
-"""Options of the update of a step next to the optimizer: `UpdateOptions`."""
+"""`UpdateOptions`: options of the update in a step: loss scaling, gradient clipping, averages."""
 
 from __future__ import annotations
 

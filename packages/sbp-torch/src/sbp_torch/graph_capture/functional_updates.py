@@ -1,4 +1,4 @@
-"""The computations of an update on gradients and parameters, as functions of tensors.
+"""Compute optimizer updates and gradient norms by functions of tensors that capture can trace.
 
 Norms of gradients are roots of sums, which are added parameter by parameter in the order of the
 model. Sharded gradients then need one all-reduce of one number, for every way of sharding.

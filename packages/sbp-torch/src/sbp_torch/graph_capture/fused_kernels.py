@@ -1,4 +1,4 @@
-"""Test whether PyTorch's fused optimizer kernels are correct: each is tried once.
+"""Decide at capture whether an optimizer may use PyTorch's fused kernel, by trying the kernel once.
 
 A kernel takes a few steps on a small parameter, and so does the plain code of its optimizer:
 

@@ -1,4 +1,4 @@
-"""The loss function of the user: check that it can be called, and split its results."""
+"""Check the user's loss function before capture, and split its result into loss and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of Python that forward and loss read, as scalar inputs of a step.
+"""Turn Python numbers that the user's forward and loss read into inputs of the captured step.
 
     before: loss = kl * beta               beta is 0.1 in a variable, an attribute or an entry
     after:  loss = mul(kl, %number.beta)   and each step gets the present value of beta

@@ -1,4 +1,4 @@
-"""Counter-based random ops in place of PyTorch's: the same numbers on one device and on any mesh.
+"""Replace random ops at capture by counter-based ones, equal on one device and on any mesh.
 
 before: mask = bernoulli_(empty_like(x), 0.9)              draws from a stream that every op shares
 after:  mask = sbp.random_bernoulli(size, seed, draw, 3)   an element depends on the seed, the draw,

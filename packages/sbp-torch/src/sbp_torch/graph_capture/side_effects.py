@@ -1,4 +1,4 @@
-"""Detect and undo side effects of a forward, and find states that it assigned to.
+"""Detect and undo side effects of the user's forward at capture, and find buffers that it assigned.
 
 A graph keeps only its states. If a module counts up a number, keeps a tensor in a list, or draws
 from Python's generator, the graph would lose this, and repeat the first step forever. Compared are

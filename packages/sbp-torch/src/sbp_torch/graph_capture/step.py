@@ -1,4 +1,4 @@
-"""The training step as a function of its states, which the first trace runs.
+"""`TraceableStep`: the user's training step as a function of its states, for `trace` to run.
 
 (parameters and buffers, states of the update, batch, scalars)
     -> (losses and metrics, new parameters and buffers, new states of the update)

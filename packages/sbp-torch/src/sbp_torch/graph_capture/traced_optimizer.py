@@ -1,4 +1,4 @@
-"""The user's optimizer as a function of its states, for the trace.
+"""Run the user's optimizer as a function of its states, so that capture can trace its `step`.
 
 Its own `step` runs on a clone that has the tensors of the trace. All groups step at once, because
 its code may read all of them. Its choice of implementation (`foreach`, `capturable`) is set to the

@@ -1,4 +1,7 @@
-"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages."""
+"""`Update`: the part of a captured step after the gradients, as a function that can be traced.
+
+It unscales and clips gradients, runs the optimizer (`traced_optimizer`), and averages parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and optimizer states that are brought up to date before each read.
+"""Bring tensors of a model and states of an optimizer up to date before the user's code reads them.
 
 `ConnectedStates` connects the user's model and optimizer in this way, because ranks train copies of
 their tensors. `__torch_function__` of a connected tensor sees every operator, and methods of

@@ -1,7 +1,7 @@
-"""Analysis of Python functions and classes for guards: names in bytecode, and what never changes.
+"""Analyse Python functions and classes: which names their bytecode uses, and which never change.
 
-`reads` uses it to follow the code of a program. Code and objects of PyTorch, the standard library
-and this project are "fixed": guards assume that they do not change.
+`reads` uses it to find the values that a captured program depends on. Code and objects of PyTorch,
+the standard library and this project are "fixed": guards assume that they do not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Guard on the optimizer of a captured step: find changes of its parameter groups and settings."""
+"""Find changes of an optimizer's parameter groups and settings since its step was captured.
+
+`Guard` (in `program`) checks this before each step.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The guard of a captured step: compare the values that its program read, before each step.
+"""`Guard`: before each step, find changes of the values that the program read when it was captured.
 
-Capture runs a program's Python code once. The guard compares by identity and value what this code
-read: attributes of modules, modes, hooks, which tensors are trained, values in cells, globals,
-defaults and objects, and the parameter groups of the optimizer. The model's own tensors are states
-of the step and are not compared; see `states`.
+Capture runs a program's Python code once; after most changes, `sbp_launch.step` captures it again.
+The guard compares by identity and value what this code read: attributes of modules, modes, hooks,
+which tensors are trained, values in cells, globals, defaults and objects, and the parameter groups
+of the optimizer. The model's own tensors are states of the step and are not compared; see `states`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values recorded by a guard: copies to compare later, equality, and the description of changes.
+"""Record values that a captured program has read, compare them later, and describe their changes.
 
 `Guard` (in `program`) records the values that a program has read, and compares them before a step.
 """

@@ -1,10 +1,10 @@
-"""Our deterministic operators on tensors, registered with PyTorch.
+"""Register operators for constants, wide matrix products and batch-norm sums with PyTorch.
 
     sbp.constant(values, size, *, dtype, device)    the numbers, row by row, as a tensor
     sbp.mm_as(a, b, dtype), sbp.bmm_as              a b, summed and returned in `dtype`
     sbp.batch_norm_sums(x)    [B, C, ...] -> [2, C], float64: sums of x and of x^2 by channel
 
-Importing this module registers the operators.
+Capture and the graph passes of `sbp_aten` use them. Importing this module registers them.
 """
 
 from __future__ import annotations

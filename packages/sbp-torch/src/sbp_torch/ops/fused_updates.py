@@ -1,4 +1,4 @@
-"""Fused optimizer updates of one parameter as functional operators, for PyTorch.
+"""Wrap PyTorch's fused optimizer kernels as functional operators that update one parameter.
 
     sbp.fused_adam(p, g, mean, square, largest, step, lr, ...)   -> new p, mean, square, largest
     sbp.fused_sgd(p, g, velocity, lr, ...)                       -> new p, velocity

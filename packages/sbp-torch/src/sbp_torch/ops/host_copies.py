@@ -1,4 +1,4 @@
-"""Copies of offloaded states between the memory of the host and the device.
+"""Copy offloaded states, which a plan keeps in host memory, to the device and back.
 
     sbp.to_device(state, device=...)   -> the state on the device
     sbp.to_host(state, value)          -> the value, in the memory of the host like the state

@@ -1,4 +1,4 @@
-"""Watch the operators that a thread calls one by one."""
+"""Pass each operator call of a thread to a function, for `MemoryMeter` and `BadValueWatch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the callables that execute the operators of graphs and plans, by name."""
+"""Find the function that executes an operator of a graph or plan by name (`aten.mm.default`)."""
 
 from __future__ import annotations
 

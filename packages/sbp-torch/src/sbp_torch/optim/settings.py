@@ -1,4 +1,4 @@
-"""Checks of optimizer settings, and the norm that LAMB and LARS use."""
+"""Check settings of the optimizers `Lamb`, `Lars` and `Lion`; compute the norm of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs and values in double precision: conversion, and comparison of results.
+"""Convert graphs and values to double precision for proofs of equality, and compare results.
 
 before: y = mm(x, w): bfloat16[2, 3];  z = _to_copy(y, dtype=float32)
 after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)

@@ -1,4 +1,4 @@
-"""Random inputs that a graph accepts: indices in range, and rows that the loss ignores.
+"""Draw random inputs that a captured graph accepts: indices in range, rows that the loss ignores.
 
 The users of an integer, also through views, determine its range: an index into a table of n rows, a
 class among n, or the number that a cross-entropy ignores. If they do not, numbers are taken from an

@@ -1,8 +1,9 @@
-"""Proof part by part: run only the operators in which two graphs differ, on random numbers.
+"""Check that two graphs are equal by running only the operators in which they differ.
 
-Values are numbered in both graphs (`numbering`). If a name has different numbers in the two graphs,
-the operators that compute it from values already known to be equal are run in both. If the results
-are equal, so are the two values from then on, and a local change needs only a local run:
+`proofs` compares the captured graph of a step with the planned one, on random numbers. Values are
+numbered in both graphs (`numbering`). If a name has different numbers in the two graphs, the
+operators that compute it from values already known to be equal are run in both. If the results are
+equal, so are the two values from then on, and a local change needs only a local run:
 
     before                             after                                 x, w are equal
     y = mm(x, w)                       y = mm(x, w)                          equal: the same call

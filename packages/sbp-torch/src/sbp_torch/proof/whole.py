@@ -1,4 +1,4 @@
-"""Proof by a whole step: run two graphs on the same inputs in double precision, and compare.
+"""Check that two graphs of a step give equal results, by running both in double precision.
 
     before      loss, metrics, new states  of the whole batch, or of accumulated micro-batches
     after       loss, metrics, new states  of the same rows, in micro-batches

@@ -1,4 +1,4 @@
-"""Settings of the reference runtime."""
+"""Settings of the reference runtime, which runs all ranks in one thread (`runtime.reference`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReferenceConfig:
         threads_per_rank: Number of intra-op threads, which one operator may use, >= 1; not threads
             of actors. Runs agree bit for bit only under the same number.
         compile: How segments are executed: `eager`, one operator after the other; `inductor`,
-            compiled on their first execution; `cudagraph`, recorded on their first execution.
+            compiled on their first execution; `cudagraph`, recorded on their third execution.
             `inductor` may round differently; `cudagraph` needs a GPU.
         compile_fallback: With `inductor`, run segments that cannot be compiled as `eager` does.
     """

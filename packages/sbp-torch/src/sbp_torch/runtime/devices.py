@@ -1,4 +1,4 @@
-"""The device of the ranks of a process, CPU or GPU, and copies of tensors to and from it.
+"""`RankDevice`: the CPU or GPU of the ranks of a process; it copies tensors to and from the device.
 
 A session uses a device only through `RankDevice`, so tests without a GPU can use a fake device. On
 a GPU, work goes to the default stream of the device, which all threads share, and the host does not

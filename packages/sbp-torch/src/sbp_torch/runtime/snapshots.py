@@ -1,4 +1,4 @@
-"""Snapshots of states between two steps, for checkpoints, copied while the next step computes.
+"""Copy parameters and optimizer states for a checkpoint, while the next step already computes.
 
 One thread copies the states that the next update overwrites, in the order of the updates. An update
 whose copy is missing makes the copy itself, or waits for the thread if it has begun.

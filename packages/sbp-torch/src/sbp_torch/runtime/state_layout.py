@@ -1,9 +1,10 @@
-"""`StateLayout`: names, slots and owned slices of the states of a session.
+"""`StateLayout`: which slices of parameters, buffers and optimizer states each rank holds and owns.
 
-A rank holds a shard of a state. If several ranks hold the same slice, one of them owns it
-(`state_owners`) and writes it into checkpoints. A slot is a state of the plan. Several equal host
-numbers, such as the step counters of all parameters, may share a slot: they are tied. The layout
-also knows when an update overwrites an owned slice, so that a snapshot can copy it before.
+These are the states of a session (a running plan). A rank holds a shard of a state. If several
+ranks hold the same slice, one of them owns it (`state_owners`) and writes it into checkpoints. A
+slot is a state of the plan. Several equal host numbers, such as the step counters of all
+parameters, may share a slot: they are tied. The layout also knows when an update overwrites an
+owned slice, so that a snapshot can copy it before.
 """
 
 from __future__ import annotations

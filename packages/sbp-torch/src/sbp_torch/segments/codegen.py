@@ -1,4 +1,7 @@
-"""Generate a readable Python function for a compute segment; it frees values after their last use.
+"""Generate a readable Python function for each segment of a plan, for runtimes to call in a step.
+
+A segment is a list of operators that a rank runs without communication in between. Its function
+frees values after their last use.
 
 before: instructions a = mm(x, w); b = relu(a)   inputs x, w; outputs b
 after:  def segment(x, w):

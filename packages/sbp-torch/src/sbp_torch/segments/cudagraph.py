@@ -1,7 +1,8 @@
 """Record segments as CUDA graphs, and replay them: `compile=cudagraph`.
 
-A segment runs operator by operator at first, because libraries allocate workspaces and choose
-kernels then. Its third firing (execution) is recorded, and from then on replayed with one launch:
+A segment (operators without communication in between) runs operator by operator at first, because
+libraries allocate workspaces and choose kernels then. Its third firing (execution) is recorded, and
+from then on replayed with one launch:
 
     firing       1, 2                    3                          4, 5, ...
     input        as it comes             copied into static ones    copied into static ones

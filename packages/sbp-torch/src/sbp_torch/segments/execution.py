@@ -1,6 +1,7 @@
-"""`segment_maker`: choose how the functions of compute segments are created (setting `compile`).
+"""`segment_maker`: choose eager mode, Inductor or CUDA graphs for segments (setting `compile`).
 
-A runtime calls it once in each session. The functions have one interface, so the runtime does not
+A segment is a list of operators without communication in between. A runtime calls `segment_maker`
+once in each session. The functions that it creates have one interface, so the runtime does not
 depend on the choice. Inductor is imported only if it is used.
 """
 

@@ -1,4 +1,4 @@
-"""Settings of all runtimes for compute segments (operators without communication in between)."""
+"""Check the settings `compile` and `compile_fallback`, which all runtimes have."""
 
 from __future__ import annotations
 

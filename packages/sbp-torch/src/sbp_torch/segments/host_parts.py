@@ -1,7 +1,8 @@
 """Split a segment into three parts: host arithmetic and random draws, tensors, updates of states.
 
-Inductor compiles the tensor part, or a CUDA graph records it (`inductor`, `cudagraph`). Python
-executes the parts before and after it.
+A segment is a list of operators that a rank runs without communication in between. Inductor
+compiles the tensor part, or a CUDA graph records it (`inductor`, `cudagraph`). Python executes the
+parts before and after it.
 
 before: instructions  p = pow(0.9, n);  u = random_uniform([4], seed, n, 7);  y = mul(x, p);
                       z = add(y, u)                      inputs x; reads n, seed

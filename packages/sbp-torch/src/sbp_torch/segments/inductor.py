@@ -1,4 +1,4 @@
-"""Compile segments with Inductor: `compile=inductor`.
+"""Compile segments (operators without communication in between) with Inductor: `compile=inductor`.
 
 The tensor part of a segment (`segments.host_parts`) is traced once to an FX graph, with the shapes
 and strides of its first execution, and compiled by Inductor. Numbers that change from step to step

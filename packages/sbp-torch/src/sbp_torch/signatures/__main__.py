@@ -1,4 +1,4 @@
-"""The command `python -m sbp_torch.signatures`: print the signatures of a call, and why.
+"""The command `python -m sbp_torch.signatures`: print how an operator call may be sharded, and why.
 
     python -m sbp_torch.signatures aten.mm.default 4096x1024 1024x4096
     python -m sbp_torch.signatures aten._softmax.default 8x16x512 -1 False --verify

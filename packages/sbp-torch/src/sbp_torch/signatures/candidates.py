@@ -1,4 +1,4 @@
-"""Candidates for discovery: cuts of the inputs of a call to try, the promising ones first.
+"""List ways to shard the inputs of an operator call, for `discovery` to try; promising ones first.
 
 They do not depend on the operator.
 """

@@ -1,4 +1,4 @@
-"""Discovery: find the legal signatures of an operator without a rule by execution.
+"""Find how an operator without a sharding rule may be sharded (its signatures), by running it.
 
 Candidate cuts of the inputs are run on every rank with unchanged arguments, in forked workers:
 shards that do not fit each other crash some kernels, and then the candidate is illegal. The results

@@ -1,7 +1,4 @@
-"""The results of discovery, and the files that keep them between runs.
-
-This module holds values and files; `discovery` finds the results.
-"""
+"""`Discovery`: the ways to shard an operator call that `discovery` found, and their cache file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Run trials in a forked worker: a crash or a hang happens there, and is a verdict.
+"""Run functions in a forked worker: a crash or a hang ends only the worker, and is a result.
 
-One worker runs trials one after the other and sends each result over a pipe. If it dies, or takes
-too long, this is the verdict on its current trial, and a new worker continues with the next one.
-After a fork, the arguments of trials need no copy. Results are pickled, and should be small. This
-needs a system with `fork`; tensors have to be on the CPU.
+The functions (trials) run an operator on shards that may not fit each other. One worker runs trials
+one after the other and sends each result over a pipe. If it dies, or takes too long, this is the
+verdict on its current trial, and a new worker continues with the next one. After a fork, the
+arguments of trials need no copy. Results are pickled, and should be small. This needs a system with
+`fork`; tensors have to be on the CPU.
 """
 
 from __future__ import annotations

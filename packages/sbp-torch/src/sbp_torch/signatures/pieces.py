@@ -1,4 +1,4 @@
-"""Cut a tensor into the pieces of ranks, and put pieces together.
+"""Cut a tensor into the pieces of ranks, and compare results, to test an operator on shards.
 
 Partial pieces are drawn such that an operator that is not linear cannot pass by chance: summands
 have the magnitude of the data, and each `Pattern` refutes another kind of operator, even on a

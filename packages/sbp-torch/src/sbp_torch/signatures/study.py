@@ -1,6 +1,7 @@
-"""The study of one call for discovery: its properties, and the SBP of its outputs for cut inputs.
+"""`Study`: run one operator call on sharded inputs, to find how its outputs are sharded.
 
-The methods that run the call should be called in a forked worker; see `isolate`.
+`discovery` uses it for operators without a rule. The methods that run the call should be called in
+a forked worker; see `isolate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Calls of PyTorch's operators: read a call as an `OpCall`, and run an `OpCall`.
+"""Describe a call of a PyTorch operator as the core's `OpCall`, and run operators by name.
 
-This module knows no operator in particular.
+An `OpCall` has the operator's name, its arguments and the types of its tensors. Rules derive from
+it how the call may be sharded. This module knows no operator in particular.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One trial: cut a real call by a signature, run every rank, join the results, and compare.
+"""Test one way to shard an operator call: run every rank on its shards, and compare the results.
 
-The whole call is the oracle. Kernels that get shards which do not fit each other may corrupt
-memory: run trials of signatures that are not known to be legal through `isolate`.
+`verification` and `study` use it. A way to shard a call is a signature. The whole call is the
+oracle. Kernels that get shards which do not fit each other may corrupt memory: run trials of
+signatures that are not known to be legal through `isolate`.
 """
 
 from __future__ import annotations

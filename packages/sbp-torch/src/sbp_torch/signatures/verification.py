@@ -1,4 +1,4 @@
-"""Verification by execution: every signature that the rules claim for a real call is run.
+"""`verify`: execute each signature (way to shard) that sharding rules claim for an operator call.
 
 `trial` runs one signature. Only signatures that the rules claim are run, in forked workers: kernels
 that get shards which do not fit each other may corrupt memory, and a crash is a verdict.

@@ -1,4 +1,4 @@
-"""The program with which each rank converts many boxing cases, and the check of all results.
+"""Convert the tensors of many boxing cases on each rank, and check the results, for the suite.
 
 A rank checks its own shard (`run_trials`) and returns the problem and its bytes. Only for partial
 values it returns the values, because they can only be checked together (`find_problems`).

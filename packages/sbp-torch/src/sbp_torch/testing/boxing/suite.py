@@ -1,4 +1,4 @@
-"""`BoxingConformance`: the test class of boxing backends, which authors of a backend subclass.
+"""`BoxingConformance`: tests of a boxing (communication) backend, which its author subclasses.
 
 The package's docstring has an example.
 """

@@ -1,4 +1,4 @@
-"""Tensors of a boxing case: the logical tensor, the input shards, and the expected output shards.
+"""Make the tensors of a boxing case: the whole tensor, input shards, and expected output shards.
 
 They follow directly from the definition of SBP (each mesh axis splits the result of the axis
 before), and do not use the geometry in `sbp_core.sbp` and `sbp_core.boxing.slices`.
