@@ -15,10 +15,8 @@ from sbp_core.dataflow import (
     critical_cycle,
     cycle_lines,
     dead_cycle,
-    edge_bound,
     execute,
     latency,
-    memory_bound,
     repetitions,
     sufficient_quotas,
 )
@@ -218,33 +216,10 @@ def test_a_processor_of_a_single_firing_is_told_by_what_it_does() -> None:
     ]
 
 
-def test_what_may_run_ahead_for_ever_has_no_bound_and_the_period_of_the_slowest() -> None:
+def test_what_may_run_ahead_for_ever_has_the_period_of_the_slowest() -> None:
     network = _pair(None, token_bytes=8)
 
-    assert edge_bound(network, "a 2>3 b") is None
-    assert memory_bound(network) is None
     assert critical_cycle(network).period_s == 9  # three firings of a
-
-
-def test_bounds_are_of_all_executions_and_the_self_timed_peak_is_of_one() -> None:
-    # The way back has four tokens, and what b is at is alive on both of its edges: at most three on
-    # one and two on the other. Self-timed, nobody is late, and two and two are the most.
-    network = Network(
-        actors=_actors(a=2, b=2, c=1),
-        edges=(
-            _edge("a > b", quota=3, token_bytes=10),
-            _edge("b > c", quota=3, token_bytes=1),
-            _edge("c > a", initial=4),
-        ),
-    )
-
-    peak, back = memory_bound(network), edge_bound(network, "c > a")
-
-    assert peak is not None
-    assert peak.amount == 32
-    assert back is not None
-    assert back.amount == 4  # c puts one there only behind an a that has taken one away
-    assert execute(network, 100).peak_bytes == 22
 
 
 def test_a_token_is_alive_from_the_start_of_its_making_to_the_end_of_its_use() -> None:
@@ -297,7 +272,6 @@ def test_a_pipeline_of_many_firings_is_exact() -> None:
             lambda: Network(actors=_actors(a=1), edges=(), orders={"cpu": [("a", 1)]}),
             "firing 1 of 'a' is not due there",
         ),
-        (lambda: edge_bound(_pair(4), "x"), "there is no edge 'x'"),
         (
             lambda: repetitions(
                 Network(actors=_pair(4).actors, edges=_pair(4).edges, orders={"cpu": [("a", 0)]})

@@ -1,4 +1,4 @@
-"""Analysis of synchronous dataflow networks (SDF): rates, deadlock, period, and memory bounds.
+"""Analysis of synchronous dataflow networks (SDF): rates, deadlock and period.
 
 An actor takes a fixed number of tokens from each of its input edges, works for a while, and puts a
 fixed number on each of its output edges (Lee and Messerschmitt 1987). So these properties follow
@@ -13,7 +13,6 @@ such networks. In the order of use:
 | `liveness` | whether an iteration ends, or the cycle of waits, and sufficient quotas |
 | `cycle_ratio` | maximum cycle ratio by Howard's algorithm, on arrays |
 | `timing` | earliest starts of firings, also while a search changes waits; period, latency |
-| `bounds` | the most tokens on an edge, and the most bytes of all edges, over all executions |
 | `self_timed` | an executor in simulated time: the oracle of all other modules |
 
 An actor may fire any number of times in an iteration, so a rate between micro-batch and step, such
@@ -23,7 +22,6 @@ as once every k-th micro-batch, is a number on an edge. No module here knows pla
 from __future__ import annotations
 
 from sbp_core.dataflow.actor_network import FlowActor, FlowEdge, Network, Seconds, repetitions
-from sbp_core.dataflow.bounds import Peak, edge_bound, memory_bound
 from sbp_core.dataflow.expansion import (
     Dependency,
     Expansion,
@@ -46,7 +44,6 @@ __all__ = [
     "FlowEdge",
     "FlowFiring",
     "Network",
-    "Peak",
     "Reason",
     "Seconds",
     "SelfTimed",
@@ -54,11 +51,9 @@ __all__ = [
     "critical_cycle",
     "cycle_lines",
     "dead_cycle",
-    "edge_bound",
     "execute",
     "expand",
     "latency",
-    "memory_bound",
     "repetitions",
     "sufficient_quotas",
     "waited_for",
