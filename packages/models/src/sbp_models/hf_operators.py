@@ -1,4 +1,4 @@
-"""Sharding rules of operators that the library `transformers` defines.
+"""Rules that say how operators of the library `transformers` can be split over devices.
 
 Its mixtures of experts call these operators where PyTorch's grouped matrix product is not
 available, such as while a model is compiled in float32.

@@ -1,14 +1,15 @@
-"""The planner `alpa`: stages of a pipeline over submeshes, each split inside by the joint search.
+"""The planner `alpa`: cuts a model into pipeline stages, and splits the operators of each stage.
 
     for each segment of blocks and each submesh of the machine
         intra-op    the joint search on each logical mesh of the submesh            8, 4 x 2, 2 x 4
     inter-op        the segments and submeshes that minimise
                     (m - 1) max_s t_s + sum_s t_s                                               [s]
 
-t_s is the time of stage s for one micro-batch, or of the transfer to the next stage. The time of a
-stage is serial: operators, boxing inside, and its share of the gradients and the update. Inside a
-stage, equal layers get equal decisions and are posed once, as in `ilp`. If there are very many
-conversions to price, the search looks only at signatures near the choice axis by axis. Equal
+A segment is a range of blocks of the model. `segment_search` decides how the operators of a stage
+are split. t_s is the time of stage s for one micro-batch, or of the transfer to the next stage. The
+time of a stage is serial: operators, boxing inside, and its share of the gradients and the update.
+Inside a stage, equal layers get equal decisions and are posed once, as in `ilp`. If there are very
+many conversions to price, the search looks only at signatures near the choice axis by axis. Equal
 segments on ranks with the same links are solved once. The inter-op program is the exact one of
 `sbp_planner.stages.table`. It prices only stages that may be in the best pipeline; the paper prices
 all. The stages of `pipedream` are priced first, so no plan is slower by this objective than theirs.

@@ -1,4 +1,4 @@
-"""The common part of the commands of this package: bad options raise errors like bad settings."""
+"""Parse the options of this package's commands; bad options raise errors like bad settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dims of a step that are split together, and the use of its parameters along them.
+"""Group the tensor dims of a captured step that must be split together, to find parallelism.
 
-A signature that splits a label of an operator shows which dims of its tensors belong together: if
-one is split, so are the others. Over a whole forward pass they form groups, whatever the names of
+A signature (a legal split of an operator's tensors) shows which dims belong together: if one is
+split, so are the others. Over a whole forward pass they form groups, whatever the names of
 modules and parameters:
 
     h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are separate groups

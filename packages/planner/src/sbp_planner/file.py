@@ -1,4 +1,4 @@
-"""The planner `file`: a strategy from a file, written by an earlier run and perhaps edited.
+"""The planner `file`: takes its strategy, the split of each tensor, from a file, perhaps edited.
 
 Reads the `strategy.yaml` or `strategy.json` of a run, and decides nothing itself.
 """

@@ -1,4 +1,4 @@
-"""The planner `galvatron`: a pipeline over groups of ranks, and a way for each layer of a stage.
+"""The planner `galvatron`: cuts pipeline stages, and chooses how to parallelise each layer.
 
     for each number of micro-batches m that there may be, and each number of stages p
         cut the layers into p stages of ranks / p ranks, and choose a way w_l for each layer:

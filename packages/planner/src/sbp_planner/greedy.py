@@ -1,7 +1,7 @@
-"""The planner `greedy`: operator after operator, the signature that is cheapest at that point.
+"""The planner `greedy`: splits operator after operator, each in the way that is cheapest then.
 
     for each operator, in the order of the graph:
-        choose its signature on all mesh axes to minimise
+        choose its signature (its split) on all mesh axes to minimise
             its own time + the boxing of its arguments, as they were made or are stored         [s]
 
 It does not look ahead, and does not take a choice back. States are stored whole unless they are

@@ -1,4 +1,4 @@
-"""The guide of `osdp`: the cost of each parameter replicated or sharded, without interactions.
+"""Estimate time and memory of each parameter, replicated or sharded, to guide the planner `osdp`.
 
 With N ranks on one mesh axis, S bytes of a parameter on a rank if it is not sharded on that axis
 (what the other axes leave of it), M micro-batches in a step:

@@ -1,15 +1,15 @@
-"""The planner `ilp`: all operators, states and mesh axes in one integer program, with a bound.
+"""The planner `ilp`: splits all operators and states by one integer program, with a bound.
 
     minimise    sum_v t_v(s_v) + sum_c x_c(s)                                                   [s]
     such that   the compiled plan fits the memory of a rank                                     [B]
                 equal layers are decided alike, unless `tied` is false
 
-s_v is the signature of an operator, or the storage of a state, on all mesh axes at once; t its time
-on the rank with the largest shard; x_c the time of conversion c, which all its users share
-(`joint.lower`). `sbp_planner.choice` solves the program. Its bound means that no assignment costs
-less. Overlap is not in the objective, but the predicted time that is reported is the simulated time
-of the compiled plan. Memory over time is in the program as an estimate (`joint.lifetime`), which is
-corrected by the exact memory of compiled plans (`joint.search`).
+s_v is the signature (the split) of an operator, or the storage of a state, on all mesh axes at
+once; t its time on the rank with the largest shard; x_c the time of conversion c, which all its
+users share (`joint.lower`). `sbp_planner.choice` solves the program. Its bound means that no
+assignment costs less. Overlap is not in the objective, but the predicted time that is reported is
+the simulated time of the compiled plan. Memory over time is in the program as an estimate
+(`joint.lifetime`), which is corrected by the exact memory of compiled plans (`joint.search`).
 
 If variants of the step are left open (micro-batches, recomputation, slices), each is solved unless
 its bound proves that it is no faster than the best plan so far (`joint.family`).

@@ -1,4 +1,4 @@
-"""The knapsack of OSDP: one option for each item, such that a step is fastest and fits.
+"""Choose replicated or sharded for each parameter, such that a step is fastest and fits (OSDP).
 
     minimise    sum_i t_i(o_i)                           o_i one of the options of item i    [s]
     such that   sum_i m_i(o_i) + F + max_i x_i(o_i) <= L                                     [B]

@@ -1,6 +1,7 @@
-"""The cost of a layer under a way to parallelise it, and the cost to convert between two ways.
+"""Price the ways to parallelise a layer (DP, ZDP, TP, products), for the planner `galvatron`.
 
-On q ranks, t of which split tensors, and q / t samples:
+It also prices the conversion of activations between two ways. On q ranks, t of which split tensors,
+and q / t samples:
 
     DP 4            samples over all ranks; parameters whole
     ZDP 4           the same; parameters, gradients and optimizer states in shards, gathered on use

@@ -1,4 +1,4 @@
-"""A way for each layer of a stage, chosen under the memory of a rank.
+"""Choose how to parallelise each layer of a stage within memory, for the planner `galvatron`.
 
     minimise    sum_l c_l(w_l) + x_l(w_l, w_l+1)              layers l of the stage             [s]
     such that   sum_l u_l(w_l, n) + max_l v_l(w_l, n) <= the limit                              [B]

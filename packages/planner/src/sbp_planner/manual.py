@@ -1,4 +1,4 @@
-"""The planner `manual`: pins from the config, everything else inferred at least cost.
+"""The planner `manual`: takes some splits (pins) from the config, infers the rest at least cost.
 
 Pins are words (`batch`, `activations`, ...), patterns that are found in the graph, and names, in
 this order. Later pins override earlier ones, and the pins of the user override all.

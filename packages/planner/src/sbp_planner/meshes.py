@@ -1,4 +1,4 @@
-"""Meshes of the same ranks: the factorisations that a planner may choose among.
+"""Reshape a device mesh: other meshes of the same ranks, among which the planner `auto` chooses.
 
 Ranks keep their order, so the last axis is over neighbours, on the fastest links.
 

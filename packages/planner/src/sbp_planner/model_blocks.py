@@ -1,4 +1,4 @@
-"""The blocks of a captured step, from which `sbp_planner.stages` cuts stages.
+"""Group a captured step into blocks with times, from which planners cut pipeline stages.
 
     block         forward nodes of one numbered module, or of one child of the model
     seconds       its forward nodes, and the backward nodes that belong to them, on one device

@@ -1,4 +1,4 @@
-"""The error of the planner `osdp` if nothing fits: what holds the memory, and what would help.
+"""Explain, in the error of the planner `osdp`, why no plan fits memory, and what would help.
 
 The effect of a setting is estimated from the leanest plan. At its peak, it holds activations A and
 a rest R, so the limit L leaves L - R for activations.

@@ -1,4 +1,4 @@
-"""The operators of a step in groups that are placed as one: a graph of tasks with times and bytes.
+"""Group the operators of a step into tasks with times and bytes, which `placers` puts on ranks.
 
     group       forward nodes of one numbered module, or of one child of the model; a node of the
                 root by itself, such as one that joins branches

@@ -1,9 +1,10 @@
-"""The planner `optcnn`: exact elimination over the operators of a step, without a memory limit.
+"""The planner `optcnn`: splits operators by exact elimination, without a memory limit.
 
     minimise    sum_i t_i(c_i) + sum_(i,j) x_ij(c_i, c_j)                                       [s]
 
-c_i is the signature of operator i, or the storage of state i, on all mesh axes; t its time, x the
-boxing between two. A node with two neighbours is eliminated, and replaced by a table of minima:
+c_i is the signature (the split) of operator i, or the storage of state i, on all mesh axes; t its
+time, x the boxing between two. A node with two neighbours is eliminated, and replaced by a table of
+minima:
 
     e'(a, c) = min_b [t(b) + e(a, b) + e(b, c)]
 

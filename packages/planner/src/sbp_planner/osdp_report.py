@@ -1,4 +1,4 @@
-"""The report of `osdp`: the chosen strategy, its alternatives, and its limits."""
+"""Report the choice of the planner `osdp`: sharded parameters, other variants, batch sizes."""
 
 from __future__ import annotations
 

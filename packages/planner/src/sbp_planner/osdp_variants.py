@@ -1,4 +1,4 @@
-"""The search of `osdp` among the variants of a step: micro-batches, recomputation, slices.
+"""Search variants of a step (micro-batches, recomputation, slices) for the planner `osdp`.
 
     for each number of micro-batches, the smallest first
         no recomputation; then ever smaller budgets for activations

@@ -1,4 +1,6 @@
-"""The pins of patterns that were found in a step, for `sbp_core.infer`.
+"""Turn patterns of parallelism that were found in a step into pins: splits that are fixed.
+
+The planners `manual` and `auto` use them. B is a replicated tensor.
 
     parameters along a dim         stored and used split, with their states, gradients and updates
     sums after `tensor`            summed at once: B, for all ranks that use them further

@@ -1,4 +1,4 @@
-"""Patterns of parallelism, found in the graph of a step among the groups of `dim_groups`.
+"""Find patterns of parallelism (tensor, experts, ...) among the `dim_groups` of a captured step.
 
     pattern     dims that it splits over a mesh axis                     what ranks exchange
     tensor      made by one parameter, contracted by a later one         sums after the latter,

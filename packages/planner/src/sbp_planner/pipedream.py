@@ -1,4 +1,4 @@
-"""The command `python -m sbp_planner.pipedream`: cut a profile of PipeDream into stages.
+"""The command that cuts a model into pipeline stages, from a profile that PipeDream has written.
 
     python -m sbp_planner.pipedream graph.txt --topology 4 4 --bandwidth 1e10 1.25e9
 

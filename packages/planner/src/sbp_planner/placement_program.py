@@ -1,4 +1,4 @@
-"""Placement of groups of operators on devices by an integer program: least time of a step.
+"""Place groups of operators on devices by an integer program, such that a step takes least time.
 
     x[i, o]       1 if group i is on the ranks of option o                        binary
     e[k, o, p]    1 if flow k goes from option o to option p                      in [0, 1]

@@ -1,4 +1,7 @@
-"""One training step of a run: its learning rates, the step itself, and its metrics."""
+"""`StepTaker`: takes each training step of a run: sets learning rates, runs it, reads its metrics.
+
+The training loop (`trainer.loop`) calls it for each batch.
+"""
 
 from __future__ import annotations
 

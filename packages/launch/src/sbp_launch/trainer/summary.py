@@ -1,4 +1,4 @@
-"""The result of a run at its end: printed lines for people, `result.json` for programs."""
+"""Report a training run when it ends: lines to print, and `result.json` for programs."""
 
 from __future__ import annotations
 

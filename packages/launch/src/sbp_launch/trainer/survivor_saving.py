@@ -1,4 +1,7 @@
-"""Save the states of a run after a rank has failed; see `checkpoint.survivors`."""
+"""Save a checkpoint of a training run from the surviving processes, after a rank has failed.
+
+`trainer.session` calls this; `checkpoint.survivors` decides which process saves which slices.
+"""
 
 from __future__ import annotations
 

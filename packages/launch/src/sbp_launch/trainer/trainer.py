@@ -1,6 +1,6 @@
-"""The flow of a run: program, plan, session, steps, evaluation, summary.
+"""Train a model from a config: capture and plan its step, start it, train, evaluate, report.
 
-The registry makes everything that can be swapped; `sbp_core` does the work in between.
+Every process of a run calls `train`. The plugin registry makes everything that can be swapped.
 """
 
 from __future__ import annotations

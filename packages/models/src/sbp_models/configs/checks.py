@@ -1,4 +1,7 @@
-"""Checks that the config classes share. Messages begin with the name of the setting."""
+"""Refuse bad values of settings (sizes, seeds, fractions) when a config of any package is built.
+
+Messages begin with the name of the setting.
+"""
 
 from __future__ import annotations
 

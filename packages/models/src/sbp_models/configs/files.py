@@ -1,4 +1,4 @@
-"""Settings of the data sets that read the user's files."""
+"""Settings of the data sets of stored data: text, images, logged clicks, `datasets` folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Solve an instance of the IOPDDL contest.
+"""The command that solves a choice problem in the JSON format of the IOPDDL contest.
+
+Such a problem gives each node of a graph a strategy at least cost, within a memory limit.
 
     python -m sbp_planner.choice instance.json[.gz] --time-limit 60 --out assignment.json
 

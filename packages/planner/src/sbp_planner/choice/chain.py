@@ -1,8 +1,9 @@
-"""Chains under a memory limit: exact, by dynamic programming over sets of Pareto-best sums.
+"""Choose a strategy for each layer of a chain at least cost under a memory limit, exactly.
 
     minimise    sum_i cost_i(s_i) + sum_i edge_i(s_i, s_i+1)
     such that   sum_i bytes_i(s_i) <= limit                       all nodes live at the same time
 
+The planners `galvatron` and `osdp` use it. It is dynamic programming over sets of Pareto-best sums.
 A layer of a network is a node, a strategy the way it is parallelised. The memory of all layers adds
 up, because parameters and activations of all of them exist at the end of the forward pass. For each
 strategy of the last node so far, the Pareto-best pairs (bytes, cost) are kept; a step adds one node

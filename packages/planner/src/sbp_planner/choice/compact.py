@@ -1,6 +1,7 @@
-"""The reduced problem in the form that solvers need: numbered from 0, in flat arrays.
+"""`Compact`: a reduced choice problem as flat numpy arrays, the form that its solvers read.
 
-The tables of all edges are one array, so that a whole assignment is read at once:
+The problem gives each node a strategy; an edge has a table of costs over two strategies. The tables
+of all edges are one array, so that a whole assignment is read at once:
 
     edge 0 (2 x 3)      edge 1 (2 x 2)
     a b c | d e f       g h | i j             `entries`; row by row, `inf` where forbidden

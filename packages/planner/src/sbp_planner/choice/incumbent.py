@@ -1,4 +1,7 @@
-"""The incumbent of a search: the best assignment and the best lower bound so far."""
+"""`Record`: keeps the best assignment and lower bound that the solver of choice problems has found.
+
+An assignment gives each node of the problem a strategy. All methods of `solver` share the record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A lower bound on the cost of a min-sum problem, by moving costs between its terms.
+"""Compute a lower bound on the least sum of cost tables over shared variables, by moving costs.
+
+`prove` and `joint.group_bound` bound the time of a training step: a variable is the split of an
+operator or a state.
 
     cost(x) = sum_f term_f(x_f)  >=  sum_f min term_f
 

@@ -1,4 +1,4 @@
-"""The integer program of a choice problem, solved by HiGHS.
+"""Solve a choice problem (a strategy for each node at least cost) as an integer program, by HiGHS.
 
     s[i, k]       1 if node i takes strategy k                               binary
     e[uv, k, l]   1 if u takes k and v takes l; only for allowed pairs       in [0, 1]

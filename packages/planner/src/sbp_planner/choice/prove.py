@@ -1,4 +1,7 @@
-"""Proof of an assignment: no other costs less by more than a gap, or here is one that does.
+"""Prove that no plan for a step beats a known one by more than a gap, or find one that does.
+
+The joint search (`joint.search`) calls this. An assignment gives each variable, such as the split
+of an operator, a value; cost tables add up to the time.
 
     bound by moved costs (`moved_costs`)          595.0 of 597.0 ms
     a value that is in no assignment below 597    595.0 + what it adds > 597.0: struck out

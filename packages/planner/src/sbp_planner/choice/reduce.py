@@ -1,4 +1,4 @@
-"""Exact reductions: a smaller problem of the same least cost.
+"""Reduce a choice problem to a smaller one of the same least cost, before the solver searches it.
 
 Applied until none applies any more (or the time is up, which leaves a larger, but valid problem):
 

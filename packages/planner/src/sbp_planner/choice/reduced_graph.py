@@ -1,4 +1,4 @@
-"""The graph that reductions shrink: its nodes, edges and memory, and the way back.
+"""`Graph`: a choice problem that `reduce` shrinks, and a record to extend solutions to all nodes.
 
 A node may hold memory over several spans, because it includes the memory of nodes that follow it.
 Each step that removes a strategy or a node is recorded, so that an assignment of the rest can be

@@ -1,4 +1,7 @@
-"""The problem after reductions, and the way back to assignments of the original problem."""
+"""`RemainingProblem`: a reduced choice problem that maps its solutions to the original problem.
+
+`solver` and `large_search` search it, and offer its assignments to the record of the best one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The solver of choice problems: reductions, then a method for the size of the rest.
+"""Solve a choice problem: give each operator of a step a strategy, at least cost, within memory.
+
+The problem is reduced first; the size of the rest decides the method.
 
     reduce ──> no memory left, narrow graph? ──yes──> elimination ──> proved
                      │ no

@@ -1,4 +1,6 @@
-"""The joint search among the variants of a step: micro-batches, recomputation, slices, softmaxes.
+"""Find the fastest variant of a training step and its plan, for the planner `ilp`.
+
+Variants differ in micro-batches, recomputation, operators in slices, and softmaxes in parts.
 
     for each number of micro-batches, for each variant with it, the least floor first
         floor    each operator alone, at its fastest            no less than the best plan:  struck

@@ -1,4 +1,6 @@
-"""A lower bound on the cost of a step with very many signatures, without tables over several users.
+"""Bound the time of a training step from below, if its operators can be split in very many ways.
+
+`joint.near` uses this. A signature is one way to split an operator; x_v is that of operator v.
 
     cost(x) = sum_v unary_v(x_v) + sum over values of (what is paid for distinct targets, each once)
 

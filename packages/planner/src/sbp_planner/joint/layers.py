@@ -1,4 +1,4 @@
-"""Repeated layers: variables of a step that mean the same in each of several equal blocks.
+"""Find repeated layers of a step, and tie them, so that a search decides equal layers alike.
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 

@@ -1,4 +1,4 @@
-"""How long values are held, and how many bytes each option of a variable holds.
+"""Estimate the memory of a step over time: how long each value is held, and its bytes by option.
 
     states        stored all the time, replaced in place; a state in host memory holds nothing, but
                   its copies are on the device during its update

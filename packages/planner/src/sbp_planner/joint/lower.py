@@ -1,4 +1,7 @@
-r"""From a step to a choice problem: one node a variable, one edge for each pair with boxing.
+r"""Turn the planning of a step into a choice problem, which `sbp_planner.choice` solves.
+
+A variable (the split of an operator or state) is a node. An edge joins two variables with boxing (a
+conversion between layouts, such as an all-gather) between them.
 
 A conversion that several users share cannot be a cost of pairs. It becomes a separate node, which
 is *made* or not (`sbp_core.infer.CostTables`):

@@ -1,4 +1,6 @@
-"""Signatures near the result axis by axis, for steps that have too many on all mesh axes.
+"""Limit the splits that the joint search considers, if a step has too many over all mesh axes.
+
+It keeps the signatures (splits of one operator) near the plan that was found axis by axis.
 
     found      (S(0), S(0), B)
     looked at  (S(0), S(0), B)   (x, S(0), B)   (S(0), x, B)   (S(0), S(0), x)    for every x

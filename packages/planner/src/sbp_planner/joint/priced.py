@@ -1,4 +1,4 @@
-"""Assignments within a limit of memory, by a price on it: Lagrangian relaxation.
+"""Find fast plans for a step under a memory limit, by a price on memory (Lagrangian relaxation).
 
     minimise    cost(x) + price * sum_v usage_v(x_v) share_v                             [s]
 

@@ -1,4 +1,6 @@
-"""The search over all mesh axes at once, under the exact memory of compiled plans.
+"""Choose how every operator and state of a step is split, over all mesh axes, within memory.
+
+The planner `ilp` uses this through `joint.family`.
 
 1. Without memory: elimination (`sbp_core.infer.minimise`), starting from the result axis by axis;
    then a proof by moved costs (`choice.prove`); if a gap remains, an integer program

@@ -1,4 +1,6 @@
-"""The JSON of the IOPDDL contest: read and write a problem, write an assignment.
+"""Read and write choice problems in the JSON of the IOPDDL contest, and write their solutions.
+
+A problem gives each node a strategy at least cost, within a memory limit over time.
 
     {"problem": {"name": ..., "usage_limit": bytes,                                   (may lack)
                  "nodes": {"intervals": [[0, 7], ...],     half-open; [0, 0] holds no memory

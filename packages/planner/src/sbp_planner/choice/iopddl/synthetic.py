@@ -1,4 +1,6 @@
-r"""Random choice problems like the problems of the IOPDDL contest: a step of a transformer.
+r"""Make random choice problems shaped like a training step of a transformer, to test the solver.
+
+They are like the problems of the IOPDDL contest: each node gets a strategy at least cost.
 
     a layer     x --> norm --> up --> act --> down --> add -->      forward, top to bottom
                  \______________________________________/           the residual edge

@@ -1,7 +1,8 @@
-"""Find an assignment without forbidden pairs, whatever its cost, by trying and ruling out.
+"""Give each node of a choice problem a strategy without forbidden pairs, whatever the cost.
 
-Each node has a domain: its remaining strategies, as the bits of an int. A strategy is ruled out if
-no remaining strategy of some neighbour allows it (*arc consistency*), and so on for its neighbours:
+`large_search` calls this if its other methods leave forbidden pairs. Each node has a domain: its
+remaining strategies, as the bits of an int. A strategy is ruled out if no remaining strategy of
+some neighbour allows it (*arc consistency*), and so on for its neighbours:
 
     try 1 = a  -->  2: a b c   becomes  b c  -->  3: c d  becomes  d  -->  a domain is empty:
                                                                            1 is not a

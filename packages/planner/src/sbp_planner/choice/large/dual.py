@@ -1,4 +1,6 @@
-"""A lower bound for large problems, by passing messages; good assignments on the way; pruning.
+"""Compute lower bounds on the cost of a large choice problem, by passing messages along its edges.
+
+`large_search` repeats this. Each sweep gives an assignment, too, and bounds rule out strategies.
 
 Memory rows are priced: with a price λ_t >= 0 for each byte above the capacity of row t,
 

@@ -1,4 +1,6 @@
-"""The search for problems that the integer program alone does not solve at once.
+"""Search a choice problem that is too large for one integer program: find and prove a solution.
+
+The solver (`choice.solver`) calls it last. An assignment gives each node (operator) a strategy.
 
     messages and prices ──> trees, large neighbourhoods      this process
              │ bounds       │              │ larger ones

@@ -1,4 +1,6 @@
-"""Improve an assignment by the trees of a forest: many small changes at once, with memory priced.
+"""Improve the strategies of a large choice problem by many small changes at once, along trees.
+
+`large_search` uses this. `forest` draws the trees. Memory has a price for each byte and time.
 
 At present prices, the best strategies of all trees change some nodes. Changed nodes that are
 connected in a tree are a *piece*. Pieces do not touch, so their costs add up, and each may be taken

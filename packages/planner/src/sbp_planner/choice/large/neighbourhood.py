@@ -1,4 +1,6 @@
-"""Improve an assignment: free some nodes, hold the others fixed, solve for the free nodes.
+"""Improve the strategies of a large choice problem: free some nodes, fix the others, and solve.
+
+`large_search` uses this in turn with the trees of `moves`. An integer program solves each part.
 
 The free nodes are connected, or hold memory at one row near its capacity:
 

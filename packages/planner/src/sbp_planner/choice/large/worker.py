@@ -1,4 +1,4 @@
-"""Integer programs in a separate process, which can be ended at any moment of the search.
+"""Solve integer programs in a separate process, which `large_search` can end at any moment.
 
 The parent writes pickled `Task`s to the worker's stdin, one at a time, and reads pickled results
 from its stdout: `Bound`s and `Values` as they are found, and one `ProgramResult` at the end of a
