@@ -1,8 +1,8 @@
-"""Calls that all ranks of a run make between two steps: compare a text, gather a state.
+"""Gather a sharded state from all ranks between two steps, or check that a text is equal on all.
 
-Used by `ActorSession`. Each local rank calls its communicator on a separate thread, as in a step,
-because the ranks of one process wait for each other, too. The workers of the session are idle
-meanwhile.
+`ActorSession` uses it for `state_dict`, and to compare the plans of all processes. Each local rank
+calls its communicator on a separate thread, as in a step, because the ranks of one process wait for
+each other, too. The workers of the session are idle meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A decision between committing and aborting a step: the first of commit and interrupt wins."""
+"""`Commitment`: decide once whether a step commits (updates its states) or is aborted by Ctrl-C.
+
+Worker threads ask to commit; the session asks to abort after an interrupt. The first request wins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the actor runtime."""
+"""Settings of the runtime `actor`: threads per rank, deadlines, and how operators are executed."""
 
 from __future__ import annotations
 

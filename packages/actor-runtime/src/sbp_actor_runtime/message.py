@@ -1,6 +1,7 @@
-"""Messages between threads: filled registers, acknowledgements, orders of the session and reports.
+"""Messages that the worker threads and the session of the actor runtime exchange during a step.
 
-The classes only hold data. Workers and the session of the actor runtime exchange them.
+Workers tell each other that a register (a buffer) is filled, or that a filling is used up. The
+session orders steps, and workers report results. The classes only hold data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plugin hooks of this package: they register the runtime `actor`."""
+"""Plugin hooks of sbp-actor-runtime: register the runtime `actor`, which runs plans on threads."""
 
 from __future__ import annotations
 

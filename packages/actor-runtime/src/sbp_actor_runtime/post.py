@@ -1,8 +1,8 @@
-"""Everything that a worker thread needs to fire one actor: function, registers and links.
+"""`Post`: an actor (one task of a rank in a plan) with its function, and the buffers around it.
 
-Looked up once, when the session starts. A `Post` decides whether the actor may fire: all inputs
-have arrived, and each output has a credit (a free place). `worker` fires it. A link is a channel
-between ranks.
+`make_posts` makes the posts of a worker thread when the session starts. A `Post` decides whether
+the actor may fire (run once): all inputs have arrived, and each output register (buffer) has a
+credit (a free place). `worker` fires it. A link is a channel between ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runtime plugin `actor`: starts a plan on the ranks of this process, as an `ActorSession`."""
+"""`ActorRuntime`: the runtime `actor`, which starts an `ActorSession` that runs a compiled plan."""
 
 from __future__ import annotations
 

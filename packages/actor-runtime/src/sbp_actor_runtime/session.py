@@ -1,4 +1,4 @@
-"""The session of the actor runtime: runs steps, with a worker for each thread of each local rank.
+"""`ActorSession`: run the training steps of a plan, with a worker for each thread of a local rank.
 
 After a failure or an interrupt the workers end, and the session is over. Before the commit of the
 step (`sbp_core.compile.commit`), such an end leaves the states unchanged on all ranks. After the

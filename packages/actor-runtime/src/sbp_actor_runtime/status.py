@@ -1,4 +1,4 @@
-"""Status texts of the worker threads, to find out why a run hangs.
+"""Describe what a worker thread does or waits for, to find out why a run hangs (`sbp-watch`).
 
     rank 1, thread compute: at down.addmm@0(B), micro-batch 0; 6 of 20 firings of the step are done
       waits for: data in register gelu@0(B)#0 from rank 1

@@ -1,6 +1,7 @@
-"""The function that a firing of an actor calls: a generated segment, a sum, or a boxing step.
+"""Make the function that an actor calls when it fires: a generated segment, a sum, a boxing step.
 
-It maps input values to output values, without registers and threads.
+An actor is one task of a rank in a plan; a boxing step moves or reshards a tensor. The function
+maps input values to output values; the registers (buffers) around it are in `post`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""One thread of one rank: fires its actors in the plan's order, when inputs and credits are there.
+"""`ActorThread`: run the actors (tasks) of one thread of one rank, in the order of the plan.
 
-Threads exchange two messages. A request gives a filled register to a consumer; an acknowledgement
-gives the credit back. Within a thread both are plain calls. A worker never reads the data of
-another worker: everything that it needs arrives in its inbox. All messages of a step are in the
-inboxes before the last worker reports, so every step begins with the full credits.
+An actor fires (runs once) when its inputs have arrived, and its outputs have credits (free places).
+Threads exchange two messages. `FilledRegister` gives values to a consumer; `Acknowledge` gives the
+credit back. Within a thread both are plain calls. A worker never reads the data of another worker:
+everything that it needs arrives in its inbox. All messages of a step are in the inboxes before the
+last worker reports, so every step begins with the full credits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the backends `mpi` and `nccl`, as dataclasses that are validated on construction."""
+"""Validated settings of the boxing backends `mpi` and `nccl`, which move tensors between ranks."""
 
 from __future__ import annotations
 

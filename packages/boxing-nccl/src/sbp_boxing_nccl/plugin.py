@@ -1,4 +1,4 @@
-"""Plugin hooks of sbp-boxing-nccl: two boxing backends, `mpi` and `nccl`."""
+"""Plugin hooks of sbp-boxing-nccl: register the boxing (resharding) backends `mpi` and `nccl`."""
 
 from __future__ import annotations
 

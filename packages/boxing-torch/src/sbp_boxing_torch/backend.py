@@ -1,8 +1,8 @@
-"""The backend `torch`: boxing with one rank in each process, over torch.distributed.
+"""The backend `torch`: boxing (moving and resharding tensors) over torch.distributed.
 
-It combines the `connections` and the boxing steps (`communicator`). The base class opens and closes
-both (`sbp_core.processes.process_backend`). PyTorch is imported when the backend connects, so a
-process that only starts the ranks does not load it.
+It combines the `connections` of one rank in each process and the boxing steps (`communicator`). The
+base class opens and closes both (`sbp_core.processes.process_backend`). PyTorch is imported when
+the backend connects, so a process that only starts the ranks does not load it.
 """
 
 from __future__ import annotations

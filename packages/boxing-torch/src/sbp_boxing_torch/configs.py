@@ -1,4 +1,4 @@
-"""Settings of the backend `torch`, as a dataclass that is validated on construction."""
+"""Validated settings of the boxing backend `torch`: how ranks connect and move tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch.distributed connections of one process: groups, messages in flight, and failures.
+"""Connect one rank to the other ranks over torch.distributed, keep messages, tell of failures.
 
 Groups of ranks are connected when a step first needs them. A failed call breaks all connections of
 this process (`sbp_core.processes.connections`). By closed connections and an entry in the control

@@ -1,4 +1,4 @@
-"""Plugin hooks of sbp-boxing-torch: the boxing backend `torch`."""
+"""Plugin hooks of sbp-boxing-torch: register the boxing (resharding) backend `torch`."""
 
 from __future__ import annotations
 

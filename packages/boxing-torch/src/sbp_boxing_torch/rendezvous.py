@@ -1,4 +1,7 @@
-"""Rendezvous of the processes of a run: find rank and world size, and connect to a shared store."""
+"""Find rank and world size of this process, and connect it to a store that all ranks share.
+
+The backend `torch` calls `rendezvous` when it opens, before it connects ranks to move tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of settings: lower bounds of integers, and whether an output file can be written."""
+"""Check settings of the commands: lower bounds of integers, and whether a file can be written."""
 
 from __future__ import annotations
 

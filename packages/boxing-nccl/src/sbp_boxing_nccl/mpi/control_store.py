@@ -1,7 +1,7 @@
-"""The control store over MPI: ranks send its entries as messages, and each rank keeps its copies.
+"""`MpiControlStore`: a key-value store to connect ranks and report failures, over MPI.
 
 MPI has no store that all ranks could read. So the writer of an entry sends it to the ranks that
-need it, and these receive all pending entries whenever they read something.
+need it. These receive all pending entries whenever they read something, and keep copies.
 """
 
 from __future__ import annotations

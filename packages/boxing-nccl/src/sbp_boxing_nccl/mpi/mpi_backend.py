@@ -1,4 +1,4 @@
-"""The backend `mpi`: boxing with one rank in each process, over MPI, for tensors on CPUs.
+"""The backend `mpi`: boxing (moving and resharding tensors) over MPI, on CPUs, a process per rank.
 
 It combines the connections (`mpi_connections`) and the boxing steps (`mpi_communicator`). The base
 classes open and close both (`sbp_core.processes.process_backend`) and end the MPI job (`job`).

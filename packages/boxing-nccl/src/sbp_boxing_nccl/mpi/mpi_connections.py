@@ -1,4 +1,4 @@
-"""The MPI connections of one process: groups of ranks, messages in flight, and failures.
+"""Connect one rank to the other ranks over MPI, keep messages moving, and tell of failures.
 
 Groups of ranks are connected when a step first needs them. One thread keeps messages alive and
 moving: MPI moves a large message only while its sender calls MPI, so a sender that computes would

@@ -1,4 +1,4 @@
-"""The memory of tensors, as bytes for mpi4py; and sums, maxima and minima of tensors.
+"""Pass the memory of tensors to mpi4py as bytes, and reduce tensors: sum, maximum, minimum.
 
 MPI only moves bytes and never reduces, so it needs no dtypes.
 """

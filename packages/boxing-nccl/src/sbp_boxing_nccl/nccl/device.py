@@ -1,4 +1,4 @@
-"""All calls of the backend to a GPU and to NCCL, through CuPy and torch.cuda.
+"""Call the GPU and NCCL, through CuPy and torch.cuda, for the other modules of the backend `nccl`.
 
 The only module that imports CuPy. The other modules reach the GPU through the three classes here;
 tests replace them by a device that needs no GPU. torch is imported first: a process has one

@@ -1,4 +1,4 @@
-"""The backend `nccl`: boxing with one rank and one GPU in each process, over NCCL through CuPy.
+"""The backend `nccl`: boxing (moving and resharding tensors) over NCCL, a process per rank and GPU.
 
 It combines the connections (`nccl_connections`) and the boxing steps (`nccl_communicator`). The
 base classes open and close both (`sbp_core.processes.process_backend`) and end an MPI job

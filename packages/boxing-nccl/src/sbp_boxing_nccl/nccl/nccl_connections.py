@@ -1,4 +1,4 @@
-"""The NCCL connections of one process: groups of ranks, channels of messages, and failures.
+"""Connect one rank to the other ranks over NCCL, for collectives and messages; tell of failures.
 
 Everything is connected when it is first needed. A failed call breaks all connections of this
 process (`sbp_core.processes.connections`): all channels are aborted together, which unblocks their

@@ -1,4 +1,7 @@
-"""Rendezvous of the processes of a run before NCCL connects them: by MPI or by torch's store."""
+"""Find the rank of this process and the other ranks, over MPI or torch's store.
+
+The backend `nccl` calls `rendezvous` when it opens, before NCCL connects the ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common part of the commands: parse the command line, check all settings, run Hydra.
+"""Run `sbp-train`, `sbp-plan` or `sbp-calibrate`: parse, check all settings, start Hydra's jobs.
 
 A wrong setting is reported before Hydra starts a job: without run folder and traceback, with exit
 code 2. The task of each command is a function of its `Application`.

@@ -1,4 +1,4 @@
-"""The table of results of a sweep (`--multirun`), printed also if some of its runs have failed.
+"""Print the table of results of a sweep (`--multirun`), also if some of its runs have failed.
 
 run  optimizer.lr  steps  loss    held-out  best            tokens/s  folder
 0    0.001         100    2.4101  2.4272    2.4272          14,452    0

@@ -1,6 +1,7 @@
-"""Run a calibration: start the ranks, show progress, make a cluster of the results, print it.
+"""Measure a machine for `sbp-calibrate`: start ranks, show progress, write the results, report.
 
-The report gives the speed of each kind of call, and the errors of predictions.
+The results are a cluster file, from which planners predict the time of a step. The report gives the
+speed of each kind of call, and the errors of predictions.
 """
 
 from __future__ import annotations

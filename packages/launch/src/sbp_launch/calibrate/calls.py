@@ -1,7 +1,7 @@
-"""The boxing calls that a calibration measures: kinds, group sizes and numbers of bytes.
+"""Choose the collectives and transfers that `sbp-calibrate` measures: kinds, groups, sizes.
 
-A call is one boxing step (a collective or a transfer), on a mesh of the first ranks: the step that
-`route` chooses for a conversion between two layouts. `measuring` times the calls.
+A call is one such boxing step on a mesh of the first ranks: the step that `route` chooses for a
+conversion between two layouts. `measuring` times the calls.
 """
 
 from __future__ import annotations

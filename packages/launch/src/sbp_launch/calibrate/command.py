@@ -1,4 +1,4 @@
-"""Entry point of the command `sbp-calibrate`. It imports torch only for measuring."""
+"""Run `sbp-calibrate`: measure this machine for planning. Torch is imported only to measure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The parts of an existing cluster file that a new calibration keeps: other backends, operators.
+"""Find the parts of an old cluster file that a new calibration keeps: other backends, operators.
 
-A file is for one machine and one number of ranks. Unless `overwrite` is set, nothing in it is lost:
-a file whose contents cannot be kept is refused before anything is measured.
+A cluster file has the measured speeds of one machine, for one number of ranks. Unless `overwrite`
+is set, nothing in it is lost: a file whose contents cannot be kept is refused before anything is
+measured.
 """
 
 from __future__ import annotations

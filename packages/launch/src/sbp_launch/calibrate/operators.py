@@ -1,7 +1,8 @@
 """Add measured times of operators to a cluster file: from traced runs, or from a list.
 
-A file is for one machine and one number of ranks. Times of operators also belong to one backend,
-because ranks that are threads of one process wait for its interpreter, and processes do not.
+A cluster file has the speeds of one machine, for one number of ranks; planners read it. Times of
+operators also belong to one backend, because ranks that are threads of one process wait for its
+interpreter, and processes do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: background threads write them while training continues.
+"""Save checkpoints asynchronously: background threads write them while training continues.
 
                  step 100    101          102          103           104
     main thread  snapshot    vote         vote         vote          vote

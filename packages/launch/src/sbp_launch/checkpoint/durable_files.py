@@ -1,4 +1,4 @@
-"""Atomic and durable writing of files, and direct writes that bypass the page cache.
+"""Write files atomically and durably, or directly to the disk without the page cache.
 
 `writing_aside` writes a temporary file, syncs it, and renames it. `DirectFile`, which checkpoints
 use, writes from memory to the disk without a copy in the page cache:

@@ -1,7 +1,7 @@
-"""The cluster profiles `v100`, `a100`, `h100`, `h200`, `b200`: nodes of GPUs, from data sheets.
+"""Describe clusters of NVIDIA GPUs to planners, from data sheets: `v100`, `a100`, ..., `b200`.
 
-They are for planning, on any machine. The numbers of `NODES` are peaks, as NVIDIA publishes them;
-`GpuConfig` sets the fraction of them that plans assume.
+So `sbp-plan cluster=h100` plans on any machine. The numbers of `NODES` are peaks, as NVIDIA
+publishes them; `GpuConfig` sets the fraction of them that plans assume.
 
 The tree of links: inside a node, each GPU has its own NVLink to a switch. Between nodes, each GPU
 has its own network card (or an even share of the node's cards), in a network without contention.

@@ -1,4 +1,4 @@
-"""Answer `explain=`: compare a plan with plans in which some tensors have other SBPs (layouts).
+"""Answer `sbp-plan explain=`: compare a plan with plans of other SBPs (layouts) of some tensors.
 
     explain=blocks.3.mlp.up           all legal SBPs of its output, the fastest first
     explain='blocks.3.mlp.up: S(1)'   this SBP next to the plan, and the change in communication

@@ -1,4 +1,4 @@
-"""Lines that describe the machine that a plan was priced for."""
+"""Describe the machine for which the costs of a plan are predicted, in lines for `sbp-plan`."""
 
 from __future__ import annotations
 

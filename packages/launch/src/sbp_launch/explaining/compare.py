@@ -1,4 +1,4 @@
-"""Comparison of two plans of one model, as a table.
+"""Compare two plans of one model in a table, for `sbp-plan compare=` and the page of a plan.
 
                      this plan   runs/other   change
     predicted step   19.8 ms     36.4 ms      +84%

@@ -1,4 +1,4 @@
-"""Draw the simulated step of a plan: in the terminal, as SVG and as a page."""
+"""Draw the simulated step of a plan (`sbp-plan timeline=`): in the terminal, as SVG, as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report lines on a pipeline: its stages, its schedule, and how long its ranks wait.
+"""Describe the pipeline of a plan in lines of its report: stages, schedule, waiting of the ranks.
 
     time ->                                one rank a row, F and B of micro-batches 0 to 3
     stage 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3        .. waits: the bubble

@@ -1,6 +1,6 @@
-"""Predicted costs of a plan: times, communication and memory, also as JSON.
+"""Compute the predicted costs of a plan, for the answers of `sbp-plan`: times, traffic, memory.
 
-In JSON, keys end in their units, and unknown values are null:
+In JSON (`sbp-plan figures=FILE`), keys end in their units, and unknown values are null:
 
     {"planner": "ilp", "step_s": 0.0132, "samples_per_s": 606.0, "bound_s": 0.0132, "gap": 0.0,
      "memory": {"limit_bytes": ..., "ranks": {"0": {"peak_bytes": ..., "kinds": {...}}}}, ...}

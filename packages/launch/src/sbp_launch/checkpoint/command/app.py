@@ -1,4 +1,7 @@
-"""Parser and entry point of `sbp-checkpoint`. It imports torch only when tensors are read."""
+"""Parse the command line of `sbp-checkpoint`, and run inspect, verify, convert, diff or prune.
+
+It imports torch only when tensors are read.
+"""
 
 from __future__ import annotations
 
