@@ -33,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
         # In a clone without tags, no package seems to be released.
         print(
             "nothing was compared: there is no tag of a release, such as sbp-core-v0.1.0",
-            "  to mend it: git fetch --tags, or name a revision: nox -s api -- --against main",
+            "  to fix it: git fetch --tags, or name a revision: nox -s api -- --against main",
             sep="\n",
         )
         return 1

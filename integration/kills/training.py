@@ -172,7 +172,7 @@ class TrainingOutcome:
         # Our own supervisor notices that its process is stopped; other launchers need not.
         if not (self.is_unknown and self.way != "spawn") and not re.search(name, first):
             found.append("the first line of the message does not name the rank")
-        if "to mend it:" not in self.message:
+        if "to fix it:" not in self.message:
             found.append("the message does not say what to do")
         found += [text for text in self.checkpoints if isinstance(text, str)]
         newest = max((step for step in self.checkpoints if isinstance(step, int)), default=-1)
@@ -180,9 +180,9 @@ class TrainingOutcome:
             found.append(f"step {self.saved_step} is not saved by the ranks that are left")
         if (
             newest >= 0
-            and f"to go on from step-{newest:08d}: sbp-train resume=" not in self.message
+            and f"to continue from step-{newest:08d}: sbp-train resume=" not in self.message
         ):
-            found.append("the message does not say how to go on from the newest checkpoint")
+            found.append("the message does not say how to continue from the newest checkpoint")
         return tuple(found)
 
 

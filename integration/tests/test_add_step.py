@@ -295,7 +295,7 @@ def test_pins_of_another_program_hold_or_are_refused():
     assert str(step_g.strategy.storage["generator.0.weight.exp_avg"].sbp) == "S(0)"
     with pytest.raises(ConfigError, match="generatr"):
         step.add_step(loss_g, noise(0), twins.g[0], pins={"generatr.*": "S(0)"})
-    with pytest.raises(PlanError, match=r"stored as \(B\), and would be as \(S\(0\)\)"):
+    with pytest.raises(PlanError, match=r"stored as \(B\), and the pins move it to \(S\(0\)\)"):
         step.add_step(loss_g, noise(0), twins.g[0], pins={"generator.3.weight": "S(0)"})
     with step:
         twins.rounds(step, step_g, 2)

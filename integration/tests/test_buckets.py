@@ -220,7 +220,9 @@ def test_without_a_proof_anything_is_padded():
     with start(made(Careless), compile={"prove": False}) as step:
         step(batch_of(0, 7))
     step.report(out)
-    assert "that it is neutral was not to be proved" in re.sub(r"\s+", " ", out.getvalue())
+    assert "not proved to be neutral, because compile.prove=false" in re.sub(
+        r"\s+", " ", out.getvalue()
+    )
 
 
 def test_a_model_with_dropout_is_proved_in_evaluation_mode():

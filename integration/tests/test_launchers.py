@@ -170,8 +170,8 @@ def test_a_rank_that_is_killed_is_named_with_its_log(tmp_path: Path) -> None:
 
     assert run.returncode == 1, told
     assert "rank 1 was ended by SIGKILL" in told
-    assert "run/logs/rank_1.txt, which ends so:" in told
-    assert "step 2/1000000" in told.rpartition("which ends so:")[2]
+    assert "run/logs/rank_1.txt, which ends with:" in told
+    assert "step 2/1000000" in told.rpartition("which ends with:")[2]
 
 
 def text_until(run: subprocess.Popen[bytes], text: bytes) -> str:

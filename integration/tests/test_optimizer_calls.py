@@ -64,7 +64,7 @@ def test_a_call_without_gradients_changes_nothing_and_is_told_once(kind, caplog)
 
     (told,) = (one.message for one in caplog.records if TOLD in one.message)
     assert told.startswith(
-        f"{kind.__name__}.step() was called besides the step of parallelize, and"
+        f"{kind.__name__}.step() was called in addition to the step of parallelize, and"
     )
     assert "changes nothing" in told
 

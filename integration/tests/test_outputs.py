@@ -37,7 +37,9 @@ def train(folder: Path, shell: str, *arguments: str) -> subprocess.CompletedProc
             '"$@" >/dev/full', "No space left on device; the work", marks=pytest.mark.slow
         ),
         pytest.param('"$@" >&-', "", marks=pytest.mark.slow),
-        pytest.param('"$@" | head -1', "Broken pipe; the work goes on", marks=pytest.mark.slow),
+        pytest.param(
+            '"$@" | head -1', "Broken pipe; the command continues", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_is_whole_whatever_becomes_of_its_output(

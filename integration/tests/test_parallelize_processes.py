@@ -105,7 +105,7 @@ def test_a_call_that_one_rank_makes_alone_as_the_last_one_says_who_has_left(
     ((call, said),) = ranks_of(boxing, layouts)[0]["at the end"].items()
 
     assert said.startswith(f"{call}: boxing step 'vote ")
-    assert "has closed its boxing backend, and left; all ranks make the same calls" in said
+    assert "has closed its boxing backend and left; all ranks must make the same calls" in said
     assert set(ranks_of(boxing, layouts)[1]["at the end"].values()) == {"trained"}
 
 

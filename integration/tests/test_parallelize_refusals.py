@@ -43,11 +43,11 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     assert "did you mean planner='osdp'" in refused("planner='osdpp'", planner="osdpp")
     refused("planner.memory_byte", planner={"name": "osdp", "memory_byte": 1})
     axis = {"name": "osdp", "axis": "batch"}
-    assert "or mesh={'data': 4}" in refused("not there", mesh=(2, 2), planner=axis)
+    assert "or mesh={'data': 4}" in refused("which is missing", mesh=(2, 2), planner=axis)
     refused("planner is of type NoneType", SbpTypeError, planner=None)
     refused("runtime is the class int", SbpTypeError, runtime=int)
     refused("has no name", cluster={"cores": 2})
-    refused("which is an argument of its own", cluster={"name": "local", "mesh": [2]})
+    refused("which parallelize takes as its own argument", cluster={"name": "local", "mesh": [2]})
     refused("connects one process a rank", boxing="torch", mesh=2)
     refused("update.clip_norm", update={"clip_norm": -1.0})
     refused("'int8'", compile={"autocast": "int8"})

@@ -220,7 +220,7 @@ def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
             with pytest.raises(RunError, match="step-00000002 cannot be written: ") as caught:
                 step.save(disk, wait=wait)
                 step.finish_saving()
-        words = "folder has gone" if fault == "gone" else os.strerror(reason[fault])
+        words = "folder no longer exists" if fault == "gone" else os.strerror(reason[fault])
         assert words in str(caught.value)
         assert str(disk) in str(caught.value)
         assert caught.value.todo == "make room, or save to another folder: step.save(FOLDER)"

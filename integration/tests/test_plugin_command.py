@@ -192,7 +192,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         "sbp_loggers returns nothing",
         "broken_plugin.bad cannot be imported: ZeroDivisionError",
-        "planner 'lost' names broken_plugin.parts:nowhere, which is nothing to call",
+        "planner 'lost' names broken_plugin.parts:nowhere, which cannot be called",
         "planner 'args': broken_plugin.parts:args does not take the config",
         "planner/good.yaml: size is 2 here, and 1 by default in Config: say the same in both",
         "planner/other.yaml: no setting is called 'planner.sise'",
@@ -226,7 +226,7 @@ def test_a_setting_that_another_group_gives_and_a_package_that_is_lacking_are_no
         (["new", "planner", "taken"], "the folder taken cannot be made: File exists"),
         (["new", "planner", "Not A Name"], "'Not A Name' is no name of a distribution"),
         (["check", "sbp-lunch"], "did you mean 'sbp-launch'?"),
-        (["check", "taken"], "to mend it: pip install -e taken"),
+        (["check", "taken"], "to fix it: pip install -e taken"),
         (["check", "nobody"], "no installed distribution 'nobody' has an entry point"),
     ],
 )

@@ -50,7 +50,7 @@ def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
     rest = train(tmp_path, *layout, stopped, "hydra.run.dir=rest")
 
     assert rest.returncode == 0, rest.stdout + rest.stderr
-    assert "going on after step 2, from whole/checkpoints/step-00000002" in rest.stdout
+    assert "continuing after step 2, from whole/checkpoints/step-00000002" in rest.stdout
     names = {path.name for path in (tmp_path / "rest/checkpoints/step-00000003").iterdir()}
     assert names == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
     assert_equal(saved_states(tmp_path / "rest"), saved_states(tmp_path / "whole"))
@@ -117,7 +117,7 @@ def test_a_hundred_steps_are_fifty_a_stop_and_fifty(tmp_path: Path, boxing: str)
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"going on after step {stopped:.0f}" in done.stdout
+    assert f"continuing after step {stopped:.0f}" in done.stdout
     assert_equal(saved_states(tmp_path / "run"), saved_states(tmp_path / "whole"))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
@@ -148,7 +148,7 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path, planne
         told += run.communicate(timeout=240)[0].decode()
 
     assert run.returncode == 0, told
-    begun = int(told.partition("going on after step ")[2].partition(",")[0])
+    begun = int(told.partition("continuing after step ")[2].partition(",")[0])
     assert 80 <= begun < 300
     if planner == "data_parallel":  # the other rank has all states, and saves them
         assert f"the states so far are in checkpoints/step-{begun:08d}" in told
@@ -207,7 +207,7 @@ def test_a_host_less_is_planned_anew_and_goes_on_where_the_others_stopped(tmp_pa
     assert first.returncode == 0, told
     assert told.count("planner manual: 2 ranks") == told.count("planner manual: 1 rank,") == 1
     saved = int(told.partition("the states so far are in checkpoints/step-")[2][:8])
-    assert f"going on after step {saved}, from checkpoints/step-{saved:08d}" in told
+    assert f"continuing after step {saved}, from checkpoints/step-{saved:08d}" in told
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [
         *range(1, 1001)

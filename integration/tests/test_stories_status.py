@@ -68,5 +68,5 @@ def test_ranks_say_what_they_are_at_though_one_of_them_hangs(
         assert "  is in boxing: " in first or "between steps" in first
     else:
         assert "rank 1, thread compute: " in first
-    assert f"what its ranks are at: {logs / 'status_0.txt'}" in told
+    assert f"the state of its ranks: {logs / 'status_0.txt'}" in told
     print(f"{launcher}: written after {took_s:.2f} s")

@@ -65,8 +65,8 @@ def test_time_that_ranks_cut_is_warned_about_once_and_the_numbers_are_right(kind
 
     (told,) = (one.message for one in caplog.records if "as time" in one.message)
     path = "inner.self_attn" if kind == "nn.MultiheadAttention" else "inner"
-    assert told.startswith(f"{kind} {path!r} goes through dim 0 of the batch as time (")
-    assert "ranks cut" in told
+    assert told.startswith(f"{kind} {path!r} takes dim 0 of the batch as time (")
+    assert "ranks split this dim" in told
     assert told.endswith("give the dim of the samples, such as batch_dim=1")
 
 
@@ -91,7 +91,7 @@ def test_micro_batches_that_would_cut_a_recurrent_state_are_refused(loss_is):
     with pytest.raises(ConfigError, match="micro_batches=2 would cut it") as refused:
         parallelize(model, loss_of, BATCH, optimizer, micro_batches=MicroBatches(2, loss=loss_is))
 
-    assert "nn.LSTM 'inner' goes through dim 0 of the batch as time" in refused.value.what
+    assert "nn.LSTM 'inner' takes dim 0 of the batch as time" in refused.value.what
     assert refused.value.todo.startswith("give the dim of the samples, such as batch_dim=1")
     given = {"micro_batches": 2, "batch_dim": 1}
     if loss_is != "each_micro_batch":  # which trains otherwise
@@ -104,4 +104,4 @@ def test_positions_that_micro_batches_cut_are_warned_about(caplog):
 
     parallelize(model, loss_of, BATCH, optimizer, **given)
 
-    assert "micro-batches cut, and each sees its own times only" in caplog.text
+    assert "micro-batches split this dim, so each sees only some of the time steps" in caplog.text

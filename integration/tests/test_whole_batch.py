@@ -158,7 +158,9 @@ def test_samples_that_meet_are_refused_or_trained_on_part_by_part():
     model = make_model()
     given = (model, contrast, batch_of(0), make_optimizer(model))
 
-    with pytest.raises(GraphError, match=r"samples meet each other.*\n.*test_whole_batch\.py:\d+"):
+    with pytest.raises(
+        GraphError, match=r"combines samples, or depends on.*\n.*test_whole_batch\.py:\d+"
+    ):
         parallelize(*given, micro_batches=2)
     with parallelize(*given, micro_batches=MicroBatches(2, loss="mean_of_micro_batches")) as step:
         found = step(batch_of(0)).item()

@@ -250,7 +250,7 @@ def test_a_plan_whose_results_depend_on_timing_is_refused() -> None:
     raced, whole = _looking_beside(_in_place()), _looking_beside(_beside())
 
     assert _seen(raced, late=True) != _seen(whole, late=True) == _seen(whole, late=False)
-    with pytest.raises(PlanError, match="overwritten in place before all are through") as caught:
+    with pytest.raises(PlanError, match="overwritten in place before all reads") as caught:
         check(raced, types=False)
     assert "'look' of rank 0" in caught.value.where[1]
     check(whole, types=False)

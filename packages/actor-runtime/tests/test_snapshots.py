@@ -193,7 +193,7 @@ def test_an_update_waits_for_room_no_longer_than_other_ranks_wait_for_it(
 
         assert_pieces(snapshot.pieces(), states)
     (record,) = caplog.records
-    assert "copies go beyond 0 B, or other ranks would give up" in record.getMessage()
+    assert "copies now go beyond 0 B, because other ranks would time out" in record.getMessage()
 
 
 def test_without_a_snapshot_there_is_no_thread_and_nothing_is_told(

@@ -58,7 +58,7 @@ def misuse(rank: int, backend: MpiBackend) -> list[str]:
 @pytest.mark.slow
 def test_a_wrong_rank_a_second_opening_and_a_wrong_world_are_refused(pool: Any) -> None:
     for rank, (other, again, unopened, world) in enumerate(pool.run(2, misuse)):
-        assert f"rank {1 - rank} does not live in this process" in other
+        assert f"rank {1 - rank} does not run in this process" in other
         assert "opened before" in again
         assert "none: it is not open" in unopened
         assert "4 processes were started" in world and "mpiexec -n 7" in world

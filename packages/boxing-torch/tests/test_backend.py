@@ -78,10 +78,10 @@ def test_a_backend_has_no_communicator_before_it_is_open_nor_for_other_ranks() -
     store: Any = dist.HashStore()
     backend = TorchBackend(TorchBoxingConfig(), world=TorchWorld(rank=0, size=1, store=store))
 
-    with pytest.raises(BoxingError, match="rank 0 does not live in this process"):
+    with pytest.raises(BoxingError, match="rank 0 does not run in this process"):
         backend.communicator(0)
     backend.open([0])
-    with pytest.raises(BoxingError, match="rank 1 does not live in this process"):
+    with pytest.raises(BoxingError, match="rank 1 does not run in this process"):
         backend.communicator(1)
     with pytest.raises(BoxingError, match="opened before"):
         backend.open([0])

@@ -50,7 +50,7 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
                 "set model.width=VALUE, or choose model=hollow/filled",
             ],
         ),
-        (["model=hollow/shown"], ["to mend it: set model.width=COLUMNS"]),
+        (["model=hollow/shown"], ["to fix it: set model.width=COLUMNS"]),
         (["model=lost"], ["model.width", "no.such.key", "toy_package/conf/model/lost.yaml"]),
         (["model.width=0"], ["model.width=0", "toy_package/conf/model/toy.yaml"]),
         (["model.depth=3"], ["model.depth", "+model.depth=3"]),
@@ -456,9 +456,9 @@ def test_a_broken_plugin_is_named_first_and_stops_nobody_who_does_not_ask_for_it
     assert warning[0].startswith("sbp-toy: warning: plugin sbp-broken (sbp-broken): ")
     assert (asked.code, perhaps.code) == (2, 2)
     by = "the plugin sbp-broken 1.0 that"
-    assert asked.err.startswith(f"sbp-toy: planner=toyy: {by} brings it cannot be used: ")
+    assert asked.err.startswith(f"sbp-toy: planner=toyy: {by} provides it cannot be used: ")
     assert why in asked.err.splitlines()[0]
-    assert perhaps.err.startswith(f"sbp-toy: planner=zzz: {by} may bring it cannot be used: ")
+    assert perhaps.err.startswith(f"sbp-toy: planner=zzz: {by} may provide it cannot be used: ")
 
 
 @pytest.mark.slow
@@ -476,7 +476,7 @@ def test_a_plugin_that_raises_is_named_with_its_own_line_and_without_our_stack(
     assert told.err.strip().splitlines() == [
         "sbp-toy: planner 'toy' of sbp-toys 1.0 raised KeyError: 'missing'",
         f"  in {file}:4, in build: return {{}}['missing']",
-        "  to mend it: mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole "
+        "  to fix it: correct the plugin, or its input; HYDRA_FULL_ERROR=1 shows the whole "
         "traceback",
     ]
     assert "Traceback" in whole.err

@@ -77,9 +77,9 @@ def test_nothing_is_kept_where_there_is_no_file_or_it_may_be_lost(tmp_path: Path
         (replace(machine(), num_devices=4), "measured with ranks=4, and ranks=2"),
         (
             replace(machine(), machine={**describe_machine("1.0"), "cores": "1000"}),
-            "of another machine: cores '1000'",
+            "on another machine, with cores '1000'",
         ),
-        (Cluster.nominal(2), "of another machine: processor 'not said'"),
+        (Cluster.nominal(2), "on another machine, with processor '?'"),
         (None, "no cluster file"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(
     given.readable.clear()
     save = saving(LocalStorage(tmp_path), given)
 
-    with pytest.raises(RunError, match=r"is not written after 0\.05 s"):
+    with pytest.raises(RunError, match=r"was not written within 0\.05 s"):
         save.finish()
 
     given.readable.set()

@@ -102,7 +102,7 @@ def test_a_checkpoint_is_copied_with_what_it_says_of_its_run(
     assert manifest_of(look(target)).metadata == manifest_of(look("run")).metadata
     assert called(capsys, "diff", "run", target, "--all")[0] == 0
     again = called(capsys, *copy)
-    assert again[0] == 2 and "is there already" in again[1]
+    assert again[0] == 2 and "exists already" in again[1]
     assert called(capsys, *copy, "--overwrite")[0] == 0
     if "://" in place:
         FsspecStorage(place.rpartition("/")[0]).remove("step-00000100")
@@ -127,14 +127,14 @@ def other_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "target", "says"),
     [
-        (lambda folder: None, "run", "would be inside of its source"),
-        (lambda folder: None, "run/checkpoints/step-00000100/new", "would be inside of its source"),
+        (lambda folder: None, "run", "overlaps with its source"),
+        (lambda folder: None, "run/checkpoints/step-00000100/new", "overlaps with its source"),
         (
             lambda folder: None,
             "step-00000007",
             "step 7, and the checkpoint is of step 100",
         ),
-        (other_files, "step-00000100", "holds something else than a checkpoint"),
+        (other_files, "step-00000100", "exists and is not a checkpoint"),
     ],
 )
 def test_a_place_that_is_none_for_a_checkpoint_is_refused(
@@ -218,7 +218,7 @@ def test_a_target_that_is_there_is_replaced_only_if_asked_for(
     replaced = called(capsys, "convert", tmp_path / "run", target, "--to", "hf", "--overwrite")
 
     assert again[0] == 2
-    assert "is there already" in again[1]
+    assert "exists already" in again[1]
     assert replaced[0] == 0
     assert (target / "config.json").read_text() == "{}"
     assert look(target).format == "hf"

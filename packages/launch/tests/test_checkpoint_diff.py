@@ -105,7 +105,7 @@ def test_prune_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, printed = called(capsys, "prune", tmp_path, "--keep", "1", "--yes")
 
     assert code == 0
-    assert "stays, as its held-out loss is the lowest: step-00000010" in printed
+    assert "stays, because its held-out loss is the lowest: step-00000010" in printed
     assert LocalStorage(tmp_path / "checkpoints").names() == ["step-00000010", "step-00000030"]
 
 

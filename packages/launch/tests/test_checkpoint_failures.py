@@ -211,7 +211,7 @@ def test_a_folder_that_vanishes_is_named_and_not_made_anew(tmp_path: Path) -> No
     save_step(storage, 1)
     shutil.rmtree(tmp_path / "disk")
 
-    with pytest.raises(RunError, match="cannot be written: the folder has gone") as caught:
+    with pytest.raises(RunError, match="cannot be written: the folder no longer exists") as caught:
         save_step(storage, 2)
 
     assert caught.value.where == (str(storage.root),)
@@ -298,7 +298,7 @@ def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     assert "hydra.run.dir" in caught.value.todo
     told = capsys.readouterr().out
     assert "stopped early; the states are not saved: the checkpoint step-00000002" in told
-    assert "the newest checkpoint is checkpoints/step-00000001\n  to go on: sbp-train" in told
+    assert "the newest checkpoint is checkpoints/step-00000001\n  to continue: sbp-train" in told
     assert states_of_run(tmp_path)["head.weight.step"].item() == 1
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {".lock", "step-00000001"}
@@ -331,7 +331,7 @@ def test_a_run_whose_disk_takes_no_more_goes_on_from_what_it_saved(
         with pytest.raises(RunError, match=r"step-0000000[234] cannot be written: ") as caught:
             trainer.train(config, registry(), tmp_path / "run")
 
-    words = "folder has gone" if fault == "gone" else os.strerror(number[fault])
+    words = "folder no longer exists" if fault == "gone" else os.strerror(number[fault])
     assert words in caught.value.what
     assert "make room" in caught.value.todo
     if fault == "gone":

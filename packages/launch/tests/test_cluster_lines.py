@@ -14,7 +14,7 @@ def test_devices_memory_and_the_links_that_matter_are_told() -> None:
 
     assert machine_lines(make(32)) == [
         "priced for cluster h100: 32 cuda devices with 72.0 GB each",
-        "  next to each, 250.0 GB of its host, at 64.0 GB/s",
+        "  host memory of each: 250.0 GB, at 64.0 GB/s",
         "  in a node of 8: 450.0 GB/s after 3.4 µs",
         "  in a rack of 16: 50.0 GB/s after 14 µs",
         "  in a cluster of 32: 200.0 GB/s shared after 14 µs",

@@ -35,7 +35,7 @@ def test_a_plan_beside_itself_differs_in_nothing() -> None:
 
     lines = list(compare_lines(planned, planned, "the same"))
 
-    assert lines[-1].startswith("all ") and lines[-1].endswith(" modules are cut alike")
+    assert lines[-1].startswith("all ") and lines[-1].endswith(" modules are split in the same way")
     assert all(line.endswith("=") for line in lines[3:-1])
 
 
@@ -97,7 +97,7 @@ def test_a_strategy_of_other_sizes_is_priced_for_the_step_of_now_and_that_is_sai
     same, other = (planned_as(one, *planner()) for one in (planned.strategy, elsewhere))
 
     lines = [list(compare_lines(planned, one, "other")) for one in (same, other)]
-    told = "other was made for other sizes or settings; both are priced for the step of now"
+    told = "other was made for other sizes or settings; both are priced for this step"
     assert told not in lines[0] and told in lines[1]
 
 
@@ -106,7 +106,7 @@ def test_the_plan_of_another_model_is_refused_with_what_it_names() -> None:
         planned_as(found_plan("sharded").strategy, *planner())
 
     assert any(place.startswith("it decides on ") for place in caught.value.where)
-    assert any("says nothing of" in place and "embed" in place for place in caught.value.where)
+    assert any("does not decide on" in place and "embed" in place for place in caught.value.where)
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "folder", "notes.txt"])

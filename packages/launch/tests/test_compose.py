@@ -233,7 +233,7 @@ def test_the_name_of_a_folder_of_options_is_answered_with_one_of_them(tmp_path: 
     with pytest.raises(ConfigError, match="experiment=gpt") as caught:
         composed("+experiment=gpt", config_name="own", config_dir=tmp_path)
 
-    assert caught.value.todo == "say which of them: experiment=gpt/long, or another of gpt/..."
+    assert caught.value.todo == "choose one of them: experiment=gpt/long, or another of gpt/..."
 
 
 @pytest.mark.parametrize("override", ["trainer=5", "trainer=null", "trainer=[1]", "=5"])

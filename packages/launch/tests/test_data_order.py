@@ -162,11 +162,13 @@ def test_other_data_another_order_or_seed_are_refused_when_a_run_goes_on() -> No
     cursor.check_same_data(replace(known, fingerprint=""))
     for changes, says in (
         ({"num_samples": 11}, "the train split had 10 samples, and has 11"),
-        ({"fingerprint": "13"}, "the samples of the train split are not those that they were"),
+        ({"fingerprint": "13"}, "the samples of the train split have changed"),
         ({"seed": 1}, "trainer.seed was 0, and is 1"),
         ({"order": "sequential"}, "trainer.order was shuffled, and is sequential"),
     ):
-        with pytest.raises(ConfigError, match=f"the run stopped in other data: {says}") as caught:
+        with pytest.raises(
+            ConfigError, match=f"these are not the data that the run stopped in: {says}"
+        ) as caught:
             cursor.check_same_data(replace(known, **changes), where="manifest.json")
         assert "trainer.allow_other_data=true" in caught.value.todo
 

@@ -153,10 +153,10 @@ def test_a_run_does_not_go_on_in_other_data(
         patch.setattr(rows, "num_samples", lambda self, split="train": 999)
         refused("the train split had 1,000 samples, and has 999")
     monkeypatch.setattr(trainable.Rows, "samples", last_is_other)
-    refused("the samples of the train split are not those that they were")
+    refused("the samples of the train split have changed")
 
     trainer.train(config(resume="auto", allow_other_data=True), registry(), tmp_path)
 
     out = capsys.readouterr().out
-    assert "other than in step-00000002: the samples of the train split are not those" in out
+    assert "other than in step-00000002: the samples of the train split have changed" in out
     assert len(losses(tmp_path)) == 6

@@ -53,4 +53,4 @@ def test_what_is_said_counts_the_evaluations() -> None:
     controls = [callback.on_evaluate(TrainerState(), {"held_out_loss": 1.0}) for _ in range(2)]
 
     assert controls[0] is None and controls[1] is not None
-    assert controls[1].stop == "held_out_loss has not become better for 1 evaluation"
+    assert controls[1].stop == "held_out_loss has not improved for 1 evaluation"

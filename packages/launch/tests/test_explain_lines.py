@@ -29,7 +29,7 @@ def test_a_pin_stands_beside_the_plan_with_a_reason_and_what_travels() -> None:
     assert lines[1] == "  in this plan (data): (B)"
     assert re.match(r"  (slower|faster) by \S+%: |  as fast", lines[2])
     assert re.search(r"predicted step +\S+ \S+ +\S+ \S+ +[-+=]", text)
-    assert "travels more, or otherwise:" in text and "planned anew: " in text
+    assert "additional or different communication:" in text and "planned again: " in text
 
 
 def test_what_is_not_legal_is_said_with_what_is() -> None:
@@ -57,7 +57,7 @@ def test_all_ways_are_a_table_with_the_fastest_first_and_say_what_is_not_legal()
 def test_of_a_planner_that_takes_long_only_what_is_nearby_is_planned_anew() -> None:
     (*_, last) = answer("head.weight", planning_s=MOST_PLANNING_S)
 
-    assert "each changes what the pin is about alone" in last
+    assert "each changes only the pinned part" in last
 
 
 def test_ways_that_there_was_no_time_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_ways_that_there_was_no_time_for_are_named(monkeypatch: pytest.MonkeyPat
 
     text = "\n".join(answer("head.weight"))
 
-    assert "not looked at, as -1 s were over: (S(0)), (S(1))" in text
+    assert "not tried within -1 s: (S(0)), (S(1))" in text
 
 
 def test_what_matches_nothing_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_a_plan_beside_itself_is_as_fast() -> None:
     planned = found_plan("replicated")
     figures = figures_of(planned)
 
-    assert reason(planned, planned, figures, figures) == "as fast, and in as much memory"
+    assert reason(planned, planned, figures, figures) == "as fast, with the same memory"
 
 
 def test_a_plan_that_does_not_fit_says_where_it_is_fullest() -> None:

@@ -137,9 +137,9 @@ def test_what_fits_is_told_with_its_cost_and_else_what_is_nearest() -> None:
     fitting = list(feasible_lines(search_of(peak_of("planner=manual/zero"))))
     nothing = list(feasible_lines(search_of(1.0)))
 
-    assert fitting[0] == "these settings fit, what changes least first:"
+    assert fitting[0] == "these settings fit, the smallest change first:"
     assert any("planner=manual/zero: " in line and "a step" in line for line in fitting)
-    assert len(nothing) == 1 and "none fits; the nearest: " in nothing[0]
+    assert len(nothing) == 1 and "that were tried fits; the nearest: " in nothing[0]
 
 
 def test_a_single_attempt_is_not_called_several() -> None:
@@ -159,9 +159,9 @@ def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named
 
     assert search.attempts == [] and search.is_cut_short
     assert list(feasible_lines(search)) == [
-        "other settings were not tried, because each takes long; planner=ilp and planner=auto "
-        "look for a plan that fits, and with trainer.micro_batches=auto for how many of them it "
-        "takes"
+        "other settings were not tried, because each takes long to try; planner=ilp and "
+        "planner=auto look for a plan that fits, and with trainer.micro_batches=auto for a number "
+        "of micro-batches"
     ]
 
 

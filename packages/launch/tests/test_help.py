@@ -62,7 +62,7 @@ def test_an_option_is_a_topic_with_and_without_its_group() -> None:
 def test_a_group_is_explained_setting_by_setting() -> None:
     assert lines_on("trainer")[3:] == [
         "  trainer.steps=300                 optimizer updates; 300 if no budget is given",
-        "  trainer.schedule:                 of the learning rate, times the optimizer's lr",
+        "  trainer.schedule:                 factor of the optimizer's lr over time",
         "  trainer.schedule.decay=constant   constant, linear, cosine, inverse_sqrt, wsd",
         "  trainer.schedule.final=0.0        factor at the end",
     ]
@@ -104,10 +104,10 @@ def test_an_unknown_topic_is_refused_with_the_nearest(topic: str) -> None:
 
 @pytest.mark.parametrize("topic", ["betas", "optimizer.betas"])
 def test_a_setting_of_another_option_is_answered_with_the_options_that_take_it(topic: str) -> None:
-    with pytest.raises(ConfigError, match="no chosen option takes it") as caught:
+    with pytest.raises(ConfigError, match="no chosen option has this setting") as caught:
         render_topics(APP, COMPOSED, CATALOG, [topic])
 
-    named = caught.value.todo.removeprefix("say --help ").split(" or --help ")
+    named = caught.value.todo.removeprefix("try --help ").split(" or --help ")
     for choice in named:
         group, _, option = choice.partition("=")
         assert topic.rpartition(".")[2] in CATALOG.comments(f"{group}/{option}")

@@ -69,7 +69,7 @@ def test_a_rank_that_fails_is_named_with_the_end_of_its_log(
     with pytest.raises(RunError, match=f"rank 1 ended with exit code {codes[-1]}") as caught:
         launched(tmp_path, monkeypatch, codes)
 
-    assert "rank_1.txt, which ends so:" in str(caught.value)
+    assert "rank_1.txt, which ends with:" in str(caught.value)
     assert "the last line" in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_failed_says_from_which_checkpoint_it_goes_on_and_how(
         launched(tmp_path / "run", monkeypatch, "0,1")
 
     last = str(caught.value).splitlines()[-1]
-    assert last == "  to go on from step-00000002: sbp-train resume=run"
+    assert last == "  to continue from step-00000002: sbp-train resume=run"
 
 
 def test_ranks_get_time_for_their_step_and_to_save_what_is_left(

@@ -303,9 +303,9 @@ def test_a_run_that_no_longer_becomes_better_is_ended(
     assert [row["step"] for row in rows_of(tmp_path)][-1] == 8
     result = read_result(tmp_path)
     assert result is not None
-    assert result.stopped_for == "held_out_loss has not become better for 2 evaluations"
+    assert result.stopped_for == "held_out_loss has not improved for 2 evaluations"
     assert (
-        "stopped after step 8: held_out_loss has not become better for 2 evaluations"
+        "stopped after step 8: held_out_loss has not improved for 2 evaluations"
         in capsys.readouterr().out
     )
 

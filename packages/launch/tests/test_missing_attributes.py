@@ -27,9 +27,9 @@ class Broken(ParallelStep):
         ("step", "leave this call out"),
         ("eval", r"step\.evaluate\(batch\)"),
         ("train", r"model\.train\(\)"),
-        ("parameters", "that of the model"),
+        ("parameters", "this attribute of the model"),
         ("zero_grad", "leave this call out"),
-        ("param_groups", "that of the optimizer"),
+        ("param_groups", "this attribute of the optimizer"),
     ],
 )
 def test_a_step_says_what_takes_the_place_of_an_attribute(kind, name, told):
@@ -61,6 +61,6 @@ def test_a_step_beside_another_is_neither_entered_nor_closed():
 
     with pytest.raises(RunError, match=r"cannot be entered(.|\n)*first step"), step:
         pass
-    with pytest.raises(AttributeError, match="that of the first step") as caught:
+    with pytest.raises(AttributeError, match="use the first step") as caught:
         step.close()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

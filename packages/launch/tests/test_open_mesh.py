@@ -58,5 +58,7 @@ def test_without_a_launcher_nobody_says_how_long_it_is() -> None:
     left = close_mesh(composed([-1]), World())
 
     assert left == composed([-1])
-    with pytest.raises(ConfigError, match=r"mesh=\[-1\] leaves the length of an axis to the"):
+    with pytest.raises(
+        ConfigError, match=r"mesh=\[-1\] takes the length of an axis from the launcher"
+    ):
         LocalConfig(mesh=(-1,))

@@ -105,7 +105,7 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(
             (target / "thesis.txt").write_text("words")
     before = os.lstat(target)
 
-    with pytest.raises(RunError, match="is no checkpoint, and is not replaced") as caught:
+    with pytest.raises(RunError, match="is not a checkpoint, and is not replaced") as caught:
         save_one(storage)
 
     assert NAME in str(caught.value)

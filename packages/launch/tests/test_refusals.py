@@ -48,7 +48,7 @@ def test_a_default_that_is_not_installed_says_what_to_install() -> None:
     group = choice.partition("=")[0]
     assert caught.value.where == ("sbp_launch/conf/config.yaml",)
     packages = " ".join(HOMES[group])
-    assert caught.value.todo.startswith(f"pip install {packages}, which bring")
+    assert caught.value.todo.startswith(f"pip install {packages}, which provide")
     all_of_them = 'or all that sbp-train uses: pip install "sbp-launch[all]"'
     assert caught.value.todo.endswith(f"options of the group {group!r}; {all_of_them}")
     assert isinstance(caught.value.__cause__, MissingConfigException)
@@ -92,7 +92,7 @@ def test_a_name_in_quotes_is_answered_without_them() -> None:
         compose(CATALOG, APP, [override])
 
     meant = "optimizer.groups={*.bias: {weight_decay: 0.0}}"
-    assert caught.value.todo == f"names before a colon stand without quotes here: '{meant}'"
+    assert caught.value.todo == f"write names before a colon without quotes: '{meant}'"
 
 
 def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> None:

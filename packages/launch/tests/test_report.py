@@ -66,7 +66,7 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
 
     # 104 gradients, the loss and what it is divided by, and that a rank is ready to commit.
     assert "boxing in a step: a rank sends 428 B, the 2 ranks together 856 B" in lines
-    assert "5 all-reduces (sent as 2); small tensors travel together" in " ".join(lines)
+    assert "5 all-reduces (sent as 2); small tensors are sent together" in " ".join(lines)
     assert "sent as" not in " ".join(alone)
 
 
@@ -113,7 +113,7 @@ def test_samples_that_ranks_cannot_share_evenly_are_told():
 
     assert samples_of_step(found.graph) % 3
     assert "cannot be shared evenly by the 3 ranks of mesh axis 'data'" in lines[1]
-    assert "a multiple of 3 as batch size can" in lines[1]
+    assert "take a batch size that is a multiple of 3" in lines[1]
     assert not any("evenly" in line for line in even)
 
 

@@ -89,7 +89,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(
 
     assert_equal(states_of_run(tmp_path / "parts"), states_of_run(tmp_path / "whole"))
     out = capsys.readouterr().out
-    assert "going on after step 2, from checkpoints/step-00000002" in out
+    assert "continuing after step 2, from checkpoints/step-00000002" in out
     assert "other than in" not in out
     kept = newest_first(LocalStorage(tmp_path / "parts" / "checkpoints"))
     assert kept == [step_name(6), step_name(2)]
@@ -105,7 +105,7 @@ def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(
     folder = tmp_path / "run"
     ends = (
         "saved: checkpoints/step-00000006\n"
-        "  to go on: sbp-train resume=run trainer.steps=MORE\n"
+        "  to continue: sbp-train resume=run trainer.steps=MORE\n"
         f"run folder: {folder}\n"
     )
     run = config()
@@ -219,9 +219,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     trainer.train(resumed(run), registry(), tmp_path / "parts")
 
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    warning = r"warning: the checkpoint step-00000006 is damaged: .*it is passed over"
+    warning = r"warning: the checkpoint step-00000006 is damaged: .*this checkpoint is skipped"
     assert re.search(f"{warning}.*{warning}", out)
-    assert out.count("going on after step 4") == 2
+    assert out.count("continuing after step 4") == 2
     for folder in ("elsewhere", "parts"):
         assert_equal(states_of_run(tmp_path / folder), states_of_run(tmp_path / "whole"))
 
@@ -237,7 +237,7 @@ def test_a_manifest_that_is_cut_is_skipped_too_and_without_any_that_is_whole_not
 
     trainer.train(resumed(run), registry(), tmp_path)
 
-    assert "going on after step 3" in capsys.readouterr().out
+    assert "continuing after step 3" in capsys.readouterr().out
     for manifest in manifests:
         manifest.write_bytes(b"")
     with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):

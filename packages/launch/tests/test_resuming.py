@@ -157,13 +157,13 @@ def test_a_folder_without_the_settings_of_a_run_is_refused(tmp_path: Path, text:
     folder = run_folder(tmp_path)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
-    with pytest.raises(ConfigError, match="no run to go on with") as refused:
+    with pytest.raises(ConfigError, match="no run to continue") as refused:
         expand_resume([f"resume={folder}"])
     assert str(folder) in str(refused.value)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run to go on with"):
+    with pytest.raises(ConfigError, match="no run to continue"):
         expand_resume([f"resume={tmp_path / 'x'}"])
 
 

@@ -64,7 +64,7 @@ def test_what_the_ranks_are_at_is_written_as_often_as_it_is_asked(
     assert text.index("at head") < text.index("stacks:") < text.index("at tail")
     assert "test_status.py" in text  # where the main thread is
     told = capfd.readouterr().err
-    assert f"sbp-train: what its ranks are at: {asked.path}\nsbp-train: rank 1: at head\n" in told
+    assert f"sbp-train: the state of its ranks: {asked.path}\nsbp-train: rank 1: at head\n" in told
     assert "  registers:\n    a register\n" in text and "register" not in told
     assert signal.getsignal(number) == before
 
@@ -138,7 +138,7 @@ def test_a_status_that_cannot_be_written_stops_nobody(
             time.sleep(0.01)
         asked.session = None
         signal.raise_signal(signal.SIGUSR2)
-        text_of(asked, "there is no session yet")
+        text_of(asked, "no session is open now")
 
     assert "cannot be written: it changed while it was read" in capfd.readouterr().err
 

@@ -130,7 +130,7 @@ def test_a_run_that_is_terminated_ends_its_step_and_saves(
     assert f"{name}: stopping after this step" in told.err
     assert f"stopped by {name}; the states so far are in checkpoints/step-00000002" in told.out
     assert f"run folder: {tmp_path}" in told.out
-    assert re.search(rf"to go on: sbp-train\s+resume={tmp_path}\n", told.out)
+    assert re.search(rf"to continue: sbp-train\s+resume={tmp_path}\n", told.out)
 
 
 def test_the_second_sigterm_does_not_wait_for_the_step(

@@ -91,7 +91,7 @@ def test_a_sample_that_one_process_cannot_read_stops_all_and_is_named() -> None:
     for other in found[:2]:
         assert isinstance(other, RunError)
         assert other.what.splitlines() == [
-            "rank 2 cannot go on: cut off",
+            "rank 2 cannot continue: cut off",
             "  in a.txt, byte 12",
             "  in sample 7 of split 'train'",
         ]
@@ -100,7 +100,7 @@ def test_a_sample_that_one_process_cannot_read_stops_all_and_is_named() -> None:
 def test_a_long_text_of_a_process_that_cannot_go_on_is_cut() -> None:
     found = among(2, lambda rank, team: fail_together(team, RunError("ü" * 9000) if rank else None))
 
-    assert found[0].what == "rank 1 cannot go on: " + "ü" * 1000
+    assert found[0].what == "rank 1 cannot continue: " + "ü" * 1000
 
 
 def test_texts_are_gathered_in_order() -> None:
@@ -148,7 +148,8 @@ def test_a_problem_of_one_process_goes_before_signals_and_stops_all() -> None:
     found = among(2, lambda rank, team: stopping(rank, team, signal.SIGTERM, full))
     assert found[1] is full
     assert (
-        isinstance(found[0], RunError) and found[0].what == "rank 1 cannot go on: no space is left"
+        isinstance(found[0], RunError)
+        and found[0].what == "rank 1 cannot continue: no space is left"
     )
 
 

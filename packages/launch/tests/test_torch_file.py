@@ -80,9 +80,9 @@ def without_data(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
     ("change", "says"),
     [
         (other_order, "its byte order is b'big'"),
-        (compressed, "there is no one record 'data/0'"),
-        (twice, "there is no one record 'data/0'"),
-        (without_data, "there is no one record 'data/0'"),
+        (compressed, "it has no single plain record 'data/0'"),
+        (twice, "it has no single plain record 'data/0'"),
+        (without_data, "it has no single plain record 'data/0'"),
     ],
 )
 def test_an_archive_that_says_something_else_is_refused(

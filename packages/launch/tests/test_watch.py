@@ -126,7 +126,7 @@ def test_a_run_answers_while_its_main_thread_is_busy(
 
     assert "process 1 of 2: host " in told and "7 steps are done" in told
     assert "28 of 46" in told
-    assert "there is no session yet, or no more" in " ".join(before.split())
+    assert "no session is open now" in " ".join(before.split())
     assert not list((tmp_path / "logs").glob("*.sock"))
 
 
@@ -147,7 +147,7 @@ def test_a_status_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None
         one.session = SimpleNamespace(status=fails)  # type: ignore[assignment] # only asked
         first, second = ask(one.live_path), ask(one.live_path)
 
-    assert first[1] == second[1] == "what its ranks are at cannot be said: no such register"
+    assert first[1] == second[1] == "the state of its ranks cannot be read: no such register"
 
 
 @pytest.mark.parametrize("folder", ["", "logs"])
@@ -161,7 +161,7 @@ def test_a_run_that_is_not_there_is_refused(
 
     assert ended.value.code == BAD_CONFIG
     told = capsys.readouterr().err
-    assert ("has ended, or not begun" if folder else "is no folder of a run") in told
+    assert ("is not running" if folder else "is not the folder of a run") in told
     assert "'run folder:'" in told
 
 

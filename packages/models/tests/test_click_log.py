@@ -184,7 +184,7 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(content)
 
-    with pytest.raises(ConfigError, match="no Parquet file that can be read") as caught:
+    with pytest.raises(ConfigError, match="cannot be read as a Parquet file") as caught:
         build(config(file))
 
     assert str(file) in caught.value.where[0]
@@ -194,7 +194,7 @@ def test_half_a_file_of_parquet_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "parquet")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
-    with pytest.raises(ConfigError, match="no Parquet file that can be read"):
+    with pytest.raises(ConfigError, match="cannot be read as a Parquet file"):
         build(config(file))
 
 

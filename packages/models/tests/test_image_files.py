@@ -266,7 +266,7 @@ def test_a_broken_header_in_a_shard_is_not_taken_for_its_end(tmp_path: Path, nam
     content[content.index(name, begin) + 3] ^= 1
     file.write_bytes(content)
 
-    with pytest.raises(ConfigError, match="no tar file that can be read") as caught:
+    with pytest.raises(ConfigError, match="cannot be read as a tar file") as caught:
         webdataset.build(WebDatasetConfig(path=str(file)))
 
     assert caught.value.where == (f"{file}, byte {begin}",)
@@ -293,7 +293,7 @@ def test_a_class_that_the_model_does_not_know_is_refused(tmp_path: Path, label: 
     with library.TarWriter(str(tmp_path / "x.tar")) as sink:
         sink.write({"__key__": "a", "png": picture(1), "cls": label.encode()})
 
-    with pytest.raises(ConfigError, match=r"says the class .* and data\.num_classes=3"):
+    with pytest.raises(ConfigError, match=r"has the class .* and data\.num_classes=3"):
         webdataset.build(WebDatasetConfig(path=str(tmp_path), num_classes=3))
 
 

@@ -78,7 +78,7 @@ def test_grey_of_16_bits_is_scaled_by_its_range(kind: str, channels: int) -> Non
 def test_floats_have_no_white_and_are_refused() -> None:
     content = b"Pf\n16 16\n-1.0\n" + np.ones((16, 16), "<f4").tobytes()
 
-    with pytest.raises(ConfigError, match="floats, of which nothing says what is white"):
+    with pytest.raises(ConfigError, match="floats, and it does not say which value is white"):
         decoded(content)
 
 

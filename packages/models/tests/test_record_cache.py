@@ -204,7 +204,7 @@ def test_what_is_damaged_is_made_again(
 
     assert found == [list(range(25))] * 2
     assert source.made == 2
-    assert "is damaged, and is made again" in caplog.text
+    assert "is damaged, and is created again" in caplog.text
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, source: Source) -> None:

@@ -126,7 +126,7 @@ def test_a_file_is_taken_byte_for_byte(tmp_path: Path, caplog: pytest.LogCapture
 
     assert any(max(window) >= 0x80 for window in all_windows(data, "train"))
     assert f"{file}: 1 file," in data.describe()
-    assert "data.bin is no UTF-8 text; it is taken byte for byte" in caplog.text
+    assert "data.bin is not UTF-8 text; its bytes are used as they are" in caplog.text
 
 
 def test_a_folder_is_read_but_for_hidden_and_binary_files(
@@ -246,7 +246,9 @@ def test_a_text_that_memory_cannot_hold_is_refused_before_it_is_read(
     if named == ".":
         monkeypatch.setattr(text, "room_bytes", lambda: 1799)
 
-    with pytest.raises(ConfigError, match="the text is kept in memory, and there is not as") as no:
+    with pytest.raises(
+        ConfigError, match="the text is kept in memory, and there is not enough"
+    ) as no:
         build_from(tmp_path / named)
 
     assert ("1800 B" if named == "." else "4.4 TB") in no.value.what

@@ -146,7 +146,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
         (b"[1]\n", "without the text", "line 1, byte 0"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "no UTF-8", "byte 24"),
         (b"[" * 200_000, "no JSON", "line 1"),
-        (b'{"text": "a\\ud800"}', "half of a character", "line 1, byte 0"),
+        (b'{"text": "a\\ud800"}', "half of a surrogate pair", "line 1, byte 0"),
     ],
 )
 def test_a_broken_line_is_named_with_its_byte(

@@ -302,7 +302,7 @@ def test_more_stages_than_blocks_are_refused():
 
 
 def test_a_mesh_that_says_no_stages_is_refused():
-    with pytest.raises(ConfigError, match="does not say what its stages are"):
+    with pytest.raises(ConfigError, match="does not show which ranks are stages"):
         AlpaPlanner(AlpaConfig()).plan(request((2, 2), ("data", "tensor")))
 
 

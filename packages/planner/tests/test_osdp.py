@@ -336,12 +336,12 @@ def test_updates_belong_to_the_parameter_whose_states_they_read():
 
 
 def test_an_axis_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"'data', which is not there.*\[tensor\]"):
+    with pytest.raises(ConfigError, match=r"'data', which is missing.*\[tensor\]"):
         OsdpPlanner(OsdpConfig(axis="data")).plan(slow_request(axes=("tensor",)))
 
 
 def test_an_axis_that_is_not_known_is_asked_for():
-    with pytest.raises(ConfigError, match="it is not said which") as refused:
+    with pytest.raises(ConfigError, match="none is named") as refused:
         OsdpPlanner(OsdpConfig()).plan(slow_request((2, 2), ("outer", "tensor")))
 
     assert refused.value.accepted == "one of outer, tensor"

@@ -234,5 +234,5 @@ def test_a_batch_that_fits_is_named_where_the_one_asked_for_does_not():
 
 
 def test_batches_of_a_step_without_others_are_refused():
-    with pytest.raises(ConfigError, match="comes without other batches"):
+    with pytest.raises(ConfigError, match="this step has one batch size"):
         OsdpPlanner(OsdpConfig(batch_sizes=(8,))).plan(replace(asked("wide"), family=None))

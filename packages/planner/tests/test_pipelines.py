@@ -119,7 +119,7 @@ def test_ranks_that_cannot_share_the_samples_of_a_micro_batch_are_stages_instead
 def test_settings_refuse_a_mesh_that_says_no_stages_before_anything_is_captured():
     beside = {"cluster": SimpleNamespace(mesh=(2, 2), axes=("data", "tensor"))}
 
-    with pytest.raises(ConfigError, match="does not say what its stages are"):
+    with pytest.raises(ConfigError, match="does not show which ranks are stages"):
         PipedreamConfig().check_combination(beside)
     GpipeConfig().check_combination({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
 
@@ -139,7 +139,7 @@ def test_more_stages_than_blocks_are_refused():
 
 
 def test_a_mesh_that_says_no_stages_is_refused_with_the_mesh_to_set():
-    with pytest.raises(ConfigError, match="does not say what its stages are") as caught:
+    with pytest.raises(ConfigError, match="does not show which ranks are stages") as caught:
         GpipePlanner(GpipeConfig()).plan(request((2, 2), ("data", "tensor")))
 
     assert "cluster.mesh=[4] cluster.axes=[data]" in caught.value.todo

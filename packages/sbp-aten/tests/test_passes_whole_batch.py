@@ -295,7 +295,7 @@ def in_reverse(model: Tagger, batch: Batch) -> Tensor:
     return model(batch["x"])[torch.arange(len(last) - 1, -1, -1), last].square().mean()
 
 
-_MEET, _KNOWN = "samples meet each other", "known of the whole batch only"
+_MEET, _KNOWN = "combines samples, or depends on", "combines samples with a result of the whole"
 
 REFUSED: Mapping[str, tuple[Loss, str, str]] = {
     "samples are compared": (contrast, _MEET, "aten.mm.default"),
@@ -305,7 +305,7 @@ REFUSED: Mapping[str, tuple[Loss, str, str]] = {
     "a product of what may cancel": (a_product_of_centred, _KNOWN, "aten.mul.Tensor"),
     "samples in reverse": (in_reverse, _MEET, "aten.index.Tensor"),
     "some samples": (of_some, _MEET, "aten.slice.Tensor"),
-    "batch normalisation": (normalised, "takes its statistics of all samples", "batch_norm"),
+    "batch normalisation": (normalised, "uses statistics of all samples", "batch_norm"),
 }
 
 
@@ -331,7 +331,7 @@ def test_a_metric_that_is_none_of_the_whole_batch_is_refused_by_name():
         losses = of_places(model, batch)
         return losses.mean(), {"spread": losses.std()}
 
-    with pytest.raises(GraphError, match="metric 'spread' of the whole batch does not follow"):
+    with pytest.raises(GraphError, match="metric 'spread' of the whole batch cannot be computed"):
         prepare_step(captured(loss, 4), 2, loss=WHOLE)
 
 

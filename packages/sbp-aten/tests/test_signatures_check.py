@@ -30,7 +30,7 @@ def test_an_illegal_signature_names_tensor_axis_place_and_way_out() -> None:
         "argument 0)",
         "  not here: S(1) -> S(1): needs 32 to be divisible by 3; "
         "S(1) -> S(2): only the slowest factor of dim 1 may be split",
-        "  to mend it: box 'mlp.w1' (B, S(1)) -> (B, S(0)) before it: all-to-all, 240.5 MB; "
+        "  to fix it: box 'mlp.w1' (B, S(1)) -> (B, S(0)) before it: all-to-all, 240.5 MB; "
         "it then gives (B, S(0))",
     ]
 

@@ -21,7 +21,7 @@ def test_candidates_that_are_not_legal_say_why_not() -> None:
 def test_what_is_legal_behind_other_axes_says_which() -> None:
     text = str(explain("aten.view.default", (6,), [2, 3]))
 
-    assert "legal on an axis after others:" in text
+    assert "legal on an axis after earlier axes:" in text
     assert "earlier axes split label g0 into 2 parts" in text
 
 

@@ -148,7 +148,7 @@ FOLLOWED: dict[str, tuple[Loss, int]] = {
 def test_a_loop_over_samples_trains_as_on_the_whole_batch(name, count):
     loss, pieces = FOLLOWED[name]
     if pieces % count:
-        with pytest.raises(GraphError, match="told apart by their places"):
+        with pytest.raises(GraphError, match="depends on their positions in the batch"):
             prepared(loss, count)
     else:
         assert deviation(loss, count) < 1e-12
@@ -192,7 +192,7 @@ APART: dict[str, Loss] = {
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_not_treated_alike_are_refused_where_they_are_taken(name, count):
-    with pytest.raises(GraphError, match="told apart by their places") as caught:
+    with pytest.raises(GraphError, match="depends on their positions in the batch") as caught:
         prepared(APART[name], count)
 
     assert "test_whole_batch_pieces.py:" in str(caught.value)
@@ -262,6 +262,6 @@ def test_sums_with_maxima_are_those_of_the_whole_batch_or_refused(loss, count):
     try:
         off = deviation(loss, count)
     except GraphError as error:
-        assert "does not follow from its micro-batches" in str(error)
+        assert "cannot be computed from its micro-batches" in str(error)
     else:
         assert off < 1e-12

@@ -69,7 +69,7 @@ def test_who_looks_before_on_the_same_thread_is_through() -> None:
 def test_who_looks_later_is_refused_with_both_actors() -> None:
     error = _refused(part(3, _UPDATE, _look()))
 
-    assert "'w' is overwritten in place before all are through with its old value" in str(error)
+    assert "'w' is overwritten in place before all reads of its old value are done" in str(error)
     assert error.where == (
         "actor 'update' of rank 3, which overwrites it",
         "actor 'look' of rank 3, which may look at it then",

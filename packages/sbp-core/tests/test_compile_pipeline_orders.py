@@ -215,7 +215,7 @@ def test_an_asynchronous_schedule_is_refused():
     ("edit", "message"),
     [
         (lambda orders: orders[:1], "1 ranks|for 1"),
-        (lambda orders: (orders[0].replace("0F0", "0F1"), orders[1]), "too often or too seldom"),
+        (lambda orders: (orders[0].replace("0F0", "0F1"), orders[1]), "too many or too few"),
         (lambda orders: (orders[0].replace("0F0", "0X0"), orders[1]), "no action"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_message_says_what_where_what_is_accepted_and_what_to_do() -> None:
         "  in model.py:3",
         "  in rank 0",
         "  accepted here: S(0)",
-        "  to mend it: box it",
+        "  to fix it: box it",
     ]
 
 
@@ -98,7 +98,7 @@ def test_an_unknown_name_gets_the_closest_match_and_the_list() -> None:
 
 def test_an_unknown_name_without_a_close_match_gets_the_list() -> None:
     assert unknown_name("planner", "zzz", ["osdp"]).todo.startswith("choose one of these")
-    assert "nothing is installed" in unknown_name("planner", "zzz", []).accepted
+    assert "no planner is installed" in unknown_name("planner", "zzz", []).accepted
 
 
 def test_an_error_is_quoted_with_its_places_and_that_of_others_with_its_type() -> None:

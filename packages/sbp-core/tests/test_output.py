@@ -82,7 +82,7 @@ def test_a_full_output_ends_a_command_that_only_prints() -> None:
     code, _, err = _printing('"$@" >/dev/full', outlives=False)
 
     assert code == 1
-    assert err == "name: no more can be written to the output: No space left on device\n"
+    assert err == "name: the output can no longer be written: No space left on device\n"
 
 
 def test_a_reader_that_went_away_ends_a_command_that_only_prints_without_a_word() -> None:
@@ -105,7 +105,7 @@ with standard_output("name", outlives={outlives}):
     code, _, err = _run('"$@" >/dev/full', command)
 
     assert code == wanted
-    assert err.startswith("name: no more can be written to the output: No space left on device")
+    assert err.startswith("name: the output can no longer be written: No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ def test_work_goes_on_without_its_output_and_says_so_once(shell: str, why: str) 
 
     assert code == 0
     first, rest = err.split("\n", 1)
-    assert first.endswith(f"{why}; the work goes on without it")
+    assert first.endswith(f"{why}; the command continues without it")
     assert rest.startswith("came to its end")

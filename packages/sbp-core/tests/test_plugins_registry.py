@@ -131,10 +131,10 @@ def test_a_broken_plugin_that_may_bring_a_name_is_named_first() -> None:
         registry("x:y", broken("nowhere.plugin")).factory("planner", "zzz")
 
     assert caught.value.what == (
-        "planner=zzz: the plugin 'p' of their-dist 3.1 that may bring it cannot be used: "
+        "planner=zzz: the plugin 'p' of their-dist 3.1 that may provide it cannot be used: "
         "it is too old"
     )
-    assert caught.value.todo == "mend that plugin, or choose one of these"
+    assert caught.value.todo == "correct that plugin, or choose one of these"
 
 
 def test_a_slip_of_the_pen_is_no_broken_plugin() -> None:
@@ -154,7 +154,7 @@ def test_a_plugin_that_has_the_option_file_surely_brings_the_name(
     monkeypatch.syspath_prepend(tmp_path)
     others = broken("nowhere.plugin"), broken("with_option.plugin", "raises OSError")
 
-    with pytest.raises(SbpLookupError, match="that brings it cannot be used: raises OSError"):
+    with pytest.raises(SbpLookupError, match="that provides it cannot be used: raises OSError"):
         registry("x:y", *others).factory("planner", "mien")
 
 

@@ -111,7 +111,9 @@ def test_an_error_keeps_what_was_known_of_the_ranks_that_it_names(
 
     error = here.call_failed(call, call.missing([1]))
     # Another call that ends by it says what the first one advises.
-    assert "all processes make the same calls" in here.call_failed(call, call.missing([1])).todo
+    assert (
+        "all processes must make the same calls" in here.call_failed(call, call.missing([1])).todo
+    )
 
     line = f"rank 1 (pid {ME.pid} on this host): is running; it waits in boxing step 'loss'"
     assert line in error.where

@@ -105,7 +105,7 @@ def test_of_ranks_that_are_processes_the_cause_goes_first_though_it_ends_last(wo
     text = str(report)
     assert text.startswith("rank 1 ended with exit code 4")
     assert "then rank 0 ended with exit code 1" in text
-    assert "mend what was said last by rank 1; the others only followed" in text
+    assert "see the last error that rank 1 reported; others followed from it" in text
 
 
 def test_what_a_rank_says_when_the_supervisor_ends_it_does_not_change_the_cause() -> None:
@@ -146,7 +146,7 @@ def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:
 
     assert text.startswith("ranks 0-2 ended with exit code 3")
     assert "rank 1 failed first: 'ranks that did not arrive: 1'" in text
-    assert "mend what was said last by rank 1; the others only followed" in text
+    assert "see the last error that rank 1 reported; others followed from it" in text
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
@@ -165,7 +165,7 @@ def test_a_rank_that_ends_with_status_0_in_the_middle_is_the_cause(end: str) -> 
 
     assert report.exit_status == 1
     assert str(report.error()).startswith("rank 1 ended with exit code 0, ")
-    assert "before the others were through" in str(report.error())
+    assert "before the other processes had ended" in str(report.error())
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop")

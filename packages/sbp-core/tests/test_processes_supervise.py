@@ -84,7 +84,7 @@ def test_an_exit_code_is_reported_with_the_rank_its_host_and_its_last_lines():
     assert "rank 0 was still running" in text
     assert f"process {ended.first.pid}" in text
     assert "so it is" in text
-    assert "to mend it: " in text
+    assert "to fix it: " in text
 
 
 def test_an_uncaught_exception_shows_its_traceback_and_pickles():
@@ -218,7 +218,7 @@ def test_who_waited_for_a_rank_that_had_been_stopped_is_not_the_cause(tmp_path):
 
     assert ended.exit_status == 1
     assert str(ended).startswith("rank 1 had been stopped by a signal")
-    assert "to mend it: see what stopped it" in str(ended)
+    assert "to fix it: see what stopped it" in str(ended)
 
 
 def test_a_program_that_cannot_be_started_is_an_error_and_ends_the_others():

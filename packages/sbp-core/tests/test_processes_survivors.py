@@ -89,10 +89,10 @@ def test_one_that_ends_too_or_does_not_come_is_named() -> None:
     here, there = run_with(2)
     left = on_each([here, there], lambda store: Survivors.agree(store, 20.0))[0]
 
-    with pytest.raises(BoxingError, match="of the ranks that were left, 1 did not go on"):
+    with pytest.raises(BoxingError, match="of the surviving ranks, 1 did not continue"):
         left.gather("step 3", 0.1)
     here._members[1] = ended(1)
-    with pytest.raises(BoxingError, match="1 did not go on"):
+    with pytest.raises(BoxingError, match="1 did not continue"):
         left.gather("step 3", 600.0)
 
 
@@ -113,10 +113,10 @@ def test_a_store_that_is_silent_while_its_host_stands_still_is_not_waited_for() 
     here.members()
     here.trouble = StoreSilentError("no answer")
 
-    with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
+    with pytest.raises(BoxingError, match="cannot reach the other surviving ranks"):
         Survivors.agree(here, 0.1)  # it may answer yet
     here._members[1] = ended(1)
-    with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
+    with pytest.raises(BoxingError, match="cannot reach the other surviving ranks"):
         Survivors.agree(here, 600.0)
 
 

@@ -62,7 +62,7 @@ def test_tensors_that_are_whole_do_not_count_beside_those_that_are_split() -> No
 def test_tensors_that_are_split_differently_have_no_common_samples() -> None:
     plan = batch_plan([GRID], {"x": (0, "S(0), B", (4,)), "y": (0, "B, S(0)", (4,))})
 
-    said = "of 'x' than of 'y': samples 0-1 of 4, and samples 2-3"
+    said = "of 'x' and of 'y': samples 0-1 of 4, and samples 2-3"
     with pytest.raises(SbpValueError, match=said):
         local_samples(plan, [1])
 

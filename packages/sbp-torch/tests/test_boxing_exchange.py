@@ -235,13 +235,13 @@ def test_a_backend_has_its_rank_while_it_is_open_and_opens_once() -> None:
     backend = TableBackend()
     backend.fail(ValueError("nobody hears this"))
 
-    with pytest.raises(BoxingError, match="rank 3 does not live in this process"):
+    with pytest.raises(BoxingError, match="rank 3 does not run in this process"):
         backend.communicator(3)
     assert backend.local_ranks() == ()
     backend.open([3, 4])
     assert backend.local_ranks() == (3,)
     assert backend.communicator(3).rank == 3
-    with pytest.raises(BoxingError, match="rank 4 does not live in this process"):
+    with pytest.raises(BoxingError, match="rank 4 does not run in this process"):
         backend.communicator(4)
     with pytest.raises(BoxingError, match="opened before"):
         backend.open([3, 4])

@@ -188,7 +188,7 @@ def test_both_sides_of_a_mismatch_are_named_on_both(other: Life, sign: str) -> N
     for error in run_checked(reduce(), other):
         text = str(error)
         assert isinstance(error, BoxingError)
-        assert "ranks 0, 1 meet for different boxing steps" in text
+        assert "ranks 0, 1 are at different boxing steps" in text
         assert "rank 0: 'grad', all-reduce" in text and "float32[4, 2]" in text
         assert "rank 1: " in text and sign in text
         assert "call 0 of the group" in text
@@ -206,7 +206,7 @@ def test_a_message_of_another_kind_is_refused_by_its_receiver() -> None:
     _, error = run_checked(send, receive)
 
     text = str(error)
-    assert "ranks 0, 1 meet for different boxing steps" in text
+    assert "ranks 0, 1 are at different boxing steps" in text
     assert "rank 0: 'acts', transfer" in text and "float32[4, 2]" in text
     assert "rank 1: 'acts', transfer" in text and "int32[4, 2]" in text
 
@@ -224,7 +224,7 @@ def test_a_message_that_never_comes_is_told_with_those_that_came() -> None:
 
     text = str(error)
     assert "rank 1 awaits: 'gradients'" in text
-    assert "rank 0 has sent, and nobody has received: 'activations'" in text
+    assert "rank 0 has sent, and no rank has received: 'activations'" in text
 
 
 def test_threads_of_one_rank_may_receive_at_once() -> None:
@@ -267,7 +267,7 @@ def test_the_wrapper_is_the_backend_in_all_else() -> None:
             only_step(B, B, [0], [1]), torch.ones(4, 2), tag="t", deadline_s=1.0
         )
     backend.fail(ValueError("loss is not a number"))
-    with pytest.raises(BoxingError, match="the ranks that are left cannot reach each other"):
+    with pytest.raises(BoxingError, match="the surviving ranks cannot reach each other"):
         backend.survivors(1.0)
     with pytest.raises(BoxingError, match="loss is not a number"):
         reduce()(backend.communicator(0))

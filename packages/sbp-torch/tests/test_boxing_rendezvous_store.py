@@ -128,5 +128,5 @@ def test_a_listener_that_never_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
 
-        with pytest.raises(BoxingError, match=f"{place} has taken the connection, and has not"):
+        with pytest.raises(BoxingError, match=f"{place} has accepted the connection, but has not"):
             store_at(place, 1, 2, timedelta(seconds=0.5))

@@ -271,7 +271,7 @@ def test_a_loss_that_is_scaled_is_named_and_a_scaler_that_is_off_is_none() -> No
 @pytest.mark.parametrize(
     ("mode", "named"),
     [
-        (torch.inference_mode, r"torch.inference_mode\(\), which trains nothing"),
+        (torch.inference_mode, r"torch.inference_mode\(\), which has no gradients"),
         (torch.autograd.detect_anomaly, r"torch.autograd.detect_anomaly\(\) is on"),
     ],
 )

@@ -131,7 +131,9 @@ class FirstGradient(Counting):
 def test_states_made_of_the_first_gradient_are_refused_until_a_step_was_taken() -> None:
     model, optimizer = made(of(FirstGradient))
 
-    with pytest.raises(CaptureError, match="'first' of FirstGradient is made of the first") as told:
+    with pytest.raises(
+        CaptureError, match="'first' of FirstGradient is computed from the first"
+    ) as told:
         capture(model, net_loss, net_batch(0), optimizer)
     net_loss(model, net_batch(0)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -185,7 +185,7 @@ CHANGES = {
     "group": (lambda m, c, o: o.param_groups.pop(), "the optimizer has 3 parameter groups"),
     "member": (
         lambda m, c, o: o.param_groups[0]["params"].append(o.param_groups[1]["params"].pop()),
-        "parameter group 0 has 'linear.bias' in it that it had not",
+        "parameter group 0 has 'linear.bias' that it did not have",
     ),
 }
 

@@ -217,7 +217,7 @@ def test_a_tensor_with_rules_of_its_own_is_left_alone_and_said_so(caplog):
     ConnectedStates(model, lambda names: {}).connect(lambda _: None)
 
     assert type(model.weight) is Own and type(model.bias) is not nn.Parameter
-    assert "'weight' is of a class with a __torch_function__ of its own" in caplog.text
+    assert "'weight' is of a class with its own __torch_function__" in caplog.text
 
 
 def test_the_states_of_an_optimizer_are_read_and_written(trained):

@@ -337,7 +337,7 @@ def captured_with_a_rest() -> LogicalGraph:
 def test_of_an_output_that_is_a_rounding_error_nothing_is_said_and_the_rest_is_proved():
     found = proof_of(captured_with_a_rest(), num_micro_batches=2, loss=WHOLE)
 
-    assert "'rest' is a rounding error" in found.but
+    assert "'rest' is only a rounding error" in found.but
     assert found.draws == ("some", "none", "first", "all")
 
 

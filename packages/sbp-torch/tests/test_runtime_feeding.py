@@ -66,13 +66,13 @@ def test_a_batch_of_the_wrong_extent_is_told_what_is_accepted_and_why() -> None:
         f"'features' is torch.float64 of shape (5, {features})\n"
         "  in batch, of which this is the part of rank 1\n"
         f"  accepted here: float64 of shape (1, {features}): samples 2 of 5\n"
-        "  to mend it: this is the whole batch, which batch_is='global' takes"
+        "  to fix it: this is the whole batch, which batch_is='global' takes"
     )
     assert f"accepted here: float64 of shape (5, {features})" in part_as_whole
     assert "batch_is='local' takes the part of this process" in part_as_whole
-    assert other_dtype.endswith("to mend it: convert it: .to(torch.float64)")
+    assert other_dtype.endswith("to fix it: convert it: .to(torch.float64)")
     assert "shape (3, " in longer
-    assert "to mend it" not in longer
+    assert "to fix it" not in longer
     assert "'features' is missing" in missing
 
 

@@ -329,7 +329,7 @@ def test_an_update_waits_for_room_and_says_so(
     assert_pieces(found, states)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the update after step 4 waits until its checkpoint is written further: copies of states "
+        "the update after step 4 waits until more of its checkpoint is written: copies of states "
         f"may take {max(sizes.values())} B (trainer.checkpoint.copy_bytes)"
     )
 
@@ -346,7 +346,9 @@ def test_an_update_for_which_others_wait_too_long_goes_beyond_the_limit(
 
     assert_pieces(snapshot.pieces(), states)
     (record,) = caplog.records
-    assert re.search(r"has waited \d+ s for room: copies go beyond 0 B", record.getMessage())
+    assert re.search(
+        r"has waited \d+ s for free space: copies now go beyond 0 B", record.getMessage()
+    )
 
 
 def test_what_has_no_room_is_read_where_it_is_and_its_update_waits() -> None:

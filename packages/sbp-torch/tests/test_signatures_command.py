@@ -174,7 +174,7 @@ def test_an_operator_without_a_rule_is_answered_with_discover(
     code = main(["aten.linalg_det.default", "4x4", *mesh])
 
     assert code == 2
-    assert "to mend it: add --discover" in capsys.readouterr().err
+    assert "to fix it: add --discover" in capsys.readouterr().err
 
 
 def test_an_operator_without_a_rule_is_discovered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ class ActorConfig:
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise ConfigError(
                 f"threads_per_rank={self.threads_per_rank}",
-                accepted="an integer >= 1, or none: as PyTorch has",
+                accepted="an integer >= 1, or null for the number of PyTorch",
             )
         for name in ("first_deadline_s", "deadline_s"):
             # Not `<= 0`, because NaN has to be refused, too.

@@ -369,7 +369,7 @@ class ActorThread:
                     f"{post.actor.name} has waited {PATIENCE * deadline_s:g} s for "
                     f"{post.describe_missing(firing)}",
                     where=f"rank {self.id[0]}, thread {self.id[1]}",
-                    todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
+                    todo="find the rank that stopped; raise runtime.deadline_s if it is only slow",
                 ) from None
             self._handle(message)
         self.is_waiting = False

@@ -41,7 +41,7 @@ def sbp_optimizers() -> Mapping[str, Factory]:
     """Register optimizers of `torch.optim` and `sbp_torch.optim`."""
     kinds = {
         "adafactor": (AdafactorConfig, "Adam with factored squares, relative to the weights"),
-        "adagrad": (AdagradConfig, "rates that fall with the sum of squares"),
+        "adagrad": (AdagradConfig, "learning rates that fall with the sum of squares"),
         "adam": (AdamConfig, "mean and mean square of gradients"),
         "adamw": (AdamWConfig, "Adam with decoupled weight decay"),
         "lamb": (LambConfig, "Adam scaled to the norm of each parameter"),
@@ -99,8 +99,8 @@ def sbp_callbacks() -> Mapping[str, Factory]:
 @hookimpl
 def sbp_storages() -> Mapping[str, Factory]:
     """Register storages of checkpoints."""
-    local = {"local": (LocalStorageConfig, "a folder, of the run if it is not named")}
-    objects = {"fsspec": (FsspecConfig, "an object store, or whatever else fsspec reaches")}
+    local = {"local": (LocalStorageConfig, "a folder, by default of the run")}
+    objects = {"fsspec": (FsspecConfig, "an object store, or another file system of fsspec")}
     return {
         **factories("sbp_launch.checkpoint.folder_storage:build_{name}", local),
         **factories("sbp_launch.checkpoint.objects:build_{name}", objects),
@@ -112,7 +112,7 @@ def sbp_launchers() -> Mapping[str, Factory]:
     """Register launchers, which start the processes of a run."""
     threads = {
         # For callers that do not know the boxing backend; otherwise `choose_launcher` resolves it.
-        "auto": (AutoLauncherConfig, "as boxing needs it, and by who started sbp-train"),
+        "auto": (AutoLauncherConfig, "as boxing needs it, or by the launcher that runs sbp-train"),
         "threads": (ThreadsConfig, "all ranks in one process, as threads"),
     }
     others = {

@@ -41,8 +41,8 @@ command line, `sbp-train --help trainer` prints the same for a group, `sbp-train
 planner=osdp` for an option, `sbp-train --help trainer.steps` for one setting.
 
 `GROUP=OPTION` chooses an option, and `KEY=VALUE` changes a setting:
-`sbp-train optimizer=sgd optimizer.lr=0.05`. What an option says of another group as its default
-follows what is chosen there; `null` stands for none.
+`sbp-train optimizer=sgd optimizer.lr=0.05`. Some defaults
+depend on the option that is chosen in another group; `null` stands for none.
 """
 
 #: A row of a table: key, default, accepted values, meaning.
@@ -76,7 +76,7 @@ def page(catalog: Catalog) -> str:
         parts += [f"### {entry.name}\n", f"{summary}. *{entry.distribution}*\n"]
         parts += _table(map(_row, settings_of(entry)))
     for app in _OF_APPS:
-        parts += [f"## sbp-{app}\n", "Beside its groups. *sbp-launch*\n"]
+        parts += [f"## sbp-{app}\n", "Settings that belong to no group. *sbp-launch*\n"]
         parts += _table(_of_app(catalog, app))
     return "\n".join(parts).rstrip() + "\n"
 
@@ -156,17 +156,17 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sbp_launch.settings_page", description=__doc__)
     parser.add_argument("file", type=Path, help="the page")
     parser.add_argument("--of", nargs="+", default=(), help="distributions; all that are installed")
-    parser.add_argument("--check", action="store_true", help="only see that it is up to date")
+    parser.add_argument("--check", action="store_true", help="only check that it is up to date")
     options = parser.parse_args(words)
     catalog = catalog_of(discover(), options.of)
     if bare := without_comment(catalog):
-        sys.stdout.write("no comment says what these are:\n  " + "\n  ".join(bare) + "\n")
+        sys.stdout.write("these settings have no comment:\n  " + "\n  ".join(bare) + "\n")
         return 1
     text = page(catalog)
     if not options.check:
         options.file.write_text(text, "utf-8")
     elif not options.file.exists() or read_text(options.file) != text:
-        sys.stdout.write(f"{options.file} is not what the source says: write it anew\n")
+        sys.stdout.write(f"{options.file} is out of date: generate it again\n")
         return 1
     return 0
 

@@ -242,7 +242,7 @@ def _vote(
     if problem is not None:
         raise problem
     rank, text = next((rank, text) for rank, text in enumerate(told) if text)
-    raise RunError(f"rank {rank} cannot go on: {text}", todo="see its log")
+    raise RunError(f"rank {rank} cannot continue: {text}", todo="see its log")
 
 
 def vote_deadline_s(config: RunConfig, index: int) -> float:

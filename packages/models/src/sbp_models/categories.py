@@ -80,7 +80,7 @@ class Categories:
                 raise ConfigError(
                     f"the column {self.name!r} of {file} has the category {value!r}",
                     where=f"{where} (from 0, without a header)",
-                    accepted="integers, UTF-8 text; floats that no integer was rounded to",
+                    accepted="integers, UTF-8 text; floats in the range of exact integers",
                     todo="write its categories as integers or text",
                 )
             table.append(self._row_of(text))

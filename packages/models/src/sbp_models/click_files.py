@@ -75,8 +75,8 @@ class ClickFiles:
             except (self.arrow.ArrowException, OSError, ValueError) as error:
                 at = max(0, size_bytes - 8)
                 raise ConfigError(
-                    f"{file} is no Parquet file that can be read: {error}",
-                    where=f"{file}, byte {at}: where Parquet says what is in a file",
+                    f"{file} cannot be read as a Parquet file: {error}",
+                    where=f"{file}, byte {at}: where Parquet has the table of contents",
                     accepted="whole Parquet files",
                 ) from error
             self._check_columns(file, names)

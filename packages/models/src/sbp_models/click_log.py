@@ -210,5 +210,5 @@ class _Reader:
             f"{file} has the {name} {values[at]:g}",
             where=f"{file}, row {row + at} (from 0, without a header)",
             accepted="0 or 1" if is_label else "numbers that float32 has, or nothing",
-            todo="set data.label to the column that says whether one clicked" if is_label else "",
+            todo="set data.label to the column with 1 for a click" if is_label else "",
         )

@@ -64,11 +64,11 @@ class HfDataset(SplitDataset):
                 lengths = {tuple(row.shape) for row in value if torch.is_tensor(row)}
                 shapes = ", ".join(map(str, sorted(lengths)[:3]))
                 raise ConfigError(
-                    f"the column {column!r} of {self._label} is no tensor: "
+                    f"the column {column!r} of {self._label} cannot be a tensor: "
                     + (f"its rows have the shapes {shapes}" if lengths else "it has no numbers"),
                     where=f"data.columns.{name}",
                     accepted="columns of numbers, all rows of one shape",
-                    todo="map the data set so before it is saved",
+                    todo="convert the column with map() before the data set is saved",
                 )
         return {name: rows[column] for name, column in self._columns.items()}
 

@@ -120,7 +120,7 @@ class Pictures:
             ValueError: the image cannot be converted.
         """
         if picture.mode == "F":
-            raise ValueError("its numbers are floats, of which nothing says what is white")
+            raise ValueError("its values are floats, and it does not say which value is white")
         picture.load()  # here, so that a broken image is not mistaken for broken EXIF
         orientation = None
         # `ImageOps.exif_transpose` also rewrites EXIF, and fails if any other tag is broken.
@@ -131,7 +131,7 @@ class Pictures:
             picture = picture.transpose(turn)
         if picture.mode in _GREY_16:
             if "transparency" in picture.info:
-                raise ValueError("it is grey of 16 bits with a grey that is transparent")
+                raise ValueError("it is a 16-bit grey image with a transparent grey")
             grey = np.asarray(picture).astype(np.float32) * np.float32(255 / _WHITE_16)
             return self._image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
         if picture.has_transparency_data:

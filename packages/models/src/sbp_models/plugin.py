@@ -64,7 +64,7 @@ def sbp_datasets() -> Mapping[str, Factory]:
     own = {
         "images": (
             ImagesConfig,
-            "synthetic images of stripes; their direction and colour tell the class",
+            "synthetic images of stripes, whose direction and colour give the class",
         ),
         "image_folder": (ImageFolderConfig, "your images, in a folder for each class"),
         "webdataset": (WebDatasetConfig, "your images in tar files of the webdataset format"),

@@ -171,10 +171,10 @@ class _Entry:
             text = read_text(self.path / _ABOUT)
             about = load(parse(text), RecordMetadata)
             if about.key != self.key or about.record_bytes != self.recipe.dtype.itemsize:
-                raise SbpValueError("it is of other files or settings")
+                raise SbpValueError("it was made from other files or settings")
             values = _mapped(self.path / _RECORDS, self.recipe.dtype, about.num_records)
         except (OSError, SbpError) as error:
-            logger.warning("%s is damaged, and is made again: %s", self.path, error)
+            logger.warning("%s is damaged, and is created again: %s", self.path, error)
             return None
         return Records(values=values, counts=about.counts)
 
@@ -196,7 +196,7 @@ class _Entry:
         found = self.load()
         if found is None:
             raise RunError(
-                f"{self.path} has been damaged since it was written", todo="look at the disk"
+                f"{self.path} has been damaged since it was written", todo="check the disk"
             )
         return found
 
@@ -220,7 +220,7 @@ class _Entry:
             raise ConfigError(
                 "a file of the data was changed while it was read",
                 where=str(self.recipe.files[0]),
-                accepted="files that stay what they are",
+                accepted="files that do not change meanwhile",
                 todo="try again when they are complete",
             )
         logger.info(
@@ -310,7 +310,7 @@ def _alone(entry: _Entry) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process makes %s; this one waits for it", entry.path)
+            logger.info("another process is making %s; this process waits for it", entry.path)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:  # a file system without locks: all processes make it, one result is kept
             yield False

@@ -212,7 +212,7 @@ def build_text(config: TextConfig) -> ByteText:
         if not _is_utf8(files[0][1]):
             kind = encoding_of(files[0][1])
             logger.warning(
-                "%s is no UTF-8 text; it is taken byte for byte (as text, it looks like %s)",
+                "%s is not UTF-8 text; its bytes are used as they are (it may be %s)",
                 given,
                 kind,
             )
@@ -259,7 +259,7 @@ def _content(path: Path, held_bytes: int = 0) -> bytes:
         needed_bytes, room = held_bytes + os.fstat(file.fileno()).st_size, room_bytes()
         if room is not None and needed_bytes > room:
             raise ConfigError(
-                f"the text is kept in memory, and there is not as much: it has "
+                f"the text is kept in memory, and there is not enough: it has "
                 f"{format_bytes(needed_bytes)} with {path}, and {format_bytes(room)} are free",
                 where=str(path),
                 accepted=f"at most {format_bytes(room)} of text on this machine now",
@@ -276,7 +276,7 @@ def _read_file(path: Path, given: str) -> bytes:
         raise ConfigError(
             f"{given} cannot be read: {error.strerror}",
             accepted="a file that this user may read",
-            todo="correct data.path, or the rights of the file",
+            todo="correct data.path, or the permissions of the file",
         ) from error
 
 

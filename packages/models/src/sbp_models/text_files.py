@@ -155,7 +155,7 @@ def _field(file: Path, line: bytes, begin: int, where: str, field: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{file} has a line with half of a character: {text[error.start]!a}",
+            f"{file} has a line with half of a surrogate pair: {text[error.start]!a}",
             where=where,
             accepted="text that can be written in UTF-8",
         ) from error

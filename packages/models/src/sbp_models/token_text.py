@@ -133,7 +133,7 @@ def build(config: TokensConfig) -> TokenText:
         raise ConfigError(
             f"data.end={config.end} is no token of {config.tokenizer}",
             accepted=f"a token, such as {', '.join(special[:5])}" if special else "a token of it",
-            todo=suggestion(config.end, vocabulary, "set data.end to what ends a document"),
+            todo=suggestion(config.end, vocabulary, "choose one of its tokens"),
         )
     end = vocabulary[config.end]
     files = files_of(user_path(config.path, key="data.path"), key="data.path")

@@ -106,10 +106,10 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
         with open_file(shard) as opened:
             opened.seek(end)
             if any(opened.read(_BLOCK)):
-                raise tarfile.ReadError("the header of a file is none")
+                raise tarfile.ReadError("a file has an invalid header")
     except (OSError, tarfile.TarError) as error:
         raise ConfigError(
-            f"{shard} is no tar file that can be read: {error}",
+            f"{shard} cannot be read as a tar file: {error}",
             where=f"{shard}, byte {end}",
             accepted="a .tar file that is whole and not compressed",
         ) from error
@@ -121,7 +121,7 @@ def _class(shard: Path, member: tarfile.TarInfo, num_classes: int) -> int:
     text = content.decode("utf-8-sig", errors="replace").strip()
     if not text.isdecimal() or not text.isascii() or int(text) >= num_classes:
         raise ConfigError(
-            f"{shard} says the class {text!r}, and data.num_classes={num_classes}",
+            f"{shard} has the class {text!r}, and data.num_classes={num_classes}",
             where=f"{shard}, byte {member.offset_data}, file {member.name}",
             accepted=f"digits of an integer in 0 to {num_classes - 1}",
             todo="set model.num_classes, which data.num_classes follows"

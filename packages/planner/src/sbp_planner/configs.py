@@ -64,10 +64,10 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
     say = "" if sizes == list(mesh) else f"cluster.mesh=[{','.join(map(str, sizes))}] "
     names = " and ".join(map(repr, missing))
     raise ConfigError(
-        f"the mesh has no axis {names}, which the planner is about: "
+        f"the mesh has no axis {names}, which the planner needs: "
         f"cluster.mesh={list(mesh)}, cluster.axes=[{','.join(axes)}]",
         accepted=f"a mesh with the axes {', '.join(needed)}",
-        todo=f"say {say}cluster.axes=[{','.join(wanted)}]; any mesh will do for {fit_any()}",
+        todo=f"set {say}cluster.axes=[{','.join(wanted)}]; for any mesh: {fit_any()}",
     )
 
 
@@ -84,10 +84,9 @@ def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
     if len(axes) < 2 or PIPE in axes:
         return
     raise ConfigError(
-        f"a mesh of the axes {', '.join(axes)} does not say what its stages are",
+        f"a mesh of the axes {', '.join(axes)} does not show which ranks are stages",
         accepted=f"one axis, which the planner divides into stages, or an axis {PIPE!r}",
-        todo=f"say cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
-        f"{fit_any()}",
+        todo=f"set cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; for any mesh: {fit_any()}",
     )
 
 
@@ -109,14 +108,14 @@ def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str])
         return name or DATA
     if name is None and len(several) == 1:
         return several[0]
-    which = f"the mesh axis {name!r}, which is " + ("of stages" if name == PIPE else "not there")
+    which = f"the mesh axis {name!r}, which is " + ("of stages" if name == PIPE else "missing")
     also = f"planner.axis={several[0]}, or " if several else ""
     raise ConfigError(
-        f"osdp shards over {which if name else 'one mesh axis, and it is not said which'}: "
+        f"osdp shards over {which if name else 'one mesh axis, and none is named'}: "
         f"cluster.mesh={list(mesh)}, cluster.axes=[{','.join(axes)}]",
         where="planner osdp",
         accepted=f"one of {', '.join(possible)}" if possible else "an axis that is not of stages",
-        todo=f"set {also}cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
+        todo=f"set {also}cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; for any mesh: "
         f"{fit_any()}",
     )
 

@@ -131,11 +131,11 @@ def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
         if not stray and not lacking:
             continue
         raise ConfigError(
-            f"{section} of the strategy names what the step does not have: {_listed(stray)}"
+            f"{section} of the strategy has names that the step does not have: {_listed(stray)}"
             if stray
             else f"{section} of the strategy does not decide on {_listed(lacking)}",
             where=lines.where([section, *stray[:1]]),
-            accepted="a decision for each input and operator of this very step",
+            accepted="a decision for each input and operator of exactly this step",
             todo=suggestion(
                 stray[0] if stray else "",
                 lacking or wanted,

@@ -173,8 +173,8 @@ def _check_one_axis(mesh: Placement) -> None:
         raise ConfigError(
             f"galvatron divides the ranks of a stage itself, and the mesh has the axes "
             f"{', '.join(mesh.axes)}",
-            accepted=f"one axis besides {PIPE_AXIS!r}",
-            todo=f"say cluster.mesh=[{stages},{prod(split.values())}] "
+            accepted=f"one axis in addition to {PIPE_AXIS!r}",
+            todo=f"set cluster.mesh=[{stages},{prod(split.values())}] "
             f"cluster.axes=[{PIPE_AXIS},data]",
         )
 

@@ -58,8 +58,8 @@ class GreedyPlanner(SearchedPlanner):
             report={
                 "cost_s": seconds,
                 "explanation": [
-                    f"greedy: {format_seconds(seconds)} a step without overlap, each operator as "
-                    "is cheapest after those before it"
+                    f"greedy: {format_seconds(seconds)} a step without overlap, each operator "
+                    "with the cheapest signature, given the earlier ones"
                 ],
             },
         )

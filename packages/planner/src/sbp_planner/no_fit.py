@@ -85,7 +85,7 @@ def _helps(
         room = limit_bytes - (memory.peak - active)
         if room <= 0:
             yield (
-                f"all but activations needs {format_bytes(memory.peak - active)}, so neither "
+                f"all except activations needs {format_bytes(memory.peak - active)}, so neither "
                 "compile.passes.recompute nor trainer.micro_batches is enough"
             )
         elif room < active:
@@ -113,8 +113,8 @@ def _recompute_help(graph: LogicalGraph, num_ranks: int, active: int, room: floa
     if 1e5 * tenths >= least:
         return (
             f"compile.passes.recompute.memory_bytes={tenths / 10:.1f}MB: keeps "
-            f"{format_bytes(room)} of {format_bytes(active)} of activations and makes others "
-            "again, which takes time"
+            f"{format_bytes(room)} of {format_bytes(active)} of activations and recomputes "
+            "the rest, which takes time"
         )
     return (
         f"there is room for {format_bytes(room)} of activations; compile.passes.recompute alone "

@@ -165,7 +165,7 @@ class OsdpPlanner(SearchedPlanner):
         family, sizes = request.family, self.config.batch_sizes
         if family is None:
             raise ConfigError(
-                "planner.batch_sizes are compared, and this step comes without other batches",
+                "planner.batch_sizes cannot be compared: this step has one batch size",
                 where="planner osdp",
                 accepted="planner.batch_sizes=[], or a step of sbp-plan or sbp-train",
             )

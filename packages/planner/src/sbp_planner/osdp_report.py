@@ -128,7 +128,7 @@ def explanation(
 ) -> list[str]:
     """Return the choice and the reasons, as lines for people."""
     num = len(best)
-    how = "" if search.is_exact else " (memory is a bound: how results lie is not known)"
+    how = "" if search.is_exact else " (memory is an upper bound: layouts of results are not known)"
     lines = [
         f"osdp: {sum(best)} of {num} parameters sharded, under a limit of "
         f"{format_bytes(search.limit_bytes)} a rank{how}"
@@ -160,7 +160,7 @@ def _variant_lines(search: StorageSearch, variants: VariantSearch) -> list[str]:
         if len(lines) > _NUM_SHOWN:
             lines = [*lines[:_NUM_SHOWN], f"  ... and {len(lines) - _NUM_SHOWN} others"]
     if variants.untried:
-        lines.append("  other variants were not tried: planner.time_limit_s was up")
+        lines.append("  other variants were not tried within planner.time_limit_s")
     return lines
 
 

@@ -163,14 +163,14 @@ class Patterns:
         if pattern == "tensor":
             ended = (group for group in self.shown.groups if _only_makes(group))
             names = parameter_names(use for group in ended for use in group.of(GroupRole.MAKES))
-            return _listed("what these make ends before one does: ", names)
+            return _listed("dims that these make are contracted by no later parameter: ", names)
         if pattern == "tables":
             names = parameter_names(use for use in uses if use.part is GroupRole.LOOKS_UP)
-            return _listed("these are not: ", names)
+            return _listed("these tables are not larger: ", names)
         if pattern == "classes":
             names = parameter_names(self._under_whole_softmaxes())
-            how = "compile.passes.split_classes.when=always and fewer min_classes have it in parts"
-            return _listed(f"of these the softmax is one operator ({how}): ", names)
+            how = "compile.passes.split_classes.when=always and fewer min_classes split it"
+            return _listed(f"the softmax over these is a single operator ({how}): ", names)
         if pattern == "sequence":
             return (
                 "where rows are (sample, time), times can be split if each rank of the axes before "

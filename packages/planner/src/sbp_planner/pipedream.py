@@ -124,7 +124,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         "--memory",
         type=size_bytes,
         metavar="BYTES",
-        help="of one device, such as 1.6e10 or 16GB; without it, all fits",
+        help="memory of one device, such as 1.6e10 or 16GB; no limit if left out",
     )
     parser.add_argument(
         "--straight", action="store_true", help="no replicas: each device is a stage"
@@ -132,7 +132,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--idle",
         action="store_true",
-        help="devices may be left out, the same number in each component, where that is faster or "
+        help="allow unused devices, the same number in each component, if this is faster or "
         "nothing else fits (by default all are used)",
     )
     parser.add_argument(
@@ -159,7 +159,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         "--max-ideals",
         type=int,
         metavar="N",
-        help="look at no more cuts than about that (default: what takes well under a minute)",
+        help="about the most cuts to look at (by default, as many as take well under a minute)",
     )
     return parser.parse_args(words)
 

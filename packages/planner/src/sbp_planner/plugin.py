@@ -57,7 +57,7 @@ def sbp_planners() -> Mapping[str, Factory]:
             ManualConfig,
             "a few tensors are pinned, the rest is inferred at the least cost",
         ),
-        "file": (FileConfig, "a strategy from a file that a run left, edited or not"),
+        "file": (FileConfig, "a strategy from a file, such as the one of a run"),
         "osdp": (
             OsdpConfig,
             "each parameter replicated or sharded, the fastest within a memory limit",

@@ -227,7 +227,7 @@ class Cluster:
         if len({*names}) < len(names):
             raise SbpValueError(
                 f"groups={names[:-1]} repeat a name",
-                accepted="distinct names, other than 'node' and 'cluster', which are there anyway",
+                accepted="distinct names, other than 'node' and 'cluster', which always exist",
             )
         sizes = [level.num_ranks for level in self.groups]
         nested = self.group_sizes

@@ -60,7 +60,7 @@ class SbpError(Exception):
         if self.accepted:
             lines.append(f"  accepted here: {self.accepted}")
         if self.todo:
-            lines.append(f"  to mend it: {self.todo}")
+            lines.append(f"  to fix it: {self.todo}")
         return "\n".join(lines)
 
     def replaced(
@@ -185,6 +185,6 @@ def unknown_name(
     return SbpLookupError(
         f"no {kind} is called {name!r}",
         where=where,
-        accepted=", ".join(choices) or f"none ({kind}: nothing is installed)",
+        accepted=", ".join(choices) or f"none: no {kind} is installed",
         todo=suggestion(name, choices, "choose one of these, or install a plugin"),
     )

@@ -72,8 +72,8 @@ def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
     def lost(error: OSError) -> None:
         gone = isinstance(error, BrokenPipeError)
         if outlives or not gone:
-            told = f"{command}: no more can be written to the output: {error.strerror}"
-            sys.stderr.write(f"{told}{'; the work goes on without it' * outlives}\n")
+            told = f"{command}: the output can no longer be written: {error.strerror}"
+            sys.stderr.write(f"{told}{'; the command continues without it' * outlives}\n")
         if not outlives:
             raise SystemExit(_READER_GONE if gone else 1)
 

@@ -141,12 +141,12 @@ class JobExit:
         if self._has_failed or not self._has_left.is_set():
             others = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
             self._abort(
-                "the main thread ended without closing the boxing backend; threads that are left: "
+                "the main thread ended without closing the boxing backend; threads that still run: "
                 + ", ".join(others)
             )
 
     def _abort(self, why: str) -> None:
-        _log.critical("rank %d: %s; all ranks are ended", self._mpi.COMM_WORLD.Get_rank(), why)
+        _log.critical("rank %d: %s; all ranks are stopped", self._mpi.COMM_WORLD.Get_rank(), why)
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(_STATUS)

@@ -81,8 +81,8 @@ class Bootstrap:
             raise
         except TimeoutError as error:
             raise call.failed(
-                f"NCCL did not connect ranks {list(ranks)} within {limit_s:.3g} s, though all of "
-                "them are there",
+                f"NCCL did not connect ranks {list(ranks)} within {limit_s:.3g} s, although "
+                "all have started",
                 todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the "
                 "network",
                 involved=ranks,
@@ -143,7 +143,7 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
             f"rank {store.rank} waited {limit_s:g} s for the GPUs of the other ranks; these did "
             f"not announce theirs: {late}",
             where=store.failure() or "",
-            todo="see what those ranks say",
+            todo="read the output of those ranks",
         )
     owners: dict[tuple[str, str], int] = {}
     for rank, (host, bus_id, version) in sorted(cards.items()):

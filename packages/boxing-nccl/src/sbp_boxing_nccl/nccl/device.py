@@ -307,7 +307,7 @@ def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> tuple[int, int, i
         raise BoxingError(
             f"torch uses NCCL {torchs}, but CuPy has found NCCL {cupys}",
             accepted="one NCCL in the process",
-            todo="import torch before cupy; if you do, make the two wheels use one library: "
+            todo="import torch before cupy; if you did, make the two wheels use one library: "
             f'pip install "nvidia-nccl-cu{(torch.version.cuda or "13").split(".")[0]}=={torchs}", '
             "and remove any other libnccl.so.2 from LD_LIBRARY_PATH and LD_PRELOAD",
         )

@@ -217,7 +217,7 @@ class NcclConnections(Connections):
     def _give_up(self, error: BaseException) -> None:
         """Break all connections because of an error that no caller would get."""
         if self._closed and not self._gave_up:
-            _log.warning("rank %d leaves while something is under way: %s", self.rank, error)
+            _log.warning("rank %d closes while operations are running: %s", self.rank, error)
         self._gave_up = True
         self.fail(error)
 
@@ -278,5 +278,5 @@ class NcclConnections(Connections):
         end_s = max((queue.end_s for queue in queues), default=0.0)
         self.control_store.wait_for(over, max(CLOSE_TIMEOUT_S, end_s - time.monotonic()))
         if not idle():
-            _log.warning("rank %d leaves before its messages were received", self.rank)
+            _log.warning("rank %d closes before its messages were received", self.rank)
         return idle() and not self._gave_up

@@ -109,7 +109,7 @@ def _gather_hosts(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]
         came = _wait(request.Test, limit_s)
     if not came:
         raise BoxingError(
-            f"the ranks of MPI did not come within {limit_s:g} s",
+            f"not all ranks of MPI opened the boxing backend within {limit_s:g} s",
             where=f"rank {comm.Get_rank()} of {comm.Get_size()}",
             todo="check that every process opens the boxing backend",
         )

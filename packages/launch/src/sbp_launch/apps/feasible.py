@@ -220,7 +220,7 @@ def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
     """Yield lines with the settings that fit, and the nearest that do not."""
     found = search.found
     if found:
-        yield "these settings fit, what changes least first:"
+        yield "these settings fit, the smallest change first:"
         for one in found:
             cost = f"{format_bytes(one.peak_bytes)} on the fullest rank"
             settings = " ".join(one.overrides)
@@ -233,16 +233,16 @@ def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
     if short and (found or len(search.attempts) == 1):
         yield f"not enough: {told}"
     elif short:
-        yield f"of {len(search.attempts)} settings that were tried none fits; the nearest: {told}"
+        yield f"none of {len(search.attempts)} settings that were tried fits; the nearest: {told}"
     searching = search.setup.searching
     if search.is_cut_short and not found and searching:
         look = "look" if len(searching) > 1 else "looks"
         counts = search.setup.micro_batches and _more_micro_batches(search.setup)
-        also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
+        also = ", and with trainer.micro_batches=auto for a number of micro-batches" * bool(counts)
         others = "others" if search.attempts else "other settings"
         yield (
-            f"{others} were not tried, because each takes long; {' and '.join(searching)} {look} "
-            f"for a plan that fits{also}"
+            f"{others} were not tried, because each takes long to try; {' and '.join(searching)} "
+            f"{look} for a plan that fits{also}"
         )
 
 

@@ -58,7 +58,7 @@ from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
 from sbp_launch.settings.resumed import quote
 
 #: Failure of a run of a sweep as long as it has not ended.
-_UNTOLD = "it goes on, or its process was ended before it could say why"
+_UNTOLD = "it is still running, or its process was killed before it could report why"
 
 #: Environment variable of Hydra: with the value 1, errors are printed with their traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -24,12 +24,12 @@ _ABOUT = {
     "pipeline": f"the schedule: {', '.join(SCHEDULES)}",
     "stages": "ranks of the pipeline",
     "micro_batches": "micro-batches of a step",
-    "chunks": "stages that each rank holds; by default what the schedule is known for",
+    "chunks": "stages that each rank holds; by default the usual number for the schedule",
     "times": "[F,I,W] of one rank's part of the model, all of its chunks together: forward, input "
     "gradient, weight gradient; or such a list for each rank; by default [1,1,1]",
     "transfer": "time from a stage to the next one on another rank; by default 0",
-    "memory": "the most activations that a rank may keep alive, in those of its whole part",
-    "out": "where the drawings go, without ending; by default pipeline-NAME",
+    "memory": "most activations that a rank may keep alive; 1: of a micro-batch on its part",
+    "out": "path of the drawings, without an extension; by default pipeline-NAME",
 }
 
 
@@ -94,7 +94,7 @@ def read_settings(arguments: Sequence[str]) -> PipelineSettings:
         if not equals or key not in _ABOUT:
             near = nearest(key, _ABOUT)
             raise ConfigError(
-                f"{argument!r} is no setting of a schedule",
+                f"{argument!r} is not a setting of a schedule",
                 accepted=", ".join(f"{known}=" for known in _ABOUT),
                 todo=f"did you mean {near}=?" if near else "leave it out",
             )
@@ -117,10 +117,10 @@ def _count(given: Mapping[str, str], key: str) -> int:
     text = given.get(key)
     if text is None:
         raise ConfigError(
-            f"{key}= is missing", accepted=f"{key}=N: {_ABOUT[key]}", todo=f"add {key}=4, say"
+            f"{key}= is missing", accepted=f"{key}=N: {_ABOUT[key]}", todo=f"add {key}=N"
         )
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{key}={text} is no number of them", accepted="1, 2, 3, ...")
+        raise ConfigError(f"{key}={text} is not a positive integer", accepted="1, 2, 3, ...")
     return int(text)
 
 
@@ -131,7 +131,7 @@ def _number(text: str, key: str) -> Fraction:
         number = Fraction(-1)
     if number < 0:
         raise ConfigError(
-            f"{key}={text} is no such number", accepted="numbers of at least 0, such as 1 or 0.75"
+            f"{key}={text} is not a number >= 0", accepted="a number >= 0, such as 1 or 0.75"
         )
     return number
 
@@ -145,7 +145,7 @@ def _times(text: str) -> Sequence[object]:
         times = None
     if not isinstance(times, list):
         raise ConfigError(
-            f"times={text} is no list",
+            f"times={text} is not a list",
             accepted="times=[F,I,W], or a list of such lists, one for each rank",
             todo='write it without spaces, or in quotes: "times=[1, 1.25, 0.75]"',
         )

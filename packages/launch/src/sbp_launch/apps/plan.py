@@ -104,7 +104,7 @@ class PlanConfig:
         if Path(self.out).exists() and not self.overwrite:
             raise ConfigError(
                 f"out={self.out!r} exists",
-                accepted="a file that is not there yet",
+                accepted="a file that does not exist yet",
                 todo="choose another name, or add overwrite=true",
             )
 

@@ -64,9 +64,9 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
         is_other = key_of(text) in ("trainer.resume", "hydra.run.dir")
         if is_other or text.partition("=")[0] in _FLAGS:
             raise ConfigError(
-                f"{wanted[0]} goes on with one run in its own folder, and {text} says otherwise",
+                f"{wanted[0]} continues a run in its own folder, so {text} cannot be given, too",
                 where="the command line",
-                todo=f"leave out {text}; or trainer.resume=PATH goes on in another folder",
+                todo=f"leave out {text}; or continue in another folder: trainer.resume=PATH",
             )
     if len(set(wanted)) > 1:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
         earlier = load_run(folder)
     except ConfigError as error:
         raise ConfigError(
-            f"there is no run to go on with in {folder}: {error.what}",
+            f"there is no run to continue in {folder}: {error.what}",
             where=error.where,
             accepted=f"the folder of an earlier run of sbp-train with its {RUN_FILE}, such as "
             "runs/DATE_TIME",
@@ -120,7 +120,7 @@ def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
             raise ConfigError(
                 f"{_COMMANDS} may hold commands, so it is not taken from a folder: {commands}",
                 where=earlier.files["launcher"],
-                todo=f"if it is yours, say it again: {_KEY}={folder} '{_COMMANDS}={{...}}'",
+                todo=f"if you trust it, repeat it: {_KEY}={folder} '{_COMMANDS}={{...}}'",
             )
         values["launcher"] = {**launcher, "parameters": {}}
     return replace(earlier, values=values)
@@ -183,7 +183,7 @@ def _run(world: World, meeting: Rendezvous | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = expand_resume(sys.argv[1:])
     if arguments != sys.argv[1:]:
-        sys.stdout.write(f"{_NAME}: going on with the settings of the run\n")
+        sys.stdout.write(f"{_NAME}: continuing with the settings of the run\n")
         sys.argv[1:] = arguments
     return run(make_application(world, meeting))
 

@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 0 if the run was there, 2 if there is none, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
-        prog="sbp-watch", description="What each rank of a running run is at.", allow_abbrev=False
+        prog="sbp-watch", description="Show what each rank is doing.", allow_abbrev=False
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
     parser.add_argument("--once", action="store_true", help="print it once")
     parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between two looks"
+        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between updates"
     )
     given = parser.parse_args(argv)
     try:
@@ -75,10 +75,10 @@ def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
     sockets = sorted(logs.glob("status_*.sock"), key=_number)
     if not sockets:
         raise ConfigError(
-            f"{run} {'has ended, or not begun' if logs.is_dir() else 'is no folder of a run'}",
+            f"{run} {'is not running' if logs.is_dir() else 'is not the folder of a run'}",
             where="the command line",
-            accepted="the folder of a run that goes on: it has files logs/status_N.sock",
-            todo="take the path that sbp-train prints after 'run folder:'",
+            accepted="the folder of a running run, which has files logs/status_N.sock",
+            todo="use the path that sbp-train prints after 'run folder:'",
         )
     if is_once:
         console.print(picture(sockets))
@@ -145,7 +145,7 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
             told += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
             full += [Text(f"  rank {start['rank']}: {one}") for one in told]
     if full:
-        full.insert(0, Text("full, alive/quota > who reads last:", style="bold"))
+        full.insert(0, Text("full registers, alive/quota > last reader:", style="bold"))
     return Group(*heads, *([table] if table.row_count else []), *full)
 
 

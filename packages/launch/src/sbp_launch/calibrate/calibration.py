@@ -66,7 +66,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     console.print(
         f"measuring boxing={run.boxing.name} {among} on this machine: about "
         f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions; "
-        "starting the ranks, a small model and the fit come on top",
+        "in addition it starts the ranks, trains a small model and fits the costs",
         soft_wrap=True,
     )
     began = time.monotonic()
@@ -76,7 +76,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     cluster.save(Path(settings.out))
     what = f"{len(found.samples)} calls, {found.rounds} times each or more,"
     if not found.samples:
-        what = "what a rank computes and copies (one rank calls nobody)"
+        what = "computation and copies of a rank (a single rank makes no calls)"
     console.print(
         f"measured {what} in {format_seconds(found.measured_s)}; with the start, the small model "
         f"and the fit {format_seconds(time.monotonic() - began)}",
@@ -93,7 +93,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
             console.print(line)
     kept = ""
     if run.kept.calibrations:
-        kept += f"; kept what it says of boxing={', '.join(run.kept.calibrations)}"
+        kept += f"; kept its measurements of boxing={', '.join(run.kept.calibrations)}"
     if run.kept.operators:
         kept += f"; kept the times of {len(run.kept.operators)} calls of operators"
     console.print(f"wrote {settings.out}{kept}", soft_wrap=True)
@@ -137,14 +137,13 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     )
     if found.left_out:
         console.print(
-            f"left out for want of time or memory: {found.left_out} calls, of those that take "
-            "least; raise time_s to measure them"
+            f"left out for lack of time or memory: {found.left_out} of the shortest calls; "
+            "raise time_s to measure them"
         )
     if found.failed:
         call, why = found.failed[0]
         console.print(
-            f"left out: {len(found.failed)} calls that made-up data does not fit, such as {call}: "
-            f"{why}",
+            f"left out: {len(found.failed)} calls that fail on random data, such as {call}: {why}",
             soft_wrap=True,
         )
     save_operators(cluster, out)
@@ -298,7 +297,7 @@ latency: of a call, however small
 bandwidth: bytes that a group shares (the whole tensor, a message) a second,
   added by a large call; - if it takes no longer than a small one
 error: of predictions for sizes that were left out of the fit
-?: disturbed; one half of the repetitions is over 15% off the other
+?: disturbed; the two halves of the repetitions differ by over 15%
 """
 
 
@@ -312,15 +311,15 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
         f"{format_bytes(device.memory_bytes)}"
     )
     beside_s = device.boxing_launch_s
-    boxing = f"; a boxing step, besides its call: {format_seconds(beside_s)}" if beside_s else ""
+    boxing = f"; a boxing step, without its call: {format_seconds(beside_s)}" if beside_s else ""
     yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
     calibration = cluster.calibration
     if calibration is None:
         return
     if calibration.in_steps > 1:
-        yield f"bytes of a call between segments: {calibration.in_steps:.2f} times as long"
+        yield f"bytes of a call take {calibration.in_steps:.2f} times as long between segments"
     if calibration.busy is not None:
-        yield f"of a call under way, a rank cannot compute in {calibration.busy:.0%}"
+        yield f"a rank cannot compute during {calibration.busy:.0%} of a running call"
 
 
 def plain(number: float) -> str:
@@ -379,6 +378,6 @@ def error_lines(calibration: Calibration) -> Iterator[str]:
         yield f"  {error}" + ("" if good else "; measure again on an idle machine")
     doubts = sorted(sample.doubt for sample in calibration.samples)
     yield (
-        "one half of the repetitions is off the other half, which nothing can predict:\n"
+        "difference between the two halves of the repetitions, which no fit can predict:\n"
         f"  median {median(doubts):.1%}, 90th percentile {doubts[int(0.9 * len(doubts))]:.1%}"
     )

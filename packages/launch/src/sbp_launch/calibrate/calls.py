@@ -123,7 +123,7 @@ def _only_step(
     steps = route(shape, DTYPE, source, target).steps
     if [step.kind.value for step in steps] != [case.kind]:
         raise BoxingError(
-            f"the router makes no single {case.kind} of what should measure one",
+            f"the route of a conversion that should measure {case.kind} has other steps",
             where=[str(step) for step in steps],
             todo="leave this kind out of `kinds`",
         )

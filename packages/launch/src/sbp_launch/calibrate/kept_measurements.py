@@ -61,7 +61,7 @@ def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
         old = Cluster.load(path)
     except ConfigError as error:
         raise ConfigError(
-            f"out={out!r} exists, and is no cluster file that could be added to: {error.what}",
+            f"out={out!r} exists, and is not a cluster file to add to: {error.what}",
             where=error.where,
             accepted="a new file, or one that sbp-calibrate wrote",
             todo=_TODO,
@@ -76,8 +76,8 @@ def kept_measurements(out: str, ranks: int, boxing: str) -> KeptMeasurements:
     key = differing_part(old, describe_machine(library=""))
     if key:
         raise ConfigError(
-            f"out={out!r} is of another machine: {key} "
-            f"{old.machine.get(key, 'not said')!r}, here {describe_machine(library='')[key]!r}",
+            f"out={out!r} was measured on another machine, with {key} "
+            f"{old.machine.get(key, '?')!r} and not {describe_machine(library='')[key]!r}",
             accepted="a file that was measured on this machine, or another file",
             todo=_TODO,
         )

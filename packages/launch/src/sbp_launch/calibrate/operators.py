@@ -99,7 +99,7 @@ def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) ->
     if key:
         raise ConfigError(
             f"ops={folder!r} ran on another machine than out={out!r}: {key} "
-            f"{times.machine.get(key, 'not said')!r}, not {cluster.machine.get(key, 'not said')!r}",
+            f"{times.machine.get(key, 'unknown')!r}, not {cluster.machine.get(key, 'unknown')!r}",
             accepted="runs on the machine of the file, or another file",
         )
     if not cluster.calibrations:  # of one rank, which calls nobody
@@ -107,7 +107,7 @@ def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) ->
         return replace(cluster, device=replace(cluster.device, operators=operators))
     if times.backend not in cluster.calibrations:
         raise ConfigError(
-            f"ops={folder!r} ran with boxing={times.backend}, of which out={out!r} says nothing",
+            f"ops={folder!r} ran with boxing={times.backend}, which out={out!r} did not measure",
             accepted=", ".join(f"boxing={name}" for name in cluster.calibrations),
             todo=f"sbp-calibrate boxing={times.backend} ranks={times.num_ranks} out={out}, and "
             "then this command again",

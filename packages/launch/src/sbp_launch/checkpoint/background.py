@@ -114,9 +114,9 @@ class BackgroundSave:
             if self.is_busy:
                 self.is_done = True
                 raise RunError(
-                    f"the checkpoint {self.name} is not written after {LIMIT_S:g} s",
+                    f"the checkpoint {self.name} was not written within {LIMIT_S:g} s",
                     where=self._storage.place(),
-                    todo="see whether the disk answers",
+                    todo="check that the disk responds",
                 )
             self.advance()
 

@@ -96,7 +96,7 @@ class LocalStorage:
                 sync(path.parent)
             self._was_made = True
         elif not self.root.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the folder has gone", str(self.root))
+            raise FileNotFoundError(errno.ENOENT, "the folder no longer exists", str(self.root))
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint; a rename makes the removal atomic."""
@@ -119,7 +119,7 @@ class LocalStorage:
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self.root}: {error.strerror or error}",
-                accepted="a folder that is there or can be made, with room in it",
+                accepted="a folder that exists or can be created, with free space",
                 todo="name another folder",
             ) from error
         try:
@@ -192,7 +192,7 @@ class _StagedLocal:
         target = self.root / self.name
         if os.path.lexists(target) and not _is_own(target):
             raise FileExistsError(
-                errno.EEXIST, "what has its name is no checkpoint, and is not replaced", str(target)
+                errno.EEXIST, "it exists, is not a checkpoint, and is not replaced", str(target)
             )
         if self.path.is_symlink():
             self.path.unlink()
@@ -268,7 +268,7 @@ def _lock(descriptor: int, root: Path) -> None:
     except BlockingIOError as error:
         holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip()
         raise ConfigError(
-            f"another run writes its checkpoints to {root}: {holder or 'it does not say which'}",
+            f"another run writes its checkpoints to {root}: {holder or 'it is not known which'}",
             accepted="a folder that no running run writes to",
             todo="wait for it, stop it, or name another folder: hydra.run.dir=FOLDER",
         ) from error

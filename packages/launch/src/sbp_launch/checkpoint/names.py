@@ -138,7 +138,7 @@ def drop_matching(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"no name is like {pattern!r}",
+                f"no name matches {pattern!r}",
                 where="--drop",
                 accepted="a name, or a pattern with * and ?",
                 todo=suggestion(pattern, names),
@@ -159,7 +159,7 @@ def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
     for text in texts:
         if "=" not in text:
             raise ConfigError(
-                f"--rename {text!r} does not say to what",
+                f"--rename {text!r} has no new prefix",
                 accepted="OLD=NEW, such as network.= (which removes it) or =model. (which adds it)",
             )
     return [(old, new) for old, _, new in (text.partition("=") for text in texts)]

@@ -71,7 +71,7 @@ class FsspecStorage:
         except ImportError as error:
             raise ConfigError(
                 "storage=fsspec needs fsspec, which is not installed",
-                todo="pip install 'sbp-launch[fsspec]', and what the address needs, such as s3fs",
+                todo="pip install 'sbp-launch[fsspec]' and what the address needs, such as s3fs",
             ) from error
         # The address is printed and recorded.
         refuse_secret_address(url, "the address of checkpoints")

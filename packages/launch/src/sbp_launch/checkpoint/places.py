@@ -81,7 +81,7 @@ def find_checkpoints(place: str | Path) -> tuple[CheckpointStorage, list[str]]:
             raise ConfigError(
                 f"there is no checkpoint at {url}",
                 accepted="the address of a folder of checkpoints, or of one",
-                todo="leave file:// out of the path of anything else" * url.startswith("file://"),
+                todo="for a path of this machine, leave file:// out" * url.startswith("file://"),
             )
         return objects, names
     path = user_path(place)
@@ -185,7 +185,7 @@ def look(place: str | Path) -> FoundTensors:
         raise ConfigError(
             f"there is no {path}",
             accepted=ACCEPTED,
-            todo=f"did you mean {path.parent / near}?" if near else "name one that is there",
+            todo=f"did you mean {path.parent / near}?" if near else "name a path that exists",
         ) from None
     if not S_ISDIR(mode):
         if not S_ISREG(mode):

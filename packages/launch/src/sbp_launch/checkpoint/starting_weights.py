@@ -166,8 +166,7 @@ def _name_error(
             accepted=f"its own names, such as {', '.join(list(possible)[:4])}",
             todo=f"did you mean {near!r}?"
             if near
-            else "sbp-checkpoint convert writes them with other names (--rename), or without some "
-            "(--drop)",
+            else "sbp-checkpoint convert renames tensors (--rename) or leaves them out (--drop)",
         )
     near = nearest(missing[0], renamed)
     more = f" (nor {len(missing) - 1:,} more)" if len(missing) > 1 else ""
@@ -175,7 +174,7 @@ def _name_error(
         f"there is no {missing[0]!r}{more}, which the model has",
         where=place,
         accepted="all parameters and buffers of the model",
-        todo=f"is it {near!r}?" if near else "take weights of this very model",
+        todo=f"is it {near!r}?" if near else "use weights of exactly this model",
     )
 
 
@@ -201,7 +200,7 @@ def _check_form(name: str, tensors: LazyTensors, own: Tensor, place: tuple[str, 
             f"{name!r} is of {given.dtype}",
             where=place,
             accepted=f"{own.dtype}, as in the model"
-            + (", or numbers that are the same in it" if whole else ""),
+            + (", or values that this dtype represents exactly" if whole else ""),
         )
 
 

@@ -110,7 +110,7 @@ class LocalConfig:
         object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
         if self.device not in RATES:
             raise ConfigError(f"device={self.device!r}", accepted=" or ".join(RATES))
-        accepted = "1 or more, or null for all that there are"
+        accepted = "1 or more, or null for all cores of the process"
         check_least(self, 1, "cores", accepted=accepted, why="")
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -139,8 +139,8 @@ def named_axes(
     shown = list(mesh)
     if -1 in mesh:
         raise ConfigError(
-            f"mesh={shown} leaves the length of an axis to the processes that were started, and "
-            "no launcher has started this one",
+            f"mesh={shown} takes the length of an axis from the launcher, and no launcher has "
+            "started this process",
             accepted="one -1, under torchrun, mpiexec or srun; or the ranks along each axis",
         )
     if not mesh or min(mesh) < 1:
@@ -268,11 +268,11 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
         raise ConfigError(
             f"mesh={list(config.mesh)} has {_ranks(num_devices)}, and file={config.file!r} was "
             f"measured with {cluster.num_devices}: more ranks share cores, memory and links, and "
-            "nobody knows how",
+            "the effect was not measured",
             accepted=f"a mesh of at most {_ranks(cluster.num_devices)}, or extrapolate=true",
             todo=f"sbp-calibrate boxing={cluster.backend or 'local'} ranks={num_devices} "
-            "out=FILE with another file and cluster.file=FILE, or cluster.extrapolate=true for a "
-            "guess",
+            "out=FILE with another file and cluster.file=FILE, or cluster.extrapolate=true for an "
+            "estimate",
         )
     per_node = cluster.devices_per_node
     if cluster.num_devices <= per_node == cluster.group_sizes[-1]:

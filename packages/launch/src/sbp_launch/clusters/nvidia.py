@@ -248,7 +248,7 @@ def _operators(file: str | None) -> tuple[MeasuredOperator, ...]:
     if device.kind != "cuda" or not device.operators:
         what = f"was measured on a {device.kind}" if device.operators else "has none"
         raise ConfigError(
-            f"operators={file!r} is no file with times of operators of a GPU: it {what}",
+            f"operators={file!r} has no times of operators on a GPU: it {what}",
             accepted="a cluster file of such a GPU, with times of operators",
             todo="sbp-plan calls=calls.json, and on a machine with such a GPU sbp-calibrate "
             "boxing=torch boxing.device=cuda:0 ranks=1 out=FILE, and then the same with "

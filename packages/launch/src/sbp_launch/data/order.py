@@ -219,11 +219,11 @@ class DataCursor:
         """
         if told := self.differences(order):
             raise ConfigError(
-                f"the run stopped in other data: {'; '.join(told)}",
+                f"these are not the data that the run stopped in: {'; '.join(told)}",
                 where=where,
                 accepted="the data that the run began with, in their order",
-                todo="to go on with these data at the same position, set "
-                "trainer.allow_other_data=true; or begin a run with these weights: "
+                todo="to continue with these data at the same position, set "
+                "trainer.allow_other_data=true; or start a new run from its weights: "
                 "trainer.init_from=RUN",
             )
 
@@ -237,7 +237,7 @@ class DataCursor:
         elif "" not in (before.fingerprint, order.fingerprint) and (
             before.fingerprint != order.fingerprint
         ):
-            told.append("the samples of the train split are not those that they were")
+            told.append("the samples of the train split have changed")
         for name in ("order", "seed"):
             had, has = getattr(before, name), getattr(order, name)
             if had != has:

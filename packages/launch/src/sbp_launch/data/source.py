@@ -172,5 +172,5 @@ class SampleSource:
             f"data {self.plugin.name!r} of {self.plugin.distribution} {self.plugin.version} failed "
             f"at {sample}: {words_of(found)}",
             where=f"{self.plugin.factory.build}, method {by}",
-            todo="mend the data or the plugin",
+            todo="correct the data or the plugin",
         )

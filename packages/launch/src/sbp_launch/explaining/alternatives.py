@@ -245,7 +245,7 @@ def _comparison_lines(found: Alternative, asked: ExplainRequest) -> Iterator[str
         assert found.refused is not None, "what was not made was refused"
         yield f"  {refusal(found.refused)}"
         if found.refused.todo:
-            yield f"  to mend it: {found.refused.todo}"
+            yield f"  to fix it: {found.refused.todo}"
         return
     after = found.figures
     yield f"  {reason(planned, found.planned, before, after)}"
@@ -263,14 +263,14 @@ def _comparison_lines(found: Alternative, asked: ExplainRequest) -> Iterator[str
         rows.append(["fullest rank", *map(format_bytes, (old, new)), change_text(old, new)])
     yield from (f"  {line}" for line in columns(rows))
     modules = planned.module_rows, found.planned.module_rows
-    yield from _moves("travels more, or otherwise", appears(*modules))
-    yield from _moves("travels no more", appears(*reversed(modules)))
+    yield from _moves("additional or different communication", appears(*modules))
+    yield from _moves("no longer communicated", appears(*reversed(modules)))
     if found.modules is None:
         planner = planned.strategy.planner
-        yield f"  planned anew: the whole step, by planner {planner} with this pin"
+        yield f"  planned again: the whole step, by planner {planner} with this pin"
     else:
         names = _first([name or "(root)" for name in found.modules])
-        yield f"  planned anew: {names}, and what takes that; all else is as in this plan"
+        yield f"  planned again: {names} and readers of the results; the rest is as in this plan"
 
 
 def _first(names: Sequence[str]) -> str:
@@ -304,7 +304,7 @@ def _all_ways(
     values = values_of(planned.graph, planned.strategy.stages, tensors, first)
     values = [value for value in values if len(now) != 1 or value != str(first)]
     if not values:
-        yield "  there is no other way to cut that on this mesh"
+        yield "  there is no other way to split this on this mesh"
         return
     anew = asked.planning_s * len(values) <= MOST_PLANNING_S
     replan = asked.replan if anew else None
@@ -341,15 +341,15 @@ def _all_ways(
         yield f"not legal: {', '.join(refused)}: {text}"
     if left := values[len(ways) :]:
         named = ", ".join(f"({value})" for value in left)
-        yield f"not looked at, as {MOST_S:.0f} s were over: {named}"
+        yield f"not tried within {MOST_S:.0f} s: {named}"
     if replan is not None:
         yield (
-            f"each is the faster of two plans: of the whole step by planner {planner} with "
-            "that pin, or (nearby) of what the pin is about, all else as in this plan"
+            f"each is the faster of two plans: planner {planner} plans the whole step with that "
+            "pin, or (nearby) only the pinned part, and the rest is as in this plan"
         )
     else:
         yield (
-            "each changes what the pin is about alone, all else is as in this plan, since planner "
+            "each changes only the pinned part, and the rest is as in this plan, because planner "
             f"{planner} takes {format_seconds(asked.planning_s)} a plan; "
             f"explain='{pattern}: SBP' plans the whole step with one of them"
         )

@@ -21,7 +21,7 @@ def machine_lines(cluster: Cluster) -> list[str]:
     if device.host_memory_bytes is not None and device.host_link is not None:
         rate = format_bytes(device.host_link.bytes_per_s)
         lines.append(
-            f"  next to each, {format_bytes(device.host_memory_bytes)} of its host, at {rate}/s"
+            f"  host memory of each: {format_bytes(device.host_memory_bytes)}, at {rate}/s"
         )
     if cluster.num_devices > 1:
         lines += _links(cluster)

@@ -46,7 +46,7 @@ def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
     yield f"this plan: {plan_text(this.strategy)}"
     yield f"{name}: {plan_text(other.strategy)}"
     if other.strategy.graph_hash != graph_hash(other.graph):
-        yield f"{name} was made for other sizes or settings; both are priced for the step of now"
+        yield f"{name} was made for other sizes or settings; both are priced for this step"
     short = name if len(name) <= 24 else f"...{name[-21:]}"
     yield from columns([["", "this plan", short, "change"], *figure_rows(this, other)])
     said, *lines = changed_rows(this, other, name)
@@ -58,9 +58,9 @@ def changed_rows(this: Planned, other: Planned, name: str) -> Iterator[list[str]
     """Yield a summary of the modules with other SBPs, then for each: name, tensor, change."""
     changed, num_modules = changes(this.module_rows, other.module_rows)
     if not changed:
-        yield [f"all {num_modules} modules are cut alike"]
+        yield [f"all {num_modules} modules are split in the same way"]
         return
-    yield [f"{len(changed)} of {num_modules} modules are cut otherwise (this plan{_ARROW}{name}):"]
+    yield [f"{len(changed)} of {num_modules} modules differ in splits (this plan{_ARROW}{name}):"]
     for group in groups_of(changed):
         for row in group.rows:
             head = ".".join(filter(None, (group.name.partition(" ")[0], row.module))) or "(root)"

@@ -36,7 +36,7 @@ class Question:
         """
         found = _QUESTION.fullmatch(text.strip())
         if found is None:
-            raise ConfigError(f"explain={text!r} asks for nothing", accepted=_EXAMPLE)
+            raise ConfigError(f"explain={text!r} cannot be read", accepted=_EXAMPLE)
         if found["value"] is None:
             return cls(pattern=found["pattern"])
         value = found["value"].strip()
@@ -46,7 +46,7 @@ class Question:
             for part in value.removeprefix("{").removesuffix("}").split(","):
                 axis, colon, entry = part.partition(":")
                 if not colon or not value.endswith("}"):
-                    raise ConfigError(f"explain: {value!r} is no mapping", accepted=_EXAMPLE)
+                    raise ConfigError(f"explain: {value!r} is not a mapping", accepted=_EXAMPLE)
                 by_axis[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
             pin = by_axis
         try:

@@ -87,7 +87,7 @@ def reason(now: Planned, then: Planned, before: Figures, after: Figures) -> str:
             return "as fast"
         more = after.fullest.peak - before.fullest.peak
         if not more:
-            return "as fast, and in as much memory"
+            return "as fast, with the same memory"
         word = "more" if more > 0 else "less"
         return f"as fast, and with {format_bytes(abs(more))} {word} on the fullest rank"
     rows = (now.module_rows, then.module_rows)
@@ -112,7 +112,7 @@ def _cause(moved: Sequence[MovedModule], before: Figures, after: Figures) -> str
         more = "more" if is_slower else "less"
         return (
             f"a rank computes for {format_seconds(after.computing_s)} in place of "
-            f"{format_seconds(before.computing_s)}, as {more} is done alike on several ranks"
+            f"{format_seconds(before.computing_s)}, because {more} is repeated on several ranks"
         )
     if not moved or boxing_s <= 0:
         return f"threads wait {'longer' if is_slower else 'less'} for each other"

@@ -131,9 +131,9 @@ def repeated_lines(graph: LogicalGraph) -> list[str]:
         return []
     share = _percent(done[True] / sum(done.values()))
     return [
-        f"micro-batches: terms of the loss have different divisors, so that {share} of the "
-        "arithmetic is a backward phase that they share, done once more",
-        "  it is not with one micro-batch, or if the losses of micro-batches are averaged",
+        f"micro-batches: terms of the loss have different divisors, so the backward phase that "
+        f"they share is repeated, which is {share} of the arithmetic",
+        "  one micro-batch, or a mean of the losses of micro-batches, avoids this",
     ]
 
 
@@ -146,8 +146,8 @@ def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
     times = f" times the {batches} micro-batches" if batches > 1 else ""
     return [
         f"  {format_count(samples, 'sample')} of a micro-batch cannot be shared evenly by the "
-        f"{ranks} ranks of mesh axis {stage.axes[0]!r}; a multiple of {ranks}{times} as batch size "
-        "can"
+        f"{ranks} ranks of mesh axis {stage.axes[0]!r}; take a batch size that is a multiple of "
+        f"{ranks}{times}"
     ]
 
 
@@ -221,7 +221,7 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
     for index, count in firings.items():
         sent[plan.steps[index].kind] += count * (plan.steps[index].size_bytes > 0)
     if not +sent:
-        but = " but the commit of the step" if plan.boxing_bytes else ""
+        but = ", except the commit of the step" if plan.boxing_bytes else ""
         return [f"boxing: nothing is sent between ranks{but}"]
     texts, is_merged = [], False
     for kind in sorted(+sent):
@@ -231,7 +231,7 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
             format_count(asked, kind.value)
             + (f" (sent as {sent[kind]})" if asked > sent[kind] else "")
         )
-    together = "; small tensors travel together" if is_merged else ""
+    together = "; small tensors are sent together" if is_merged else ""
     count, total = len(plan.ranks), plan.boxing_bytes
     return [
         f"boxing in a step: a rank sends {format_bytes(total / count)}, "

@@ -37,14 +37,14 @@ def _slice_lines(graph: LogicalGraph, strategy: Strategy) -> Iterator[str]:
         taken = {strategy.nodes[node.name].signature.inputs[0] for node in pieces}
         if not any(isinstance(sbp, Split) for sbp in stored):
             yield (
-                f"slices of {entry.name}: it is whole on every rank, so that only its gradient "
-                f"travels in parts"
+                f"slices of {entry.name}: it is whole on every rank, so only its gradient is "
+                f"communicated in parts"
             )
         elif taken != {stored}:
             counts = sorted({node.num_slices for node in pieces})
             yield (
-                f"slices of {entry.name} save nothing: it is gathered whole, since shards {stored} "
-                f"of {graph.tensor(entry.name).shape} have no {counts[0]} equal parts each"
+                f"slices of {entry.name} save nothing: it is gathered whole; its shards {stored} "
+                f"of {graph.tensor(entry.name).shape} do not have {counts[0]} equal parts"
             )
         else:
             whole.append(graph.tensor(entry.name).size_bytes)

@@ -84,7 +84,7 @@ def choose_launcher(
     elif world.size > 1 and asked != world.launcher:
         raise refusal(
             f"launcher={asked} starts the ranks itself, and {started} already",
-            accepted=f"launcher={world.launcher}, or none",
+            accepted=f"launcher={world.launcher}, or no launcher",
             todo=f"leave out launcher={asked}, or start sbp-train without {world.launcher}",
         )
     choice = config.launcher if name == asked else PluginChoice(name=name)
@@ -95,7 +95,7 @@ def choose_launcher(
                 f"boxing={boxing} connects one process a rank, and launcher={name} runs all ranks "
                 "in one process",
                 accepted="launcher=spawn, torchrun, mpiexec or slurm with it; or boxing=local",
-                todo=f"leave out launcher={name}, or say launcher=spawn",
+                todo=f"leave out launcher={name}, or set launcher=spawn",
             )
         starts = started if world.size > 1 else f"launcher={name} starts one process a rank"
         instead = "start one process: sbp-train ..."
@@ -255,7 +255,7 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
             lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()
             quoted = (f"    {line}" for line in lines[-_SHOWN_LINES:])
-            text = "\n".join([f"{path}, which ends so:", *quoted])
+            text = "\n".join([f"{path}, which ends with:", *quoted])
             error = error.replaced(RunError, where=(*error.where, text))
     from sbp_launch.checkpoint import (
         newest_first,  # here: it takes a while, and only failures need it
@@ -265,7 +265,7 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         storage = config.storage
         make = cast(StorageFactory, registry.make("storage", storage.name, storage.settings))
         if names := newest_first(make(folder)):
-            resume = f"to go on from {names[0]}: {resume_command(folder)}"
+            resume = f"to continue from {names[0]}: {resume_command(folder)}"
             error = error.replaced(RunError, todo=f"{error.todo}\n  {resume}")
     raise error
 

@@ -166,7 +166,7 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
             if not error.code:  # the run has not ended, although the exit code is 0
                 log.last_words(
                     f"{_speaker(world)}: the program called sys.exit({error.code or 0}) before the "
-                    "run was over\n  to mend it: see who calls it: a model, a data set, a callback"
+                    "run was over\n  to fix it: find the call in model, data set or callbacks"
                 )
                 return FAILED
             log.last_words(f"{_speaker(world)}: {error}")

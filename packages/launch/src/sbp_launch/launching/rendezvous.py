@@ -106,7 +106,7 @@ class _MpiMeeting(Rendezvous):
             self._mpi: Any = importlib.import_module("mpi4py.MPI")
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                f"mpiexec has started {world.size} processes, and they have no MPI to connect by: "
+                f"mpiexec has started {world.size} processes, but they cannot connect through MPI: "
                 f"{error}",
                 where=f"rank {world.rank}",
                 todo='pip install "sbp-boxing-nccl[mpi]", and the MPI library of this mpiexec',
@@ -192,6 +192,6 @@ class _StoreMeeting(Rendezvous):
 
 def _without_a_word(why: str) -> RunError:
     return RunError(
-        f"rank 0 has ended without a word: {why}",
-        todo="see what it wrote last; a program that calls sys.exit ends the run",
+        f"rank 0 has ended without reporting an error: {why}",
+        todo="read the end of its output; a program that calls sys.exit ends the run",
     )

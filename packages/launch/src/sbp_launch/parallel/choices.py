@@ -92,7 +92,7 @@ class Choices:
             )
         for name in own.keys() & given.keys():
             raise ConfigError(
-                f"{kind} has a setting {name!r}, which is an argument of its own",
+                f"{kind} has a setting {name!r}, which parallelize takes as its own argument",
                 where=f"the argument {kind}",
                 todo=f"leave it out, and pass {name}=...",
             )

@@ -57,7 +57,7 @@ def plan_form(
     known = train.strategy
     if any(known.staleness):
         raise PlanError(
-            "the plan trains on parameters of earlier steps, which another form does not know",
+            "the plan trains on stale parameters, which another form of the step does not have",
             accepted="plans without staleness",
         )
 
@@ -77,9 +77,9 @@ def plan_form(
                 moved = [n for n, sbp in pins.items() if str(found.storage[n].sbp) != sbp]
                 if has_pins and (moved := [n for n in moved if n in stored]):
                     raise PlanError(
-                        f"{moved[0]!r} is stored as ({stored[moved[0]]}), and would be as "
+                        f"{moved[0]!r} is stored as ({stored[moved[0]]}), and the pins move it to "
                         f"({found.storage[moved[0]].sbp})",
-                        accepted="pins of states that are not there, and of what is no state",
+                        accepted="pins of new states, and of tensors that are not states",
                     )
                 stays = all(
                     found.storage[name].stage == entry.stage

@@ -42,9 +42,9 @@ def check_unchanged(
         raise ConfigError(
             f"the loss changes what it reads: {changes[0].what}",
             where=changes[0].where,
-            accepted="a loss that reads its batch, and changes nothing but buffers of the model",
+            accepted="a loss that reads its batch, and changes only buffers of the model",
             todo="return the value as a metric; or keep it in a buffer of the model: "
             "self.register_buffer('hidden', ...), in forward self.hidden = hidden.detach(); if "
-            "only the same step reads it, such as features that a hook keeps, let the loss put "
-            "back what was there: features.pop('h'), features.clear()",
+            "only the same step reads it, such as features that a hook keeps, let the loss "
+            "restore it: features.pop('h'), features.clear()",
         )

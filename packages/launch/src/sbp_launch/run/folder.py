@@ -92,13 +92,13 @@ def take_folder(folder: Path, *, overwrite: bool) -> None:
     # link to another disk; writing inside of it follows no links.
     inside = [path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*")]
     if pipes := [path for path in inside if path.is_fifo() and not path.is_symlink()]:
-        raise ConfigError(f"{pipes[0]} is a pipe, which a run would wait for", todo="remove it")
+        raise ConfigError(f"{pipes[0]} is a pipe, on which a run would block", todo="remove it")
     if links := [path for path in inside if path.is_symlink() and path.name != CHECKPOINTS]:
         raise ConfigError(
-            f"the run folder {folder} has links, and a run would write to what they lead to: "
+            f"the run folder {folder} has links, and a run would write to their targets: "
             + ", ".join(f"{path.relative_to(folder)} -> {path.readlink()}" for path in links),
             accepted=f"files and folders of its own; {CHECKPOINTS} may be a link to a folder",
-            todo="remove them, or copy what they lead to",
+            todo="remove them, or replace each by a copy of its target",
         )
 
 
@@ -113,8 +113,8 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
         raise ConfigError(
             f"the run folder {folder} holds an earlier run: {', '.join(found)}",
             accepted="a folder without a run",
-            todo="leave out hydra.run.dir for a new folder, name another one, go on where it "
-            "stopped: trainer.resume=auto, or replace what is there: trainer.overwrite=true",
+            todo="leave out hydra.run.dir to get a new folder, or name another one; to continue "
+            "the run: trainer.resume=auto; to replace it: trainer.overwrite=true",
         )
 
 
@@ -208,7 +208,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise RunError(
             f"the run folder {folder} cannot be written: {error.strerror or error}",
             where=str(error.filename or ""),
-            todo="make room, or name a folder elsewhere: hydra.run.dir=FOLDER",
+            todo="free some space, or name a folder elsewhere: hydra.run.dir=FOLDER",
         ) from error
 
 
@@ -228,7 +228,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"the run folder {folder} cannot be made or written: {what}",
             where=f"hydra.run.dir={folder}",
-            accepted="a folder that is there or can be made, with room in it",
+            accepted="a folder that exists or can be created, with free space",
             todo="name another one: hydra.run.dir=FOLDER",
         ) from error
 

@@ -224,7 +224,7 @@ class StatusSignal:
         try:
             lines = [self._head(), *self._lines()]
         except Exception as error:  # an error of reporting must not end the run
-            lines = [self._head(), f"what its ranks are at cannot be said: {error}"]
+            lines = [self._head(), f"the state of its ranks cannot be read: {error}"]
         answer(listener, lines)
 
     def _report(self) -> None:
@@ -233,16 +233,16 @@ class StatusSignal:
             # Lists, such as of registers, are in the file only.
             written = self.write()
             lines = [one for one in written if not one.startswith("    ") and one[-1:] != ":"]
-            told = [f"what its ranks are at: {self.path}", *lines]
+            told = [f"the state of its ranks: {self.path}", *lines]
         except Exception as error:  # an error of reporting must not end the run
-            told = [f"what its ranks are at cannot be written: {error}"]
+            told = [f"the state of its ranks cannot be written: {error}"]
         with suppress(OSError):
             # Bypass Python's buffers: the main thread may hold their lock.
             os.write(2, "".join(f"sbp-train: {line}\n" for line in told).encode())
 
     def _lines(self) -> Sequence[str]:
         session = self.session
-        return ["there is no session yet, or no more"] if session is None else session.status()
+        return ["no session is open now"] if session is None else session.status()
 
     def _head(self) -> str:
         now = datetime.now().astimezone().isoformat(" ", "seconds")

@@ -30,7 +30,7 @@ from sbp_launch.run.status import status_signals
 #: The last line before ranks connect, and the line before surviving ranks save after a failure.
 #: The parent process reads them to decide how long to wait (`launching`).
 STARTING = "starting the ranks"
-SAVING = "a rank has failed: saving the states with those that are left"
+SAVING = "a rank has failed: saving the states with the surviving ranks"
 
 #: The signals that are handled; Windows lacks two of them.
 _HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
@@ -133,7 +133,7 @@ class StopSignals:
             self._say("saving the states ... (press Ctrl-C again to abandon them)")
         elif self._at is _At.TRAINING and self.pending is None:
             self.pending = stop
-            self._say(f"{told}: stopping after this step (once more: at once)")
+            self._say(f"{told}: stopping after this step (a second one stops at once)")
         else:
             if self._at is _At.TRAINING:
                 self._at = _At.SAVING

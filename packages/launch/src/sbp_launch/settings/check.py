@@ -143,7 +143,7 @@ def refuse_unknown(
                 like = [one for one in settings if not (near and one.options)]
                 todo = meant(key, like, value) or todo
             if not todo and text.startswith("+") and "." not in key:
-                todo = "name the folder that has such a group of yours: --config-dir FOLDER"
+                todo = "if it is a group of your own, name its folder: --config-dir FOLDER"
             raise ConfigError(
                 f"no group or setting is called {key!r}",
                 where=composed.overrides_of(name),
@@ -341,8 +341,8 @@ def close_mesh(composed: ComposedConfig, world: World) -> ComposedConfig:
         raise ConfigError(
             f"cluster.mesh={mesh}: {world.launcher} has started {world.size} processes",
             where=composed.overrides_of("cluster"),
-            accepted=f"processes of which there are a multiple of {others}, for its other axes",
-            todo="start more of them, or fewer; or give another mesh",
+            accepted=f"a multiple of {others} processes: the other axes have {others} ranks",
+            todo="start another number of processes, or give another mesh",
         )
     whole = [world.size // others if length == OPEN else length for length in mesh]
     return replace(composed, values={**composed.values, "cluster": {**cluster, "mesh": whole}})

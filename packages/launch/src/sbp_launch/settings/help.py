@@ -40,7 +40,7 @@ _FLAGS = {
     "--multirun, -m": "one job for each value: trainer.steps=50,100",
     "--config-dir, -cd FOLDER": "options of your own, as FOLDER/GROUP/NAME.yaml",
     "--config-name, -cn NAME": "another primary config",
-    "--info, -i searchpath": "where options are looked for, and whose they are",
+    "--info, -i searchpath": "the folders that are searched for options",
     "--shell-completion, -sc": "completion in a shell: see --hydra-help",
     "--hydra-help": "all flags of Hydra",
 }
@@ -101,7 +101,7 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
     lines += ["", "Settings (`KEY=VALUE` changes one):"] if groups else []
     topics = {
         "trainer": "every setting of the chosen option, with its value",
-        "planner=osdp": "those of another option",
+        "planner=osdp": "every setting of another option",
         "trainer.steps": "one setting, and what it takes",
     }
     if app.groups:
@@ -272,10 +272,10 @@ def _unknown(
     near = nearest(topic, [*composed.files, *(row.key for row in rows), *options, *leaves])
     if others:
         return ConfigError(
-            f"--help {topic}: no chosen option takes it",
+            f"--help {topic}: no chosen option has this setting",
             where="the command line",
-            accepted="a setting of what is chosen, or of an option that is named",
-            todo=f"say --help {' or --help '.join(others)}",
+            accepted="a setting of a chosen option, or of an option that is named",
+            todo=f"try --help {' or --help '.join(others)}",
         )
     return ConfigError(
         f"--help {topic}: there is no such group, option or setting",

@@ -72,7 +72,7 @@ def no_option(
         misplaced: The remedy if the option's file is in the wrong folder.
         spelled: Returns how an option is written in that place.
     """
-    accepted = ", ".join(options) or f"none: no installed package brings a {group}"
+    accepted = ", ".join(options) or f"none: no installed package provides a {group}"
     near = nearest_option(group, option, options)
     suspect, certain = registry.suspect(f"{group}/{option}")
     # With a near match it is a typing error; without one, a broken plugin may provide it.
@@ -86,14 +86,14 @@ def no_option(
     if misplaced:
         todo = misplaced
     elif inside:
-        todo = f"say which of them: {group}={spelled(inside[0])}, or another of {option}/..."
+        todo = f"choose one of them: {group}={spelled(inside[0])}, or another of {option}/..."
     elif near:
         todo = f"did you mean {group}={spelled(near)}?"
     elif homes:
-        brings = "bring" if len(homes) > 1 else "brings"
+        brings = "provide" if len(homes) > 1 else "provides"
         todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
         todo += '; or all that sbp-train uses: pip install "sbp-launch[all]"'
     else:
-        todo = f"choose one of these, or install a package that brings {group}={option}"
+        todo = f"choose one of these, or install a package that provides {group}={option}"
     what = f"{asked}: no such option of the group {group!r}"
     return ConfigError(what, where=where, accepted=accepted, todo=todo)

@@ -50,10 +50,10 @@ def unreadable(error: OverrideParseException) -> ConfigError:
             f"{key}=$HOME{value[1:]}" if value[1:2] in ("", "/") else "write the whole path"
         )
     elif not _QUOTED_NAME.search(override) and told and told[0].startswith(_OF_THE_GRAMMAR):
-        todo = f"""quote a value with spaces or signs, twice: '{key}="{value}"'"""
+        todo = f"""put two pairs of quotes around spaces and signs: '{key}="{value}"'"""
     if _QUOTED_NAME.search(override):
         meant = _QUOTED_NAME.sub(r"\1\3", override)
-        todo = f"names before a colon stand without quotes here: '{meant}'"
+        todo = f"write names before a colon without quotes: '{meant}'"
     return ConfigError(
         f"the override {override!r} cannot be read",
         where="the command line",

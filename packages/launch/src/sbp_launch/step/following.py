@@ -42,9 +42,8 @@ class Following:
         asleep = () if program.model.training else modules_in_eval_mode(program.model)
         if asleep:
             warnings.warn(
-                f"the model is in eval mode, and is trained in that, as in a loop of your own: "
-                f"{asleep[0]!r} does what it does in evaluation; call model.train() before "
-                "parallelize if that is not meant",
+                f"the model is in eval mode, and is trained in this mode: {asleep[0]!r} behaves as "
+                "in evaluation; if you do not want this, call model.train() before parallelize",
                 stacklevel=4,
             )
 
@@ -112,9 +111,9 @@ class Following:
         first, more = changes[0], len(changes) - 1
         also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""
         return RunError(
-            f"{first.what}: it is another step now{also}",
+            f"{first.what}: the captured step no longer fits{also}",
             where=(first.where, problem) if problem else first.where,
-            accepted="changes with which the step can be captured again, but of modules and "
-            "parameters; weights, buffers, states of the optimizer, learning rates",
+            accepted="changes of weights, buffers, optimizer states and learning rates; other "
+            "changes, not of modules and parameters, after which the step can be captured again",
             todo=first.todo.replace(ANEW, self._program.anew),
         )

@@ -40,6 +40,6 @@ def _reporter(when: str) -> Callable[[BaseException], None]:
         # Bypass Python's buffers: the signal may have arrived during a print.
         with suppress(OSError):
             name = type(error).__name__
-            os.write(2, f"\n{name}: raised {when} (once more: at once)\n".encode())
+            os.write(2, f"\n{name}: raised {when} (a second one is raised at once)\n".encode())
 
     return tell

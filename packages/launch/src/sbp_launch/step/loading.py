@@ -88,7 +88,7 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
             error = unknown_name("state", name, slots)
             raise error.replaced(
                 SbpLookupError,
-                todo=f"{error.todo}; if it is of another program, put that there first: "
+                todo=f"{error.todo}; if it belongs to another program, add that program first: "
                 "step.add_step(loss, batch, optimizer)",
             )
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from sbp_core.errors import SbpAttributeError
 
 _STEP_DOES_IT = "step(batch) does forward, backward and update; leave this call out"
-_OF_MODEL = "use that of the model, whose tensors read as what was trained"
-_OF_OPTIMIZER = "use that of the optimizer given to parallelize, which the step follows"
+_OF_MODEL = "use this attribute of the model, whose tensors show the trained values"
+_OF_OPTIMIZER = "use this attribute of the optimizer given to parallelize; the step follows it"
 
 #: Attributes that steps do not have, and what to do instead.
 OF_STEPS: Mapping[str, str] = {
@@ -45,7 +45,7 @@ OF_STEPS: Mapping[str, str] = {
 }
 
 _OF_FIRST = (
-    "use that of the first step, which parallelize returned: it has the states of all steps and "
+    "use the first step, which parallelize returned: it has the states of all steps and "
     "starts, saves and ends them together"
 )
 

@@ -70,7 +70,7 @@ def prove_padding(
     names = ", ".join(map(str, padding.buckets.sizes))
     told = f"padding: to {names} at dim {padding.buckets.dim}; "
     if not settings.compile.prove:
-        padding.lines = (f"{told}that it is neutral was not to be proved",)
+        padding.lines = (f"{told}not proved to be neutral, because compile.prove=false",)
         return
     padding.lines = (told + _prove(program, padding, settings, given, numbers),)
 

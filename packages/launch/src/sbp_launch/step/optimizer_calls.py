@@ -43,7 +43,7 @@ class OptimizerCalls:
             return
         self._has_told = True
         logger.warning(
-            "%s.step() was called besides the step of parallelize, and %s: step(batch) does "
+            "%s.step() was called in addition to the step of parallelize, and %s: step(batch) does "
             "forward, backward and update; leave this call out",
             type(optimizer).__name__,
             "updates its parameters once more, by gradients of a backward of the loop"

@@ -124,8 +124,8 @@ def plan_program(
         degree = parts
     else:
         raise ConfigError(
-            "the planner splits the batch in another way whenever its size changes, so that nobody "
-            "can say what the part of one process is",
+            "the planner splits the batch in another way whenever its size changes, so the part "
+            "of one process is not defined",
             where="the argument batch_is",
             accepted="batch_is='global', or a batch that is pinned",
             todo=_PIN_BATCH,

@@ -240,7 +240,7 @@ def save_among_survivors(
                 held.enter_context(claimed_from_the_lost(storage))
             prepare(now)
 
-        now.agree(begin, "what is left cannot be written", storage.place())
+        now.agree(begin, "the surviving states cannot be written", storage.place())
         write(pieces, now)
 
 
@@ -308,7 +308,7 @@ def load_step(
         except DamagedError as error:
             if len(names) == 1:
                 raise
-            logger.warning("%s; it is passed over", error.what)
+            logger.warning("%s; this checkpoint is skipped", error.what)
         else:
             metadata = checkpoint.manifest.metadata
             restore_groups(training.states.groups, metadata.settings.get(_GROUPS), checkpoint.place)

@@ -184,8 +184,8 @@ class ProgramStates:
         for name in sorted(names):
             if (parameter := name.rpartition(".")[0]) in updated:
                 raise PlanError(
-                    f"it has the state {name!r}, and {parameter!r} was trained without it: there "
-                    f"is {updated[parameter]!r} only",
+                    f"it has the state {name!r}, but {parameter!r} was trained without it: it has "
+                    f"only {updated[parameter]!r}",
                     accepted="new states of parameters that were not trained so far",
                 )
 

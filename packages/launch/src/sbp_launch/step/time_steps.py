@@ -51,11 +51,11 @@ def refuse_cut_time(
     if found is None:
         return
     is_recurrent = isinstance(model.get_submodule(found.module), nn.RNNBase)
-    told = f"{_model_name(model, found)} goes through dim 0 of the batch as time"
+    told = f"{_model_name(model, found)} takes dim 0 of the batch as time"
     if micro_batches > 1 and is_recurrent:
         raise ConfigError(
-            f"{told}, and micro_batches={micro_batches} would cut it: each would begin without the "
-            "state that the one before has left",
+            f"{told}, and micro_batches={micro_batches} would cut it: each micro-batch would start "
+            "without the state at the end of the previous one",
             where=found.where(),
             accepted="micro-batches of samples",
             todo=f"{_WAY_OUT}; or micro_batches=1",
@@ -65,7 +65,7 @@ def refuse_cut_time(
             f"{told}, and with batch_is='local' the sequences of {processes} processes would "
             "follow each other as one",
             where=found.where(),
-            accepted="samples along dim 0, or the dim that batch_dim says",
+            accepted="samples along dim 0, or along the dim that batch_dim names",
             todo=f"{_WAY_OUT}; or pass the whole batch in each process: batch_is='global'",
         )
 
@@ -94,12 +94,12 @@ def tell_cut_time(planned: Planned, batch: Any, found: Node | None, model: nn.Mo
     elif found is not None:
         parts = planned.settings.micro_batches > 1
         logger.warning(
-            "%s goes through dim 0 of the batch as time (%s), which %s: %s",
+            "%s takes dim 0 of the batch as time (%s), and %s: %s",
             _model_name(model, found),
             found.where()[0],
-            "micro-batches cut, and each sees its own times only"
+            "micro-batches split this dim, so each sees only some of the time steps"
             if parts
-            else "ranks cut, and they exchange what they need of each other",
+            else "ranks split this dim, and exchange the time steps that they need",
             _WAY_OUT,
         )
 

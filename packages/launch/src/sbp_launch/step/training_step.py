@@ -424,9 +424,9 @@ class TrainingStep(ProgramStep):
         session, program = self.session, self._program
         if self.steps_done:
             raise RunError(
-                f"{self.steps_done} steps were taken, and weights are what a run starts from",
+                f"weights can be loaded before the first step only; {self.steps_done} are done",
                 accepted="a parallel step before its first step",
-                todo="call load_model first; step.load(folder) goes on from a checkpoint",
+                todo="call load_model first; step.load(folder) continues from a checkpoint",
             )
         self._training.enter("step.load_model(path)")
         weights = find_weights(

@@ -72,7 +72,7 @@ def restore(callbacks: Mapping[str, Callback], state: TrainerState) -> None:
             callback.load_state_dict(kept)
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the callback {name!r} cannot go on from {dict(kept)}: {error}",
-                accepted="what it has saved",
+                f"the callback {name!r} cannot continue from {dict(kept)}: {error}",
+                accepted="the state that it has saved",
                 todo=f"resume from another checkpoint, or without the callback {name}",
             ) from error

@@ -78,7 +78,7 @@ class EarlyStop(Callback):
         if self._worse < config.patience:
             return None
         times = f"{self._worse} evaluation{'s' * (self._worse > 1)}"
-        return TrainerControl(stop=f"{config.monitor} has not become better for {times}")
+        return TrainerControl(stop=f"{config.monitor} has not improved for {times}")
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the best value so far, and the number of evaluations since then."""

@@ -93,7 +93,7 @@ class FiniteLoss:
         if self._warned:
             return ""
         self._warned = True
-        return f"{what} in {where}; {self._last}; trainer.on_nan=warn goes on"
+        return f"{what} in {where}; {self._last}; trainer.on_nan=warn continues"
 
     def _todo(self) -> str:
         trainer, ways = self.config.trainer, ["a smaller optimizer.lr"]
@@ -105,4 +105,4 @@ class FiniteLoss:
         halves = {self.config.compile.autocast, str(getattr(precision, "dtype", ""))}
         if "float16" in halves and trainer.update.loss_scaling is None:
             ways.insert(0, "trainer.update.loss_scaling={init_scale:65536.0}")
-        return f"try {', '.join(ways)}; trainer.on_nan=warn goes on all the same"
+        return f"try {', '.join(ways)}; trainer.on_nan=warn continues anyway"

@@ -96,12 +96,12 @@ def _of_another_model(strategy: Strategy, graph: LogicalGraph) -> ConfigError:
     stray, lacking = sorted(set(strategy.nodes) - nodes), sorted(nodes - set(strategy.nodes))
     named = [
         f"it {verb} {', '.join(names[:_MOST_NAMES])}"
-        for verb, names in (("decides on", stray), ("says nothing of", lacking))
+        for verb, names in (("decides on", stray), ("does not decide on", lacking))
         if names
     ]
     return ConfigError(
         "the strategy to compare with is for another model or other settings of the step",
         where=("compare", *named),
         accepted="a strategy of this model, of the same size, optimizer and passes",
-        todo="give model, optimizer, compile and trainer.batch_size as they were for it",
+        todo="set model, optimizer, compile and trainer.batch_size as it was made with",
     )

@@ -116,7 +116,7 @@ class Resume:
         for name, value in program.model.named_parameters():
             was = saved.get(name)
             if was is not None and (was.dtype, was.shape) != (value.dtype, value.shape):
-                found.append(f"{name!r} is {_form(was)} there, and {_form(value)} here")
+                found.append(f"{name!r} is {_form(was)} in it, and {_form(value)} in the model")
         found += [f"it has no {name!r}" for name in sorted(own.keys() - saved.keys())]
         found += [f"it has {name!r}, too" for name in sorted(saved.keys() - own.keys())]
         if found:
@@ -146,7 +146,7 @@ class Resume:
             self._skip(problem)
             self._load_next(session)
             self._follow_others(session, processes)
-        self._run.say([f"going on after step {self.metadata.step}, from {self._place}"])
+        self._run.say([f"continuing after step {self.metadata.step}, from {self._place}"])
         return self._trainer_state()
 
     def _follow_others(self, session: Session, processes: Processes) -> None:
@@ -224,7 +224,7 @@ class Resume:
             raise error
         self._skipped_last = words_of(error)
         where = f" ({error.where[0]})" if error.where else ""
-        self._run.warn(f"{error.what}{where}; it is passed over")
+        self._run.warn(f"{error.what}{where}; this checkpoint is skipped")
 
     def _check(self, metadata: Metadata, name: str) -> None:
         """Check that the run has the same seed; print other settings that differ.

@@ -103,13 +103,12 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
         if newest := loop.checkpoints.newest:
-            run.say(
-                [f"the newest checkpoint is {newest}", f"  to go on: {resume_command(run.folder)}"]
-            )
+            run.say([f"the newest checkpoint is {newest}"])
+            run.say([f"  to continue: {resume_command(run.folder)}"])
     else:
         run.say([f"{ended}; the states so far are in {place}"])
         if is_finite:
-            run.say([f"  to go on: {resume_command(run.folder)}"])
+            run.say([f"  to continue: {resume_command(run.folder)}"])
 
 
 def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool) -> str:

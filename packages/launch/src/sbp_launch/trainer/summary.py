@@ -69,7 +69,8 @@ def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
     """Return lines on where the states of an ended run are, and how to continue training."""
     unit = run.config.trainer.budget.unit
     more = "" if loop.stopped_for else f" trainer.{unit}=MORE"
-    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {resume_command(run.folder)}{more}"]
+    resume = f"  to continue: {resume_command(run.folder)}{more}"
+    return [f"saved: {loop.checkpoints.newest}", resume]
 
 
 def predicted_of(run: Run, program: RunProgram, planned: Planned) -> Predicted:

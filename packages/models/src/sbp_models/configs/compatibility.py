@@ -94,7 +94,7 @@ def check_text(
         raise ConfigError(
             f"data.context={data.context} is longer than model.context={context}",
             accepted=f"data.context in 1 to {context}",
-            todo="leave data.context out, which then is the model's, or raise model.context",
+            todo="leave data.context out to take the model's, or raise model.context",
         )
 
 
@@ -128,13 +128,13 @@ def check_images(
             raise ConfigError(
                 f"data.{name}={given}, and model={model} takes {wanted}",
                 accepted=f"data.{name}={wanted}",
-                todo=f"leave data.{name} out, which then is the model's",
+                todo=f"leave data.{name} out to take the model's value",
             )
     if num_classes is not None and data.num_classes > num_classes:
         raise ConfigError(
             f"data.num_classes={data.num_classes}, and model={model} knows {num_classes}",
             accepted=f"data.num_classes in 1 to {num_classes}",
-            todo="leave data.num_classes out, which then is the model's",
+            todo="leave data.num_classes out to take the model's value",
         )
 
 
@@ -162,7 +162,7 @@ def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int
         raise ConfigError(
             f"data.num_dense={data.num_dense}, and model={model} takes {num_dense}",
             accepted=f"data.num_dense={num_dense}",
-            todo="leave data.num_dense out, which then is the model's",
+            todo="leave data.num_dense out to take the model's value",
         )
     if not isinstance(data, ClicksConfig | ClickLogConfig):
         return
@@ -170,8 +170,8 @@ def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int
     if not fits:
         raise ConfigError(
             f"data.rows={list(data.rows)}, and model={model} has tables of {list(rows)} rows",
-            accepted="as many features as tables, none of more values than its table has rows",
-            todo="leave data.rows out, which then is the model's",
+            accepted="one feature for each table, with at most as many values as it has rows",
+            todo="leave data.rows out to take the model's value",
         )
 
 

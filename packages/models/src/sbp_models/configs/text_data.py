@@ -36,7 +36,7 @@ def text_task(task: str) -> TextTask:
     near = nearest(task, (*VOCABULARY, *HF_TASKS))
     meant = f"did you mean {near}?" if near else ""
     raise ConfigError(
-        f"task={task} is nothing that one learns from a text",
+        f"task={task} is not a task for text",
         accepted=f"{', '.join(VOCABULARY)}; or {', '.join(HF_TASKS)}, as transformers calls them",
         todo="choose data=images for a classifier of images" if "image" in task else meant,
     )

@@ -149,11 +149,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("instance", type=Path, help="a .json or .json.gz file")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS")
-    parser.add_argument("--gap", type=float, default=0.0, help="stop within this part of the best")
+    parser.add_argument("--gap", type=float, default=0.0, help="relative gap to stop at")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the assignment")
     options = parser.parse_args(arguments)
     if not options.time_limit > 0 or not options.gap >= 0:
-        parser.error("--time-limit must be above 0, and --gap not below")
+        parser.error("--time-limit must be above 0, and --gap at least 0")
     # Checked here, so that nobody solves for minutes and then cannot write the result.
     out = options.out
     if out is not None and (out.is_dir() or not out.parent.is_dir()):

@@ -153,7 +153,7 @@ def _check(
     if len(usages) != len(costs) or edges != max(len(costs) - 1, 0):
         raise SbpValueError(
             f"{len(costs)} costs, {len(usages)} usages and {edges} edge_costs",
-            accepted="as many usages as costs, and one edge less",
+            accepted="as many usages as costs, and one entry of edge_costs less",
         )
     for node, (cost, usage) in enumerate(zip(costs, usages, strict=True)):
         if cost.ndim != 1 or cost.shape != usage.shape or not len(cost):

@@ -72,7 +72,7 @@ class FlushedProblem:
             raise SbpValueError("a machine without levels", accepted="one level or more")
         if self.in_flight is InFlightLimits.ROUND_ROBIN:
             raise SbpValueError(
-                "devices of a flushed stage share each micro-batch, none is sent round",
+                "devices of a flushed stage share each micro-batch; they do not take turns",
                 accepted="InFlightLimits.STAGES or InFlightLimits.ALL",
             )
 

@@ -244,7 +244,7 @@ def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePla
             after = stages[-count + 1].devices
             times.append(float(problem.transfer_s(stage.devices, after, behind)[stage.stop]))
     if inf in times:
-        raise SbpValueError(f"a stage of {stages} cannot be: it takes infinitely long")
+        raise SbpValueError(f"a stage of {stages} is impossible: it takes infinitely long")
     slowest, total = max(times), sum(times)
     objective = slowest
     if problem.micro_batches is not None:

@@ -62,7 +62,7 @@ from sbp_core.signatures import (
 )
 
 #: Reason why the dims that a mask reads or makes stay whole.
-_DATA = "a mask makes as many elements as it has true ones"
+_DATA = "a mask selects as many elements as it has true values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from sbp_core.signatures import (
 
 _GATES = "the gates of a step are chunks of one dim, which products mix"
 _CHAIN = f"each step needs the one before, and {_GATES}"
-_BUFFER = "what the backward needs is kept in a buffer without a documented layout"
-_ONEDNN = f"{_BUFFER}; captured with torch.backends.mkldnn disabled, the layer is products"
+_BUFFER = "the backward reads a buffer without a documented layout"
+_ONEDNN = f"{_BUFFER}; with torch.backends.mkldnn disabled, the layer is captured as products"
 _LAYER = "attention mixes the positions, and products the features"
 _CLASSES = "a softmax runs over the classes, and products over the features"
 

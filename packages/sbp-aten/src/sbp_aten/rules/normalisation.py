@@ -41,9 +41,9 @@ from sbp_core.signatures import (
 )
 
 _SOFTMAX = "each element is divided by a sum over all of it"
-_LAYER = "why mean and variance are those of all its elements"
-_GROUP = "why mean and variance of a group are those of all its channels and positions"
-_BATCH = "why the statistics are those of the whole batch and of all positions"
+_LAYER = "why mean and variance are taken over all its elements"
+_GROUP = "why mean and variance of a group are taken over all its channels and positions"
+_BATCH = "why the statistics are taken over the whole batch and all positions"
 
 
 def _affine(call: OpCall, weight: int, bias: int) -> str:
@@ -147,7 +147,7 @@ def _weight_norm(call: OpCall) -> Notation:
     numbers = " ".join(f"d{dim}" if dim == at else "1" for dim in range(len(shape)))
     inputs = ", ".join(data if entry.shape == shape else numbers for entry in call.inputs)
     linear = "linear 0; linear 2 to 0" if backward else "linear 1 to 0"
-    why = "why the norm of a slice is one of all its elements"
+    why = "why the norm of a slice is taken over all its elements"
     return notation(call, f"{inputs} => {data}, {numbers}; {linear}; {why}")
 
 

@@ -145,7 +145,7 @@ _INDEXED = _Way(kinds=("", ""), alone=_FIRST, why="the index counts over all ele
 _INDEX = replace(_INDEXED, kinds=("",), alone=(unread(0),))
 
 
-_SPREAD = _Way(why="the spread is one around the mean of all elements")
+_SPREAD = _Way(why="the spread is measured around the mean of all elements")
 
 
 _SPREADS = replace(_SPREAD, kinds=("", ""))
@@ -154,10 +154,10 @@ _SPREADS = replace(_SPREAD, kinds=("", ""))
 _MIDDLE = _Way(alone=_SAME, why="an element is chosen by its rank among all")
 
 
-_LOG_SUM = _Way(alone=_SAME, why="the logarithm is one of a sum over all elements")
+_LOG_SUM = _Way(alone=_SAME, why="the logarithm is taken of a sum over all elements")
 
 
-_HASH = _Way(why="a hash is no sum, maximum or minimum of those of the shards")
+_HASH = _Way(why="a hash is not a sum, maximum or minimum of the hashes of shards")
 
 
 def _same(call: OpCall) -> tuple[Dependence, ...]:

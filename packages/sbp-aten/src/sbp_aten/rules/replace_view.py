@@ -145,8 +145,8 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 # Places that depend on the data
 
-_COUNTED = "where an element goes hangs on how many are picked before it"
-_UNKNOWN = opaque("the data say how many elements there are")
+_COUNTED = "the place of an element depends on how many are picked before it"
+_UNKNOWN = opaque("the number of elements depends on the data")
 
 
 def _picked(*inputs: int) -> Rule:
@@ -171,7 +171,7 @@ def _segments(call: OpCall) -> Notation:
         formula = f"b* n! d*, b* {ends} => b* s! d*"
         adds = sums and not call.kwargs.get("initial")
         clauses = f"; {kind} 0" if kind in ("max", "min") else "; linear 0" * adds
-    why = "why which elements a segment has hangs on the lengths of those before it"
+    why = "why the elements of a segment depend on the lengths of earlier segments"
     return notation(call, f"{formula}{clauses}; {why}", b=len(call.inputs[-1].shape) - 1)
 
 

@@ -192,7 +192,7 @@ def _expand(call: OpCall) -> Notation:
 
 # Memory
 
-_ADDRESSED = "it addresses memory, of which a shard has another layout"
+_ADDRESSED = "it addresses memory, and a shard has another memory layout"
 
 
 def _copied(builder: LocalProgramBuilder, call: OpCall) -> Ref:

@@ -39,7 +39,7 @@ def _renorm(call: OpCall) -> Notation:
     rank = len(call.inputs[0].shape)
     at = wrap_dim(argument(call, 2, "dim"), rank)
     dims = " ".join(f"d{dim}" + "!" * (dim != at) for dim in range(rank))
-    return notation(call, f"{dims} => {dims}; why the norm of a slice is one of all its elements")
+    return notation(call, f"{dims} => {dims}; why a norm is taken over all elements of a slice")
 
 
 def _along(index: int, *dependences: Dependence, why: str, default: object = None) -> Rule:

@@ -314,7 +314,7 @@ def _number_reduced(call: OpCall, over: Sequence[str]) -> Updates:
     return Updates(
         dependences=(*(() if affine else (linear(0),)), *((increasing(0),) if grows else ())),
         whole=frozenset(over),
-        why="what is there meets the number as often as its place is named",
+        why="the number is applied to an element as often as its place is named",
     )
 
 

@@ -323,7 +323,7 @@ class BoxingBackend(ABC):
         Raises:
             BoxingError: the backend has not failed, or the other ranks cannot be reached.
         """
-        raise BoxingError("the ranks that are left cannot reach each other")
+        raise BoxingError("the surviving ranks cannot reach each other")
 
     @abstractmethod
     def close(self) -> None:

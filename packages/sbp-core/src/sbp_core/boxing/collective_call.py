@@ -87,8 +87,8 @@ class CollectiveCall:
             f"boxing step {self.tag!r} waited {self.deadline_s:g} s; ranks that did not arrive: "
             f"{', '.join(map(str, ranks))}",
             where=(str(self.step), f"rank {self.rank}", *self.describe_ranks(ranks)),
-            todo="see what those ranks were doing: all processes make the same calls, also those "
-            "that evaluate or gather states; a larger deadline helps only if they are just slow",
+            todo="see what those ranks were doing: all processes must make the same calls, also to "
+            "evaluate or gather states; a larger deadline helps only if those ranks are slow",
         )
 
     def failed(

@@ -350,12 +350,12 @@ def _outlives(state: _State, actor_id: ActorId, what: str) -> PlanError:
 def _too_late(state: _State, actor_id: ActorId) -> PlanError:
     looks = "itself looks at it" if actor_id == state.writer else "which may look at it then"
     return PlanError(
-        f"{state.name!r} is overwritten in place before all are through with its old value",
+        f"{state.name!r} is overwritten in place before all reads of its old value are done",
         where=(_named(state.writer, "which overwrites it"), _named(actor_id, looks)),
-        accepted="an order of their thread, or registers, or an all-reduce of both ranks, by which "
-        "the one that overwrites it comes later",
-        todo=f"take {state.name!r} out of in_place of {state.writer[1]!r}, or let a register "
-        "without keys lead to it",
+        accepted="an order of their thread, or registers, or an all-reduce of both ranks, with "
+        "which the actor that overwrites it comes later",
+        todo=f"take {state.name!r} out of in_place of {state.writer[1]!r}, or add a register "
+        "without keys that leads to it",
     )
 
 

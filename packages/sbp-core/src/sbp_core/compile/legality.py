@@ -94,7 +94,7 @@ def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None
             f"the strategy of planner {strategy.planner!r} does not cover the graph",
             where=[*([lines.where(place)] if lines else ()), *where],
             accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
-            todo="plan this very graph",
+            todo="plan again for exactly this graph",
         )
 
 

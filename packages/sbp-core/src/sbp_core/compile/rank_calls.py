@@ -98,7 +98,7 @@ RANK_CALLS: Document[RankCalls] = Document(
     kind=RankCalls,
     format="sbp-rank-calls",
     version=1,
-    todo="list the calls of a step: sbp-plan trainer.list_calls=calls.json",
+    todo="list the calls of a step: sbp-plan calls=calls.json",
     error=ConfigError,
 )
 

@@ -34,6 +34,6 @@ def allow_unknown(graph: LogicalGraph, unknown: UnknownOperator) -> LogicalGraph
             named.add(node.op)
             nodes[at] = replace(node, tags=(*node.tags, unknown.tag))
     for op in sorted(named):
-        how = "runs whole" if unknown is UnknownOperator.WHOLE else "is tried out, and run as found"
-        _LOG.warning("nothing says how %s may be split: it %s", op, how)
+        how = "runs whole" if unknown is UnknownOperator.WHOLE else "is split as trial runs allow"
+        _LOG.warning("no rule says how %s may be split: it %s", op, how)
     return graph.with_nodes(tuple(nodes))

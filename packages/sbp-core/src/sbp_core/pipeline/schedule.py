@@ -121,7 +121,7 @@ class PipelineSchedule:
             wrong = [f"{action} {-count:+}" for action, count in given.items() if count]
             if wrong:
                 raise SbpValueError(
-                    f"schedule {self.name!r} has actions too often or too seldom: "
+                    f"schedule {self.name!r} has too many or too few of some actions: "
                     f"{', '.join(wrong[:8])}",
                     where=f"the order of rank {rank}, which holds the stages {stages}",
                     accepted="for each stage and micro-batch one F, and one B or one I and one W",

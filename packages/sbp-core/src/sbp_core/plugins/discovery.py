@@ -161,7 +161,7 @@ def discover(
         raise SbpError(
             f"{len(registry.problems)} problem(s) with plugins",
             where=[str(problem) for problem in registry.problems],
-            todo="mend or uninstall them, or do without strict",
+            todo="correct or uninstall them, or leave out strict",
         )
     return registry
 

@@ -49,7 +49,7 @@ class Problem:
     what: str
     version: str = ""
     module: str = ""
-    remedy: str = "mend that plugin"
+    remedy: str = "correct that plugin"
 
     def __str__(self) -> str:
         return f"{self.plugin} ({' and '.join(self.distributions)}): {self.what}"
@@ -75,7 +75,7 @@ class Problem:
         by = " ".join(filter(None, (" and ".join(self.distributions), self.version)))
         named = "" if self.plugin in self.distributions else f"{self.plugin!r} of "
         what = f"it {self.what}" if self.what.startswith(("is ", "states ")) else self.what
-        brings = "brings" if certain else "may bring"
+        brings = "provides" if certain else "may provide"
         return f"{asked}: the plugin {named}{by} that {brings} it cannot be used: {what}"
 
 
@@ -169,7 +169,7 @@ class PluginEntry:
             f"{self.title} returned {what}, not {accepted}",
             where=self._place(by),
             accepted=accepted,
-            todo="mend the plugin",
+            todo="correct the plugin",
         )
 
 
@@ -363,7 +363,7 @@ def target(entry: PluginEntry) -> Callable[[object], object]:
         found = getattr(found, part, None)
     if not callable(found):
         raise SbpError(
-            f"{entry.kind} {entry.name!r} names {entry.build}, which is nothing to call",
+            f"{entry.kind} {entry.name!r} names {entry.build}, which cannot be called",
             where=f"distribution {entry.distribution} {entry.version}",
             todo=f"report it to the authors of {entry.distribution}",
         )

@@ -41,9 +41,9 @@ TEMPLATES = {
         setting=("log_bytes", "bool", "True", "whether to log what ranks have sent"),
         needs="sbp-torch",
     ),
-    "callback": Template(setting=("loss", "float", "0.0", "that is low enough"), has_option=False),
+    "callback": Template(setting=("loss", "float", "0.0", "a low enough loss"), has_option=False),
     "cluster": Template(
-        setting=("memory_bytes", "float", "1.6e10", "of a device"),
+        setting=("memory_bytes", "float", "1.6e10", "memory of a device"),
         fields="""
     mesh: tuple[int, ...] = (1,)  # ranks along each axis
     axes: tuple[str, ...] = ("data",)""",
@@ -51,10 +51,10 @@ TEMPLATES = {
     ),
     "data": Template(setting=("size", "int", "1000", "samples to train on"), needs="sbp-torch"),
     "launcher": Template(
-        setting=("threads_per_rank", "int", "1", "that one operator may use"),
+        setting=("threads_per_rank", "int", "1", "threads that one operator may use"),
         fields="\n    spans_processes: ClassVar[bool] = True  # each rank is a process",
     ),
-    "logger": Template(setting=("file", "str", '"my_metrics.jsonl"', "in the run folder")),
+    "logger": Template(setting=("file", "str", '"my_metrics.jsonl"', "file in the run folder")),
     "model": Template(setting=("hidden", "int", "16", "width"), needs="sbp-torch"),
     "optimizer": Template(setting=("lr", "float", "0.1", "learning rate"), needs="sbp-torch"),
     "pass": Template(
@@ -68,7 +68,7 @@ TEMPLATES = {
         needs="sbp-torch",
     ),
     "signature": Template(setting=None, needs="sbp-torch", has_option=False),
-    "storage": Template(setting=("folder", "str", '"my_checkpoints"', "in the run folder")),
+    "storage": Template(setting=("folder", "str", '"my_checkpoints"', "folder in the run folder")),
 }
 
 _PLUGIN = '''\
@@ -96,7 +96,7 @@ _CONFIG = '''
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings; raise a ValueError in `__post_init__` for those that cannot be meant."""
+    """Settings; raise a ValueError in `__post_init__` for invalid values."""
 
     $setting: $type = $default  # $meaning$fields
 '''

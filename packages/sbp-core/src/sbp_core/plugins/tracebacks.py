@@ -20,7 +20,7 @@ _MOST_LINES = 3
 
 
 #: Advice for a plugin that has raised an error that is not of sbp.
-MEND = "mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole traceback"
+MEND = "correct the plugin, or its input; HYDRA_FULL_ERROR=1 shows the whole traceback"
 
 
 def own_lines(error: BaseException, package: str) -> list[str]:

@@ -309,7 +309,7 @@ class Connections(ABC):
         if self._untold:
             raise BoxingError(
                 f"the end of the run could not complete: {self._untold}",
-                where=f"rank {store.rank}, which was through",
+                where=f"rank {store.rank}, which had done its part",
                 todo="see what that rank did after its last step",
             )
 
@@ -359,7 +359,7 @@ class Connections(ABC):
         if reason := detector.investigate(0.0, CLOSE_TIMEOUT_S):
             store.announce_failure(reason)
         else:
-            _log.warning("rank %d leaves before other ranks did", store.rank)
+            _log.warning("rank %d closes before the other ranks have closed", store.rank)
             return False
         self._untold = detector.found
         return store.failure() is None

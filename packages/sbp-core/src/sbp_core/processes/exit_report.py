@@ -205,11 +205,11 @@ class ExitReport:
         if cause is None:
             late = "; ".join(f"{end.spec.name} {end.how}" for end in self.remaining)
             what, shown = f"the run took longer than {self.timeout_s:g} s: {late}", self.remaining
-            todo = "see what those wrote last; allow more time if they were only slow"
+            todo = "read the end of their output; allow more time if they were only slow"
         else:
             what = f"{cause.spec.name} {cause.how}, {cause.after_s:.1f} s after the start"
             if cause.code == 0:
-                what += ", before the others were through"
+                what += ", before the other processes had ended"
             name = cause.spec.name
             if cause.root_cause is not None and len(cause.spec.ranks) > 1:
                 rank, words = cause.root_cause
@@ -224,8 +224,8 @@ class ExitReport:
             if not todo and cause.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
-                todo = f"mend what was said last by {name}"
-                todo += "; the others only followed" if others or name != cause.spec.name else ""
+                todo = f"see the last error that {name} reported"
+                todo += "; others followed from it" if others or name != cause.spec.name else ""
         return RunError(what, where=[end.place(quote=quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:

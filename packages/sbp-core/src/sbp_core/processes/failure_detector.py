@@ -224,8 +224,8 @@ class FailureDetector:
                 since_s = now - self._deregistered.setdefault(rank, now)
                 if min(since_s, call.age_s) >= _GRACE_S:
                     return (
-                        f"{self._names([rank])} has closed its boxing backend, and left; "
-                        "all ranks make the same calls before one of them closes"
+                        f"{self._names([rank])} has closed its boxing backend and left; "
+                        "all ranks must make the same calls before one of them closes"
                     )
         return None
 

@@ -89,7 +89,7 @@ class StoreClient:
             StoreLostError: the store is permanently unreachable.
         """
         if self._closed:
-            raise StoreSilentError("nobody asks the store any more: the control store is closed")
+            raise StoreSilentError("the control store is closed")
         if self._lost is not None:
             raise StoreLostError(self._lost)
         answer: Future[Any] = Future()

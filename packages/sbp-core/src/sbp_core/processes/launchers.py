@@ -138,7 +138,7 @@ def _is_open_mpi(launcher: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BoxingError(
-            f"mpiexec does not run: {error}", where=launcher, todo="mend the MPI installation"
+            f"mpiexec does not run: {error}", where=launcher, todo="repair the MPI installation"
         ) from error
     said = answer.stdout + answer.stderr
     return any(name in said for name in ("Open MPI", "OpenRTE", "PRRTE"))

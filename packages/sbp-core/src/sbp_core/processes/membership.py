@@ -256,8 +256,8 @@ def did_not_open(rank: int, missing: list[int], why: str, waited: str = "") -> B
         f"rank {rank} waited {waited}for ranks that did not open their boxing backend: "
         f"{_list(missing)}",
         where=why,
-        todo="check that every process was started, and why these did not come; a program that "
-        "ends before the other ranks are done, also by sys.exit(0), ends the run",
+        todo="check that every process was started, and see the output of these ranks; a program "
+        "that ends before the other ranks are done, also by sys.exit(0), ends the run",
     )
 
 

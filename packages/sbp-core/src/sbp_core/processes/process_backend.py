@@ -79,7 +79,7 @@ class ProcessBackend(BoxingBackend):
         """
         if self._communicator is None or rank != self._communicator.rank:
             raise BoxingError(
-                f"rank {rank} does not live in this process",
+                f"rank {rank} does not run in this process",
                 accepted=", ".join(map(str, self.local_ranks())) or "none: it is not open",
             )
         return self._communicator

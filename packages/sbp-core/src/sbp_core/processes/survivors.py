@@ -65,8 +65,8 @@ class Survivors:
         ranks = () if found is None else json.loads(found)
         if store.rank not in ranks:
             raise BoxingError(
-                f"rank {store.rank} cannot reach the ranks that are left: "
-                + ("the store is silent" if found is None else f"{ranks} did not wait for it")
+                f"rank {store.rank} cannot reach the other surviving ranks: "
+                + ("the store does not answer" if found is None else f"{ranks} did not wait for it")
             )
         return cls(ranks, store)
 
@@ -94,7 +94,7 @@ class Survivors:
         self._wait_for(missing, limit_s)
         if late := missing():
             raise BoxingError(
-                f"of the ranks that were left, {', '.join(map(str, late))} did not go on",
+                f"of the surviving ranks, {', '.join(map(str, late))} did not continue",
                 where=f"rank {self._store.rank}",
             )
         return [texts[rank] for rank in self.ranks]

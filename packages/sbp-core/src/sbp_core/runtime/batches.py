@@ -125,10 +125,10 @@ def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]
     for part in split:
         if part.samples != split[0].samples:
             raise SbpValueError(
-                f"the ranks hold other samples of {split[0].name!r} than of {part.name!r}: "
+                f"the ranks hold different samples of {split[0].name!r} and of {part.name!r}: "
                 f"{split[0]}, and {part}",
-                accepted="batch tensors that are split alike",
-                todo="pin them alike; or see batch_parts(), which has each tensor by itself",
+                accepted="batch tensors that are split in the same way",
+                todo="pin them in the same way; or use batch_parts(), which returns each tensor",
             )
     return split[0].samples if split else ()
 

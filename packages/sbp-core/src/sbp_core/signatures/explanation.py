@@ -25,7 +25,7 @@ from sbp_core.units import format_flop
 Row = tuple[tuple[Sbp, ...], tuple[Sbp, ...], str]
 
 #: Stands for the notation of an operator without a rule.
-NO_RULE = "has no rule: whole on every rank, and what execution finds"
+NO_RULE = "has no rule: whole on every rank, or as --discover finds"
 
 #: Columns of a terminal, and the least width of the column of reasons.
 _WIDTH, _REASON_WIDTH = 100, 40
@@ -92,7 +92,7 @@ class Explanation:
         yield f"\nlegal on a mesh axis of size {self.axis_size}:"
         yield from self._table(self.rows(), "because")
         if self.behind:
-            yield "\nlegal on an axis after others:"
+            yield "\nlegal on an axis after earlier axes:"
             yield from self._table(
                 [
                     (part.inputs, part.outputs, f"{part.origin}, once {_prerequisite(part)}")

@@ -41,7 +41,7 @@ def notation_of(rule: Rule, call: OpCall) -> Notation:
         if not unknown:
             raise
         raise SignatureError(
-            f"how {call.op} may be split hangs on {unknown[0]!r}, a number of the running program",
+            f"the splits of {call.op} depend on {unknown[0]!r}, a number of the running program",
             where=call.where,
             accepted="a constant",
             todo="compute it outside of the captured step",

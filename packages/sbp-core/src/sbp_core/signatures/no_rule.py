@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from sbp_core.signatures.patterns import opaque
 
-OPAQUE = opaque("nothing says what the operator means")
+OPAQUE = opaque("the meaning of the operator is not known")

@@ -202,7 +202,7 @@ class Notation:
         for label, index in self.beside:
             if label not in known or not 0 <= index < len(self.inputs):
                 raise SbpValueError(
-                    f"{self} has no argument {index} beside label {label!r}",
+                    f"{self} has no argument {index} for label {label!r}",
                     accepted=f"labels {', '.join(sorted(known))}; arguments below "
                     f"{len(self.inputs)}",
                 )

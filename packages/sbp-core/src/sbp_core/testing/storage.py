@@ -107,7 +107,7 @@ class StorageConformance(ABC):
         except OSError:
             pass
         else:
-            raise AssertionError("a file is there whose writing failed")
+            raise AssertionError("a file exists although writing it failed")
         with staged.create("a.bin") as file:
             file.write(b"whole")
         staged.commit(_LAST, b"{}", ["a.bin"])
@@ -153,7 +153,7 @@ class StorageConformance(ABC):
                 action()
             except OSError:
                 continue
-            raise AssertionError("no OSError of what is not there")
+            raise AssertionError("a call on something missing raised no OSError")
 
     def test_a_second_run_is_refused(self, tmp_path: Path) -> None:
         """Until the first one has ended; the next claim removes uncommitted folders."""
@@ -176,7 +176,7 @@ class StorageConformance(ABC):
             except OSError:
                 pass
             else:
-                raise AssertionError("what a run has begun is still there")
+                raise AssertionError("an unfinished checkpoint still exists after the next claim")
 
     def test_two_runs_have_two_places(self, tmp_path: Path) -> None:
         """Each run folder is a place of its own."""

@@ -186,7 +186,7 @@ class LocalBackend(BoxingBackend):
                 rendezvous = self._rendezvous[key] = _Rendezvous(step, self._lock)
             if rendezvous.error is None and rendezvous.step != step:
                 error = BoxingError(
-                    f"ranks meet under tag {call.tag!r} for different steps",
+                    f"ranks use the tag {call.tag!r} for different steps",
                     where=(f"rank {rank}: {step}", f"others: {rendezvous.step}"),
                     accepted="one step for each tag and group",
                 )

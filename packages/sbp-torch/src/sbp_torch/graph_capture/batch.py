@@ -53,7 +53,7 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
             raise CaptureError(
                 f"two tensors of the batch are called {name!r}", accepted="keys without dots"
             )
-        todo = "make it dense: .to_dense(); or pass what it consists of, such as its indices and "
+        todo = "make it dense: .to_dense(); or pass its parts separately, such as its indices and "
         check_dense(name, tensor, of="batch", todo=f"{todo}values")
         own = next((key for key in vars(tensor) if not key.startswith("_")), None)
         if own is not None and type(tensor) is Tensor:

@@ -187,7 +187,7 @@ def refusal(
             where, called = user_frame(error), library_call(error)
             if called:
                 todo = (
-                    f"{called} of PyTorch does it: write in its place what you need of it; {todo}"
+                    f"{called} of PyTorch does this; replace it by the operations you need: {todo}"
                 )
             return TraceError(
                 f"{program} cannot be captured: {what} ({_first_line(error)})",
@@ -199,8 +199,8 @@ def refusal(
         return TraceError(
             f"{program} cannot be captured: a tensor has no attribute {error.name!r}",
             where=user_frame(error),
-            accepted="attributes of torch.Tensor, and those set on parameters and buffers: all "
-            "other tensors of a captured step have none of yours",
+            accepted="attributes of torch.Tensor, and attributes that you set on parameters and "
+            "buffers: other tensors of a captured step do not keep them",
             todo=f"keep {error.name!r} on a module, or pass it in the batch; if you have not set "
             "it, see first that the loss runs in eager PyTorch",
         )
@@ -218,7 +218,7 @@ def scaled_loss() -> CaptureError:
     """Return the error for a scaled loss: `step` would scale it twice, or never unscale."""
     return CaptureError(
         "the loss is scaled by a GradScaler",
-        accepted="a loss as it is",
+        accepted="a loss that is not scaled",
         todo="leave the scaler out of loss and loop: with float16, a step scales, and skips what "
         "overflows, by update=UpdateOptions(loss_scaling=LossScaling()), of sbp_torch; "
         "bfloat16 needs none of it",
@@ -244,7 +244,7 @@ def check_modes() -> None:
     """
     if torch.is_inference_mode_enabled():
         raise CaptureError(
-            "a training step is asked for under torch.inference_mode(), which trains nothing",
+            "a training step was called under torch.inference_mode(), which has no gradients",
             accepted="training steps outside of it; step.evaluate(batch) may be inside",
             todo="take the call out of the `with torch.inference_mode()` block, or the decorator",
         )

@@ -231,8 +231,8 @@ class _Comparison:
                 at = next(at for at, g in groups if any(p is member for p in g["params"]))
                 raise CaptureError(
                     f"{self.name} cannot be captured: after {index - self.warm_up + 1} steps "
-                    f"{what} of shape {tuple(member.shape)} {difference}, told from its first step"
-                    + (" now" if self.warm_up else ""),
+                    f"{what} of shape {tuple(member.shape)} {difference}, predicted from its first "
+                    + ("step now" if self.warm_up else "step"),
                     where=f"group {at} of the optimizer",
                     accepted="a first step that makes states as later steps would find them, and "
                     "is then like any other",

@@ -57,7 +57,7 @@ def check_loss(loss: object) -> None:
     except TypeError:
         code = function.__code__
         raise SbpTypeError(
-            f"loss takes {signature}, and is called as loss(model, batch)",
+            f"loss takes {signature}, but is called as loss(model, batch)",
             where=f"{short(code.co_filename)}:{code.co_firstlineno}",
             accepted="a function of two positional arguments, the model and a batch",
             todo="let it take both: def loss(model, batch); what else it needs can be bound by "

@@ -239,7 +239,7 @@ class InitialStateProbe:
                 same = value is other or value == other
             if not same or value is None:
                 raise CaptureError(
-                    f"the state {key!r} of {self.name} is made of the first gradient",
+                    f"the state {key!r} of {self.name} is computed from the first gradient",
                     accepted="states that are the same before any first step",
                     todo="take one step with it before capture",
                 )

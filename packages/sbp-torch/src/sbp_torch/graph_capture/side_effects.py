@@ -100,8 +100,8 @@ class Change:
             )
         return CaptureError(
             f"the forward of module {self.module or '(root)'!r} changes {self.key!r} from "
-            f"{shorten(self.before)} to {shorten(self.after)}, so that its next step may be "
-            "another",
+            f"{shorten(self.before)} to {shorten(self.after)}, so its next step may be "
+            "different",
             where=where,
             accepted="attributes that the forward leaves as they are, or sets once and for all",
             todo=f"keep it as a tensor: register_buffer({name!r}, torch.tensor(...)) in __init__, "

@@ -126,8 +126,8 @@ class ParameterGroup:
         counts = counts or any(by for of in self.numbers.values() for _, by in of.values())
         if self.may_skip and counts and "capturable" not in self.settings:
             raise CaptureError(
-                f"{type(self.optimizer).__name__} reads the number of the step on the host, where "
-                "nobody knows whether an overflow skips it",
+                f"{type(self.optimizer).__name__} reads the number of the step on the host, which "
+                "does not know whether an overflow skips the step",
                 accepted="optimizers of torch.optim and sbp_torch.optim under loss scaling",
                 todo="train in bfloat16, which needs no loss scaling",
             )

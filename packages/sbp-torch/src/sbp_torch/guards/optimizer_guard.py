@@ -105,9 +105,9 @@ class OptimizerGuard:
         if now != was:
             new = [name for name in now if name not in was]
             gone = [name for name in was if name not in now]
-            parts = [f"{', '.join(map(repr, new))} in it that it had not"] * bool(new)
+            parts = [f"{', '.join(map(repr, new))} that it did not have"] * bool(new)
             parts += [f"no {', '.join(map(repr, gone))}, which it had"] * bool(gone)
-            told = " and ".join(parts) or "them in another order"
+            told = " and ".join(parts) or "the parameters in another order than"
             yield ChangedValue(
                 what=f"parameter group {number} has {told} when the step was captured",
                 where="the optimizer",

@@ -34,7 +34,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 MOST_ENTRIES, _END = 10_000, 2_000
 
 ANEW = (
-    "go on with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
+    "continue with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
     "parallelize again with the program as it is now"
 )
 

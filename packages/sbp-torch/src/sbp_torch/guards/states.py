@@ -65,8 +65,8 @@ class ConnectedStates:
         self._versions = {name: one._version for name, one in self._tensors.items()}
         if (name := next((name for name in every if name not in self._tensors), None)) is not None:
             logger.warning(
-                "%r is of a class with a __torch_function__ of its own, so that it does not read "
-                "as what is trained: step.state_dict() has it, and step.copy_to(model) writes it",
+                "%r is of a class with its own __torch_function__, so it does not show the "
+                "trained values: step.state_dict() has them, step.copy_to(model) writes them",
                 name,
             )
         #: Tensors whose memory the user may write unseen -> copies of the values at that time.
@@ -212,7 +212,7 @@ class ConnectedStates:
                     found[name] = own[name].to(dtype)
                 elif self._tensors[name.rpartition(".")[0]].requires_grad:
                     raise RunError(
-                        f"the state {name!r} of the optimizer was taken away",
+                        f"the state {name!r} was removed from the optimizer",
                         accepted="states of other values, and optimizer.state.clear()",
                         todo="set it to zero: tensor.zero_()",
                     )

@@ -55,8 +55,8 @@ class TorchSchedule:
         self._scheduler = make(self._still)
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise SbpValueError(
-                "ReduceLROnPlateau wants the loss of each epoch",
-                accepted="schedulers that want the number of the step only",
+                "ReduceLROnPlateau needs the loss of each epoch",
+                accepted="schedulers that need only the number of the step",
             )
         self._scheduled = ("lr", *scheduled)
         self._known = [self._values()]

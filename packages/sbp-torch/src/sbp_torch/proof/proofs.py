@@ -266,13 +266,13 @@ def _run_whole(
             raise _refusal(real, step, first, of)
         if found and not real:
             but = (
-                f"{found[0].name!r} is a rounding error, {found[0].wanted:.3g} of one and "
-                f"{found[0].found:.3g} of the other, of which nothing can be said"
+                f"{found[0].name!r} is only a rounding error, {found[0].wanted:.3g} of one and "
+                f"{found[0].found:.3g} of the other, so it was not compared"
             )
         elif found:
             draws = draws[:-1]
             but = (
-                f"with all rows ignored, the loss is no number in both, and {real[0].name!r} is "
+                f"with all rows ignored, the loss is NaN in both, and {real[0].name!r} is "
                 f"{real[0].found:.6g} instead of {real[0].wanted:.6g}"
             )
         return replace(made, draws=tuple(how.ignored for how in draws), but=but)
@@ -293,8 +293,8 @@ def _refusal(
     if several:
         todo = "train with micro_batches=1, or with MicroBatches(..., loss='mean_of_micro_batches')"
     return GraphError(
-        f"the step that is planned gives another {worst.kind.value} {worst.name!r} than the one "
-        f"that was captured: {worst.found:.9g} instead of {worst.wanted:.9g}{more}",
+        f"the planned step gives another {worst.kind.value} {worst.name!r} than the captured "
+        f"step: {worst.found:.9g} instead of {worst.wanted:.9g}{more}",
         where=(
             *_where(worst, step.before, first),
             f"both, run on random numbers in float64{of}; rows ignored: {worst.ignored}",

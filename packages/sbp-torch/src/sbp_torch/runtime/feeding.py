@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _Index = tuple[slice, ...]
 
 #: Advice for nested batches, whose tensors need the names of the plan.
-_FLATTEN = "sbp_torch.flatten_batch(batch) returns them of a batch of another form"
+_FLATTEN = "sbp_torch.flatten_batch(batch) makes them from a batch of another form"
 
 
 class _BatchTensor:

@@ -160,8 +160,8 @@ class StateSnapshot(Snapshot):
         step, limit = self.steps_done, format_bytes(self._limit_bytes or 0)
         if waited_s >= self._patience_s:
             logger.warning(
-                "the update after step %d has waited %.0f s for room: copies go beyond %s, or "
-                "other ranks would give up",
+                "the update after step %d has waited %.0f s for free space: copies now go beyond "
+                "%s, because other ranks would time out",
                 *(step, waited_s, limit),
             )
             self._limit_bytes, self._is_full = None, False
@@ -169,8 +169,8 @@ class StateSnapshot(Snapshot):
         if waited_s >= TOLD_S and not self._is_told:
             self._is_told = True
             logger.warning(
-                "the update after step %d waits until its checkpoint is written further: copies "
-                "of states may take %s (trainer.checkpoint.copy_bytes)",
+                "the update after step %d waits until more of its checkpoint is written: copies of "
+                "states may take %s (trainer.checkpoint.copy_bytes)",
                 *(step, limit),
             )
         self._changed.wait(min(TOLD_S, self._patience_s - waited_s))
@@ -248,7 +248,7 @@ class StateSnapshot(Snapshot):
             raise RunError(
                 f"the snapshot after step {self.steps_done} has no copy of {part[1]!r}: {copy}",
                 where=f"rank {part[0]}",
-                todo="wait for what is saved, which copies nothing: "
+                todo="wait until the states are saved, which needs no copies: "
                 "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
             ) from copy
         if copy is None:

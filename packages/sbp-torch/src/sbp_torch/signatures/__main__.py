@@ -108,7 +108,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--discover",
         action="store_true",
-        help="find signatures by execution, and compare; all there is for an operator without rule",
+        help="find signatures by execution, and compare; the only way for an operator without rule",
     )
     parser.add_argument(
         "--import",
@@ -116,7 +116,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         default=[],
         dest="modules",
         metavar="MODULE",
-        help="import a module first: one that registers an operator of yours",
+        help="import a module first, such as one that registers your operator",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON value, no tables")
     parser.add_argument(

@@ -18,11 +18,11 @@ from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED, ended_by
 _NAME = "sbp-checkpoint"
 
 _VERBS = {
-    "inspect": "what it holds: names, shapes, dtypes, where the run was",
-    "verify": "read every byte, and say whether it is what was written",
+    "inspect": "show what it contains: names, shapes, dtypes, the step of the run",
+    "verify": "read every byte, and check that nothing has changed since it was written",
     "convert": "write it as a file or folder that other programs read, or as a checkpoint",
-    "diff": "how two differ: names, shapes, dtypes, values, settings",
-    "prune": "remove older checkpoints of a run, never the newest that verifies",
+    "diff": "show how two differ: names, shapes, dtypes, values, settings",
+    "prune": "remove older checkpoints of a run, never the newest intact one",
 }
 
 _FLAGS = (
@@ -67,10 +67,10 @@ def make_parser() -> argparse.ArgumentParser:
     one = made["prune"]
     one.add_argument("path", metavar="PATH", help="a run folder, or its checkpoints")
     one.add_argument(
-        "--keep", type=int, required=True, metavar="N", help="how many whole ones are to stay"
+        "--keep", type=int, required=True, metavar="N", help="number of intact checkpoints to keep"
     )
     one.add_argument("--damaged", action="store_true", help="remove damaged ones, too")
-    one.add_argument("--yes", action="store_true", help="do it; without, only say what would be")
+    one.add_argument("--yes", action="store_true", help="remove them; by default, only list them")
     return parser
 
 
@@ -80,13 +80,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=("safetensors", "hf", "dcp", "sbp"),
-        help="one file of safetensors, Hugging Face's layout, torch.distributed.checkpoint, or a "
-        "checkpoint, of which TARGET is the run, step-... or its address; not needed for "
-        "TARGET.safetensors",
+        help="the format: one file of safetensors, Hugging Face's layout, "
+        "torch.distributed.checkpoint, or a checkpoint (TARGET is then a run folder, a folder "
+        "step-..., or an address); not needed for TARGET.safetensors",
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--all", action="store_true", help="also the states of the optimizer")
-    group.add_argument("--ema", action="store_true", help="moving averages for the parameters")
+    group.add_argument("--ema", action="store_true", help="moving averages in place of parameters")
     parser.add_argument(
         "--drop",
         action="append",
@@ -96,7 +96,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     _add_rename(parser, "to write")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of --to hf; 5GB if left out"
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of --to hf (5GB)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
 
@@ -107,7 +107,7 @@ def _add_rename(parser: argparse.ArgumentParser, what: str) -> None:
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help=f"another beginning for names {what}, such as network.= or =model.; may be repeated",
+        help=f"replace a prefix of names {what}, such as network.= or =model.; may be repeated",
     )
 
 
@@ -126,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
     if unknown:
         near = nearest(unknown[0], _FLAGS)
         raise ConfigError(
-            f"nothing is known of {unknown[0]!r}",
+            f"there is no option {unknown[0]!r}",
             where="the command line",
             todo=f"did you mean {near}?" if near else f"see {_NAME} {options.verb} --help",
         )

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 #: Formats that can be written; names as in `--to`.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
-_WITHIN = "would be inside of its source, or its source inside of it"
+_WITHIN = "overlaps with its source: one would be inside of the other"
 _NOT_THERE = {
-    "accepted": "what is not there yet; of Hugging Face's layout, a folder without weights",
-    "todo": "name another one, or pass --overwrite",
+    "accepted": "a path that does not exist yet; with --to hf, also a folder without weights",
+    "todo": "name another path, or pass --overwrite",
 }
 
 
@@ -82,7 +82,7 @@ def convert(options: Namespace) -> int:
     beginning = common_prefix(chosen.sources)
     if to == "hf" and beginning and not options.rename:
         lines.append(
-            f"all names begin with {beginning!r}: if that is no name of the model's own, "
+            f"all names begin with {beginning!r}: if a wrapper of the model added it, "
             f"--rename {beginning}= removes it"
         )
     say(make_console(), lines)
@@ -100,11 +100,11 @@ def _format_of(options: Namespace) -> str:
     to: str = options.to or ("safetensors" if is_file else "")
     if not to:
         raise ConfigError(
-            f"{target} does not say its format",
+            f"the format of {target} is not known",
             accepted=f"--to {', --to '.join(TARGETS)}; or a name that ends in .safetensors",
         )
     if to == "safetensors" and not is_file:
-        raise ConfigError(f"{target} is no name of such a file", accepted="FILE.safetensors")
+        raise ConfigError(f"{target} does not end in .safetensors", accepted="FILE.safetensors")
     if "://" in target and to != FORMAT:
         raise ConfigError(
             f"{target} is an address, and --to {to} writes on this machine",
@@ -129,7 +129,7 @@ def _file(
         is_used = target.is_file() or (target.is_dir() and any(target.glob("*.safetensors")))
         is_used = is_used or (to == "dcp" and target.is_dir() and any(target.iterdir()))
     if is_used and not options.overwrite:
-        raise ConfigError(f"{target} is there already", **_NOT_THERE)
+        raise ConfigError(f"{target} exists already", **_NOT_THERE)
     if target.is_dir() == (to == "safetensors") and target.exists():
         raise ConfigError(
             f"{target} is a {'folder' if target.is_dir() else 'file'}",
@@ -175,14 +175,14 @@ def _checkpoint(
         is_other = Path(place).exists() and name not in storage.names()
         if is_other:
             raise ConfigError(
-                f"{place} holds something else than a checkpoint",
+                f"{place} exists and is not a checkpoint",
                 accepted="a new folder, or a checkpoint",
-                todo="name another one",
+                todo="name another path",
             )
     elif place == found.place:
         raise ConfigError(f"{place} {_WITHIN}", accepted="another place")
     if name in storage.names() and not options.overwrite:
-        raise ConfigError(f"{place} is there already", **_NOT_THERE)
+        raise ConfigError(f"{place} exists already", **_NOT_THERE)
 
     def write(tensors: LazyTensors) -> list[str]:
         write_checkpoint(storage, name, tensors, metadata or Metadata(step=step, seed=0))

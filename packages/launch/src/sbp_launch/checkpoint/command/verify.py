@@ -89,7 +89,7 @@ def _verify_checkpoint(found: FoundTensors) -> tuple[str, int, ConfigError | Non
                 for name, file, offset, length in chunk_places(folder):
                     path = inner_path(folder, file, folder)
                     if damaged_record(path, offset, length, f"{path}, {name!r}"):
-                        what = f"{name!r} is damaged: its CRC-32 is another"
+                        what = f"{name!r} is damaged: its CRC-32 does not match"
                         raise DamagedError(what, where=str(path))
                     tell(length)
             return "whole, by the CRC-32 of every chunk", index.size_bytes, None
@@ -106,7 +106,7 @@ def prune(options: Namespace) -> int:
     """
     if options.keep < 1:
         raise ConfigError(
-            f"--keep {options.keep} would leave none", accepted="how many are to stay, >= 1"
+            f"--keep {options.keep} would leave none", accepted="the number to keep, >= 1"
         )
     storage = checkpoints_of(options.path)
     if storage is None:
@@ -146,12 +146,12 @@ def prune(options: Namespace) -> int:
         return 0
     lines = [f"stays: {name}" for name in kept]
     if best in storage.names() and best not in (*kept, *damaged, *removed):
-        lines.append(f"stays, as its held-out loss is the lowest: {best}")
-    lines += [f"stays, though it is damaged (--damaged removes it): {name}" for name in damaged]
+        lines.append(f"stays, because its held-out loss is the lowest: {best}")
+    lines += [f"stays, although damaged (--damaged removes it): {name}" for name in damaged]
     verb = "removed" if options.yes else "would be removed"
     lines += [f"{verb}: {name}, {format_bytes(sizes[name])}" for name in removed]
     total = format_bytes(sum(sizes.values()))
-    lines.append(f"{len(removed)} {verb}, {total}" + ("" if options.yes else "; --yes does it"))
+    lines.append(f"{len(removed)} {verb}, {total}" + ("" if options.yes else "; do it with --yes"))
     say(make_console(), lines if removed else [*lines[:-1], "nothing to remove"])
     return 0
 

@@ -88,7 +88,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
                 continue  # an empty chunk, as of a rank that has no part of the tensor
             place = places.get((name, offsets))
             if place is None:
-                raise found.error(f"the chunk of {name!r} at {offsets} is nowhere")
+                raise found.error(f"the chunk of {name!r} at {offsets} is not stored")
             pieces.append(_piece(folder, place, (offsets, sizes), dtype, name, path))
         tensors[name] = StoredTensor(shape=shape, dtype=dtype, pieces=tuple(pieces))
     notes = {"version": str(found.version)} if found.version else {}
@@ -144,7 +144,7 @@ def _piece(
     piece = StoredPiece(file=place.file, offset=saved.offset, bounds=bounds, strides=saved.strides)
     end = saved.offset + piece.span * ITEMSIZE[dtype]
     if end > saved.end or saved.end > place.offset + place.length:
-        raise ConfigError(f"the chunk of {name!r} is beyond its storage", where=where, todo=_TODO)
+        raise ConfigError(f"the chunk of {name!r} ends after its storage", where=where, todo=_TODO)
     return piece
 
 
@@ -154,7 +154,7 @@ class _Metadata:
     def __init__(self, root: Any, where: str) -> None:
         self.where = where
         if not isinstance(root, PickleCall) or str(root.of) != f"{_HOME}.metadata.Metadata":
-            raise self.error("it holds something else")
+            raise self.error("it does not hold metadata")
         self.root = root
         version = self._field(root, "version", None)
         self.version = version if isinstance(version, str) else ""
@@ -219,7 +219,7 @@ class _Metadata:
         shape = self._sizes(self._field(entry, "size"), f"the size of {name!r}")
         for offsets, sizes in places:
             if not len(offsets) == len(sizes) == len(shape):
-                raise self.error(f"a chunk of {name!r} has other dims than the tensor")
+                raise self.error(f"a chunk of {name!r} does not have the dims of the tensor")
         return shape, DTYPES[str(dtype)], [(offsets, sizes) for offsets, sizes in places]
 
     def places(self) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Place]]:
@@ -238,6 +238,6 @@ class _Metadata:
                 raise self.error(f"{shown(name)} was transformed when it was written")
             are_plain = isinstance(name, str) and isinstance(file, str)
             if not are_plain or not all(type(n) is int and n >= 0 for n in numbers):
-                raise self.error(f"the place of {shown(name)} is none")
+                raise self.error(f"the place of {shown(name)} is invalid")
             at = None if offsets is None else self._sizes(offsets, f"the offset of {name!r}")
             yield (name, at), _Place(file, *numbers)

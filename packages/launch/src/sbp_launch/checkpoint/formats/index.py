@@ -133,18 +133,18 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
             min(piece.strides, default=0) < 0 or volume(bounds) > piece.span
         ):
             what = f"{name!r} of shape {piece.shape} has the strides {piece.strides}"
-            raise error(what, accepted="elements of their own: no more than bytes of the file")
+            raise error(what, accepted="strides >= 0 with which elements do not overlap")
         end = piece.offset + piece.span * ITEMSIZE[tensor.dtype]
         if piece.offset < 0 or end > sizes[piece.file]:
             raise error(
                 f"{name!r} is at bytes {piece.offset} to {end} of {piece.file}, which has "
                 f"{sizes[piece.file]}",
-                todo="the file is damaged, or was cut: get it again",
+                todo="the file is damaged, or was cut off: get it again",
             )
     slices = [piece.bounds for piece in tensor.pieces if volume(piece.bounds)]
     if not covers(slices, shape):
         raise error(
-            f"{name!r} of shape {shape} is not made up by its pieces: "
+            f"the pieces of {name!r} do not make up its shape {shape}: "
             f"{', '.join(map(bounds_text, slices[:3])) or 'none'}{', ...' * (len(slices) > 3)}",
             accepted="pieces that hold each element once",
         )

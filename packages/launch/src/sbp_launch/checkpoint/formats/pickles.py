@@ -16,7 +16,7 @@ Traceback (most recent call last):
 sbp_core.errors.ConfigError: the pickle asks for posix.system, which is none of its format
   in a file
   accepted here: numbers, texts, lists and mappings
-  to mend it: do not open this file elsewhere: it may run what it asks for
+  to fix it: do not open this file elsewhere: it may run what it asks for
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Reader:
             try:
                 opcode, arg, _ = next(opcodes)
             except StopIteration:
-                raise self._error("it does not end") from None
+                raise self._error("it has no end") from None
             except Exception as error:  # whatever pickletools raises on invalid data
                 raise self._error(str(error)) from error
             if opcode.name == "STOP":
@@ -142,7 +142,7 @@ class _Reader:
             self.stack.append(tuple(self._pop_many(_TUPLES[name])))
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             if arg not in self.memo:
-                raise self._error(f"it refers to entry {arg}, which is not there")
+                raise self._error(f"it refers to entry {arg}, which does not exist")
             self.stack.append(self.memo[arg])
         elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
             self.memo[arg] = self._top()
@@ -151,13 +151,13 @@ class _Reader:
         elif name in _ACTIONS:
             _ACTIONS[name](self, arg)
         elif name not in ("PROTO", "FRAME"):
-            raise self._error(f"its opcode {name} is none of a checkpoint")
+            raise self._error(f"its opcode {name} does not occur in checkpoints")
 
     # The stack.
 
     def _top(self) -> Any:
         if not self.stack or self.stack[-1] is _Mark:
-            raise self._error("it takes more than there is")
+            raise self._error("it takes a value from an empty stack")
         return self.stack[-1]
 
     def _pop(self) -> Any:
@@ -175,7 +175,7 @@ class _Reader:
             if value is _Mark:
                 return found[::-1]
             found.append(value)
-        raise self._error("it takes more than there is")
+        raise self._error("it takes values up to a mark that does not exist")
 
     # The actions of opcodes.
 
@@ -183,7 +183,7 @@ class _Reader:
         """Add values to the list on top."""
         target = self._top()
         if not isinstance(target, list):
-            raise self._error("it appends to what is no list")
+            raise self._error("it appends to a value that is not a list")
         target.extend(values)
 
     def set_items(self, values: list[Any]) -> None:
@@ -194,7 +194,7 @@ class _Reader:
             target.state = target.state or Pairs()
             target = target.state
         if not isinstance(target, Pairs) or len(values) % 2:
-            raise self._error("it sets items of what is no mapping")
+            raise self._error("it sets items of a value that is not a mapping")
         target.items.extend(zip(values[::2], values[1::2], strict=True))
 
     def name(self, module: Any, name: Any) -> None:
@@ -210,7 +210,7 @@ class _Reader:
         """Push a call of the global on top of the stack."""
         of = self._pop()
         if not isinstance(of, PickleGlobal) or not isinstance(args, tuple):
-            raise self._error("it calls what is no name")
+            raise self._error("it calls a value that is not a global")
         if str(of) == _MEMBER:
             if [type(one) for one in args] != [PickleGlobal, str] or str(args[0]) == _MEMBER:
                 raise self._stranger(of)
@@ -222,7 +222,7 @@ class _Reader:
         state = self._pop()
         target = self._top()
         if not isinstance(target, PickleCall):
-            raise self._error("it gives a state to what is not made")
+            raise self._error("it sets the state of a value that no call has made")
         target.state = state
 
     def _stranger(self, found: PickleGlobal) -> ConfigError:

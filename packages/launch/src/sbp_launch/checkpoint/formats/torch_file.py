@@ -191,8 +191,8 @@ def _opened(path: Path, offset: int, length: int, where: str) -> Iterator[zipfil
             size = file.seek(0, 2)
             if not 0 <= offset <= offset + length <= size:
                 raise ConfigError(
-                    f"bytes {offset} to {offset + length} are beyond its {size}", where=where,
-                    todo=_TODO,
+                    f"bytes {offset} to {offset + length} are not in the file of {size} bytes",
+                    where=where, todo=_TODO,
                 )  # fmt: skip
             window = io.BufferedReader(_Window(file, offset, length))
             with zipfile.ZipFile(window) as archive:
@@ -201,7 +201,7 @@ def _opened(path: Path, offset: int, length: int, where: str) -> Iterator[zipfil
         raise
     except _OF_ZIPFILE as error:
         raise ConfigError(
-            f"this is nothing that torch.save wrote: {error}", where=where, todo=_TODO
+            f"this was not written by torch.save: {error}", where=where, todo=_TODO
         ) from error
 
 
@@ -209,7 +209,7 @@ def _record(archive: zipfile.ZipFile, name: str, where: str) -> zipfile.ZipInfo:
     """Return the record of a name, without the folder that `torch.save` puts before it."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED or found[0].flag_bits & 1:
-        raise ConfigError(f"there is no one record {name!r} in it", where=where, todo=_TODO)
+        raise ConfigError(f"it has no single plain record {name!r}", where=where, todo=_TODO)
     return found[0]
 
 

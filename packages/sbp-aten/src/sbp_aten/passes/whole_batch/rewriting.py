@@ -53,7 +53,7 @@ from sbp_core.graph import (
 _ACCUMULATE = "sbp.accumulate"
 
 _ACCEPTED = (
-    "losses, gradients, metrics and buffers that are computed of sums over samples: means, ratios "
+    "losses, gradients, metrics and buffers computed from sums over samples: means, ratios "
     "of sums, sums of these"
 )
 _TODO = (
@@ -62,7 +62,7 @@ _TODO = (
     "MicroBatches(..., loss='mean_of_micro_batches')"
 )
 
-_BY_PLACE = "here samples meet each other, or are told apart by their places"
+_BY_PLACE = "this operator combines samples, or depends on their positions in the batch"
 
 _BATCH_NORMS = ("_native_batch_norm_legit_functional", "native_batch_norm", "cudnn_batch_norm")
 
@@ -282,17 +282,17 @@ class _Rewriting:
     def _why(self, node: Node, given: Sequence[Value]) -> str:
         """Return why the result of a node on samples is unknown."""
         if node.kind in _BATCH_NORMS:
-            return "batch normalisation in training takes its statistics of all samples"
+            return "batch normalisation in training uses statistics of all samples"
         if not signatures_of(self.graph, node, self.num_parts):
-            return f"nothing is known of {node.op}"
+            return f"no signature of {node.op} is known"
         if all(
             (single_part(one) is not None and not is_total(one)) or name in self.parts.same
             for name, one in zip(self.graph.tensor_inputs(node), given, strict=True)
         ):
             return _BY_PLACE
         return (
-            "here samples meet what is known of the whole batch only, such as a mean, and that is "
-            "no factor of what is made of them"
+            "this operator combines samples with a result of the whole batch, such as a mean, and "
+            "that result is not a factor"
         )
 
     def _whole(self, value: str) -> str:
@@ -306,7 +306,7 @@ class _Rewriting:
         problem = self._problem(value)
         if problem is not None:
             raise GraphError(
-                "a result of the whole batch does not follow from its micro-batches: "
+                "a result of the whole batch cannot be computed from its micro-batches: "
                 f"{problem.why}",
                 where=problem.node.where(),
                 accepted=_ACCEPTED,

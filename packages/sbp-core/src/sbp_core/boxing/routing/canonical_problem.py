@@ -110,9 +110,9 @@ def pose_problem(
     if found is None:
         raise SbpValueError(
             f"a route from {source[1]} on a mesh of {list(source[0].mesh_shape)} to {target[1]} on "
-            f"{list(target[0].mesh_shape)} has too many states on its way to be searched",
+            f"{list(target[0].mesh_shape)} has too many intermediate states to search",
             accepted="conversions that change fewer mesh axes at once",
-            todo="box to an SBP between the two first, or take a mesh of fewer axes",
+            todo="box to an SBP between the two first, or use a mesh of fewer axes",
         )
     dims, entries = found
     names = {dim: number for number, dim in enumerate(dims)} | {BROADCAST: BROADCAST, SUM: SUM}

@@ -262,7 +262,7 @@ class FingerprintedCommunicator(Communicator):
                 where=(
                     *error.where,
                     f"rank {self.rank} awaits: {_readable(mine)}",
-                    f"rank {sender} has sent, and nobody has received: {sent}",
+                    f"rank {sender} has sent, and no rank has received: {sent}",
                 ),
                 todo=error.todo,
             ) from error
@@ -271,7 +271,7 @@ class FingerprintedCommunicator(Communicator):
     def _mismatch(self, shown: dict[int, str]) -> BoxingError:
         """Fail the backend because the next steps of ranks differ; return the error."""
         error = BoxingError(
-            f"ranks {', '.join(map(str, shown))} meet for different boxing steps",
+            f"ranks {', '.join(map(str, shown))} are at different boxing steps",
             where=[f"rank {rank}: {text}" for rank, text in shown.items()],
             accepted="the same tag, step, shape and dtype on all ranks of a group",
             todo=_TODO,

@@ -70,7 +70,7 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
         )
     except TimeoutError:
         raise BoxingError(
-            f"what listens at {place} has taken the connection, and has not answered within "
+            f"the program at {place} has accepted the connection, but has not answered within "
             f"{limit_s:g} s",
             where=f"rank {rank} of {size}",
             todo="check that this is the address of rank 0, and that no other program has the port",
