@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plain_training import batch_of, loss_of, make_model, make_optimizer
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import discover
-from sbp_launch import compose
-from sbp_launch.hydra_config import compose as composed_config
-from sbp_launch.parallel.choices import Choices
-from sbp_launch.parallel.ranks import backend_of, mesh_of
-from sbp_launch.settings.catalog import make_catalog
-from sbp_launch.settings.compose import renamed_overrides
-from sbp_launch.world import World
+from sbp_launch import compose, parallelize
 
 
 def test_options_of_all_packages_are_found_and_settings_are_those_of_the_command() -> None:
@@ -42,49 +36,51 @@ def test_what_the_command_refuses_is_refused(override: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "renamed"),
+    ("given", "says"),
     [
-        ("planner=infer", "planner=propagate"),
-        ("planner=infer,osdp", "planner=propagate,osdp"),
-        ("+planner.tries={a: {}}", "+planner.pin_sets={a: {}}"),
-        ("trainer.other_data=true", "trainer.allow_other_data=true"),
+        (["planner=infer"], "planner=infer has a new name: planner=propagate"),
+        (["+planner.tries={a: {}}"], r"\+planner.tries=.* has a new name: \+planner.pin_sets="),
+        (
+            ["trainer.other_data=true"],
+            "trainer.other_data=true has a new name: trainer.allow_other_data",
+        ),
     ],
 )
-def test_former_names_of_options_and_settings_are_replaced(text: str, renamed: str) -> None:
-    others = [
-        "planner=file",
-        "planner.path=infer",
-        "~planner",
-        "trainer.steps=3",
-        "model=mine/infer",
-    ]
+def test_former_names_of_options_and_settings_are_taken_with_a_warning(
+    given: list[str], says: str
+) -> None:
+    with pytest.warns(FutureWarning, match=says):
+        config = compose(given)
 
-    found = renamed_overrides([text, *others], make_catalog(discover()))
-
-    assert found == {text: renamed}
+    assert config.planner.name == "propagate"
+    assert config.trainer.allow_other_data == ("trainer.other_data=true" in given)
 
 
 def test_a_config_folder_may_use_the_former_name_of_an_option(tmp_path: Path) -> None:
     (tmp_path / "planner").mkdir()
     (tmp_path / "planner" / "mine.yaml").write_text("defaults: [infer]\nchunks: 2\n", "utf-8")
 
-    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
-        config = composed_config(["planner=infer"])
-    mine = composed_config(["planner=mine"], config_dir=tmp_path)
+    config = compose(["planner=mine"], config_dir=tmp_path)
 
-    assert (config.planner.name, mine.planner.name, mine.planner.chunks) == (*["propagate"] * 2, 2)
-    assert "infer" not in make_catalog(discover()).options("planner")
+    assert (config.planner.name, config.planner.chunks) == ("propagate", 2)
 
 
-def test_the_former_name_of_a_planner_is_taken_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"):
-        option = Choices().option("planner", "infer")
+def test_the_former_name_of_a_planner_is_taken_by_parallelize() -> None:
+    model = make_model()
 
-    assert (option.chosen, option.name) == ("propagate", "propagate")
+    with (
+        pytest.warns(FutureWarning, match="planner=infer has a new name: planner=propagate"),
+        parallelize(model, loss_of, batch_of(0), make_optimizer(model), planner="infer") as step,
+    ):
+        assert step.plan.planner == "propagate"
 
 
-def test_boxing_over_processes_is_refused_if_only_one_was_started() -> None:
-    one = World.of_environment({"RANK": "0", "WORLD_SIZE": "1"})
+def test_boxing_over_processes_is_refused_if_only_one_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = make_model()
 
     with pytest.raises(ConfigError, match=r"torchrun has started one \(RANK=0, WORLD_SIZE=1\)"):
-        backend_of(one, "torch", Choices(), mesh_of(one, 4))
+        parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=4, boxing="torch")
