@@ -1,7 +1,7 @@
-"""Convert the tensors of many boxing cases on each rank, and check the results, for the suite.
+"""Test conversions between tensor layouts by a boxing backend: the program of a rank, the checks.
 
-A rank checks its own shard (`run_trials`) and returns the problem and its bytes. Only for partial
-values it returns the values, because they can only be checked together (`find_problems`).
+`BoxingConformance` runs `run_trials` on each rank, which checks its own shards. Partial values can
+only be checked together, so they are returned, and `find_problems` checks them.
 """
 
 from __future__ import annotations
