@@ -239,7 +239,7 @@ def test_the_newest_time_of_a_call_counts_and_no_other_is_lost() -> None:
     [
         ({"num_ranks": 4}, "operators of 4 ranks"),
         ({"machine": {**describe_machine("1.0"), "cores": "1000"}}, "another machine"),
-        ({"backend": "gloo"}, "boxing=gloo, of which"),
+        ({"backend": "gloo"}, "boxing=gloo, which out="),
     ],
 )
 def test_times_that_do_not_fit_are_refused_and_the_file_is_left_alone(
