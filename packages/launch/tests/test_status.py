@@ -193,7 +193,7 @@ def test_a_process_outlives_the_signal_before_its_ranks_have_begun(module: str, 
     )
 
     assert done.returncode == 7, done.stderr
-    assert "there is nothing to tell yet" in done.stderr
+    assert "no status is available now" in done.stderr
 
 
 @hears_signals()

@@ -125,7 +125,7 @@ def ignore_status_signals() -> None:
 
     def not_begun(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):
-            os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
+            os.write(2, b"sbp-train: no status is available now\n")
 
     for number in status_signals():
         if signal.getsignal(number) == signal.SIG_DFL:
