@@ -59,8 +59,18 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
     (ResnetConfig(), ImagesConfig(channels=1), "data.channels=1", "data.channels=3"),
     (VitConfig(), ImagesConfig(num_classes=11), "data.num_classes=11", "1 to 10"),
     (DlrmConfig(), ClicksConfig(num_dense=3), "data.num_dense=3", "data.num_dense=13"),
-    (DlrmConfig(rows=(5, 5)), ClicksConfig(rows=(5, 6)), "data.rows=[5, 6]", "features"),
-    (DlrmConfig(rows=(5, 5)), ClicksConfig(rows=(5,)), "data.rows=[5]", "features"),
+    (
+        DlrmConfig(rows=(5, 5)),
+        ClicksConfig(rows=(5, 6)),
+        "data.rows=[5, 6]",
+        "one feature for each table",
+    ),
+    (
+        DlrmConfig(rows=(5, 5)),
+        ClicksConfig(rows=(5,)),
+        "data.rows=[5]",
+        "one feature for each table",
+    ),
     (HfConfig(kind="gpt2"), ImagesConfig(), "model.kind=gpt2", "data=stdlib"),
     (
         HfConfig(kind="gpt2", overrides={"vocab_size": 99}),
@@ -105,7 +115,7 @@ def test_every_model_is_asked_and_passes_over_data_that_it_does_not_know(name: s
 
 @pytest.mark.parametrize("task", ["nxt", "image_classification", ""])
 def test_a_task_that_is_none_is_refused(task: str) -> None:
-    with pytest.raises(ConfigError, match=f"task={task} is nothing") as caught:
+    with pytest.raises(ConfigError, match=f"task={task} is not a task for text") as caught:
         StdlibConfig(task=task)
 
     assert "next, masked, continue" in caught.value.accepted

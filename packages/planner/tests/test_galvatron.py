@@ -319,7 +319,7 @@ def test_a_mesh_of_several_axes_is_refused_with_the_one_to_set():
     with pytest.raises(ConfigError, match="divides the ranks of a stage itself") as caught:
         GalvatronPlanner(GalvatronConfig()).plan(request((2, 2, 2), ("pipe", "data", "tensor")))
 
-    assert caught.value.todo == "say cluster.mesh=[2,4] cluster.axes=[pipe,data]"
+    assert caught.value.todo == "set cluster.mesh=[2,4] cluster.axes=[pipe,data]"
 
 
 def test_a_pin_of_the_user_holds_under_every_way():

@@ -89,7 +89,7 @@ def test_a_table_is_split_if_it_is_larger_than_what_is_looked_up_in_it():
     large, small = (captured(Table(size, 4), looked_up).graph for size in (64, 3))
 
     assert names(patterns(large).find("tables"), GroupRole.LOOKS_UP) == ["table.weight"]
-    with pytest.raises(ConfigError, match=r"these are not: table\.weight"):
+    with pytest.raises(ConfigError, match=r"these tables are not larger: table\.weight"):
         patterns(small).find("tables")
 
 
