@@ -277,13 +277,13 @@ def test_products_of_ways_train_as_one_device():
     step = step_of(64, (64, 64, 64), 64, samples=128, num_micro_batches=2)
     cluster = machine(num_devices=4, devices_per_node=4, inside=2e9, between=1e9, flop_per_s=1e9)
     ask = asked(step.graph, cluster)
-    limit = 0.7 * memory_of(ask, GalvatronPlanner(GalvatronConfig()).plan(ask))
+    limit = 0.9 * memory_of(ask, GalvatronPlanner(GalvatronConfig()).plan(ask))
 
     strategy = GalvatronPlanner(GalvatronConfig(memory_bytes=limit)).plan(ask)
 
     assert memory_of(ask, strategy) <= limit
     words = " ".join(strategy.report["explanation"])
-    assert "ZDP 4, " in words and "ZDP 2 x TP 2" in words, "all layers are split alike"
+    assert "TP 2 x ZDP 2, " in words and "TP 2 x DP 2" in words, "all layers are split alike"
     run_beside_one_device(step, strategy)
 
 

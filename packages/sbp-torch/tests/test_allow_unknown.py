@@ -82,7 +82,7 @@ def test_an_unknown_operator_may_run_whole(caplog: pytest.LogCaptureFixture) -> 
         graph = graph_with(UnknownOperator.WHOLE)
 
     assert signatures_of(graph) == ["B -> B"]
-    assert f"nothing says how {OP} may be split: it runs whole" in caplog.text
+    assert f"no rule says how {OP} may be split: it runs whole" in caplog.text
 
 
 @pytest.mark.usefixtures("operator")

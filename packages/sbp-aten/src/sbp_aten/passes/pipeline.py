@@ -2,7 +2,7 @@
 
 The order, with its reasons:
 
-    tie_step_counters          first, while step counters are as the optimizer made them
+    tie_step_counters   first, while step counters are as the optimizer made them
     fold_constants      then remove constants and identities
     drop_identities
     fold_views
@@ -11,18 +11,18 @@ The order, with its reasons:
     place_casts         also the casts of a capture under autocast
     split_classes       on the losses as PyTorch writes them
     sum_losses
-    expose_batch_dim    here only for the next pass, which runs if all micro-batches share one loss
-    whole_batch_loss    on ratios of sums, and on batch normalisation as one operator
+    whole_batch_loss    on ratios of sums, after expose_batch_dim, if micro-batches share one loss;
+                        and on batch normalisation as one operator
     split_batch_norm
     split_backward      before plugins, and before any operator is repeated
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
     slice_operators     when all casts are placed; slices may be recomputed one by one
-    expose_batch_dim        after passes that expect PyTorch's products, before repetitions
+    expose_batch_dim    after passes that expect PyTorch's products, before repetitions
     recompute           repeats operators that must not be shared again: no cleaning after it
     defer_reductions    on the result of all these
-    unalias_outputs         always: copies an output that is an input; no later pass may drop that
+    unalias_outputs     always: copies an output that is an input; no later pass may drop that
     accumulate          late, so that the other passes need no rates (micro-batch or step)
-    accumulate_addends    on the sums over micro-batches, which exist only now
+    accumulate_addends  on the sums over micro-batches, which exist only now
 """
 
 from __future__ import annotations
