@@ -392,7 +392,7 @@ def test_a_state_that_a_loss_keeps_is_refused_and_is_as_it_was(warnings_are):
         return made.square().mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"kept\['h'\](.|\n)*register_buf(.|\n)*put back"):
+    with pytest.raises(ConfigError, match=r"kept\['h'\](.|\n)*register_buf(.|\n)*restore"):
         parallelize(model, loss, torch.zeros(5, 8, 4), optimizer, mesh=2)
     assert kept["h"] is before
 

@@ -424,7 +424,7 @@ class TrainingStep(ProgramStep):
         session, program = self.session, self._program
         if self.steps_done:
             raise RunError(
-                f"weights can be loaded before the first step only; {self.steps_done} are done",
+                f"weights are loaded before the first step; {self.steps_done} steps were taken",
                 accepted="a parallel step before its first step",
                 todo="call load_model first; step.load(folder) continues from a checkpoint",
             )
