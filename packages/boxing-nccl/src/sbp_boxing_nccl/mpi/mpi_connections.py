@@ -273,7 +273,7 @@ class MpiConnections(Connections):
             )
         except TimeoutError:
             self._abandoned = True
-            slow = f"MPI did not connect ranks {list(ranks)}, in time, although all had started"
+            slow = f"MPI did not connect ranks {list(ranks)} in time, although all had started"
             raise self.call_failed(call, call.failed(slow, involved=ranks)) from None
 
 

@@ -145,7 +145,7 @@ def _tiles(planned: Planned, figures: Figures) -> str:
         note = "without overlap: the planner's bound"
         tiles.append(("no plan takes less than", format_seconds(bound_s), note))
     if isinstance(gap, int | float):
-        note = "at most this much faster can a plan be"
+        note = "a plan can be at most this much faster"
         tiles.append(("gap to the bound", f"{100 * gap:.2g}%", note))
     made = "".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="note">'
