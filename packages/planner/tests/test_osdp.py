@@ -322,7 +322,7 @@ def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch
     strategy = OsdpPlanner(OsdpConfig()).plan(slow_request())
 
     assert not strategy.report["osdp"]["memory_is_exact"]
-    assert "a bound" in strategy.report["explanation"][0]
+    assert "an upper bound" in strategy.report["explanation"][0]
 
 
 def test_updates_belong_to_the_parameter_whose_states_they_read():
