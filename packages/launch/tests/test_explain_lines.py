@@ -51,7 +51,7 @@ def test_all_ways_are_a_table_with_the_fastest_first_and_say_what_is_not_legal()
     assert len(seconds) == len(rows) - 1 > 0
     assert seconds == sorted(seconds)
     assert any(line.startswith("not legal: (P)") for line in lines)
-    assert f"by planner {found_plan('replicated').strategy.planner}" in lines[-1]
+    assert f"planner {found_plan('replicated').strategy.planner} plans" in lines[-1]
 
 
 def test_of_a_planner_that_takes_long_only_what_is_nearby_is_planned_anew() -> None:

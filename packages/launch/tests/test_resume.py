@@ -338,7 +338,7 @@ def test_another_seed_or_model_is_refused_before_it_is_planned_and_another_setti
         (config(update=UpdateOptions(clip_norm=1.0)), r"it has 'ema.count', too \(and 3 "),
         (
             config(dtype="float64"),
-            r"'embed.weight' is float32 \(8, 6\) there, and float64",
+            r"'embed.weight' is float32 \(8, 6\) in it, and float64",
         ),
     ]
     for other, says in misfits:
