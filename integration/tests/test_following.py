@@ -445,9 +445,7 @@ def test_a_model_in_eval_mode_is_trained_in_it_and_said_so():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    with pytest.warns(
-        UserWarning, match=r"in eval mode, and is trained in this mode(.|\n)*\.train\("
-    ):
+    with pytest.warns(UserWarning, match=r"in eval mode, and is trained in this(.|\n)*\.train\("):
         parallelize(model, lambda m, b: m(b).square().mean(), torch.ones(4, 2), optimizer)
 
 
