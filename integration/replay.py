@@ -128,8 +128,8 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Plan one case with `sbp-plan`, in this process; return the result."""
+def run_plan(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]] | str:
+    """Run `sbp-plan` in this process; return its figures and its strategy, or the refusal."""
     with TemporaryDirectory() as place:
         out, figures = Path(place, "strategy.json"), Path(place, "figures.json")
         sys.argv = ["sbp-plan", *overrides, f"out={out}", f"figures={figures}"]
@@ -138,8 +138,17 @@ def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
         with redirect_stdout(told), redirect_stderr(told), suppress(SystemExit):
             runpy.run_module("sbp_launch.apps.plan", run_name="__main__")
         if not figures.exists():
-            return {"refused": told.getvalue().partition("sbp-plan: ")[2].splitlines()[:1]}
+            return told.getvalue().partition("sbp-plan: ")[2]
         found, decided = (json.loads(file.read_text("utf-8")) for file in (figures, out))
+        return found, decided
+
+
+def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Plan one case; return the result."""
+    result = run_plan(overrides)
+    if isinstance(result, str):
+        return {"refused": result.splitlines()[:1]}
+    found, decided = result
     for name in ("report", "planner"):  # texts and a name, which do not affect the computation
         decided.pop(name, None)
     ranks = found["memory"]["ranks"] or {}

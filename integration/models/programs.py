@@ -249,7 +249,7 @@ PROGRAMS = {
             "MixtralForCausalLM",
             "MixtralConfig",
             num_local_experts=4,
-            experts_implementation="batched_mm",
+            experts_implementation="grouped_mm",
             **_LLAMA,
         ),
         batch=_text,

@@ -198,6 +198,10 @@ def test_the_implementation_of_experts_can_be_chosen_and_changes_no_result(exper
     torch.testing.assert_close(model.loss(batch), expected)
 
 
+def test_experts_are_multiplied_in_groups_by_default() -> None:
+    assert tiny("mixtral").network.config._experts_implementation == "grouped_mm"
+
+
 def test_nothing_is_kept_for_generating_text() -> None:
     model = tiny("gpt2")
 

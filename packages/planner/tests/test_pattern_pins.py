@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.errors import ConfigError
 from sbp_core.graph import Phase
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
@@ -170,6 +171,29 @@ def test_split_classes_run_as_one_device():
     assert entries(strategy, "trunk.weight") == {B}
     made = [sbp for one in strategy.nodes.values() for sbp in one.signature.outputs]
     assert any(P("max") in sbp for sbp in made), "no rank has maxima of its classes"
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e6, 1e9, 1e12])
+def test_split_classes_send_nothing_that_grows_with_classes_times_width(bytes_per_s):
+    sent = []
+    for num_classes in (2048, 8192):
+        step = captured(
+            Classes(16, num_classes),
+            lambda n, seed: {"x": draws(seed, 4 * n, 16), "y": torch.arange(4 * n) * 100},
+        )
+        strategy = planned("class_parallel", step, (4,), bytes_per_s=bytes_per_s)
+        sent.append(compile_plan(step.graph, strategy, CompileOptions()).boxing_bytes)
+
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("patterns", [["experts", "tensor"], ["tensor", "experts"]])
+def test_experts_are_split_before_tensor_whatever_the_order(patterns):
+    step = captured(Experts(8, 16, 4), lambda n, seed: {"x": draws(seed, 4 * n, 8)})
+    mesh = Placement.grid((2,), ("tensor",))
+
+    with pytest.raises(ConfigError, match="'experts' splits the tensors that the pattern 'tensor'"):
+        pattern_pins(step.graph, mesh, {"tensor": patterns})
 
 
 def test_split_tables_run_as_one_device():

@@ -264,7 +264,74 @@ def test_placing_conversions_changes_no_bit_of_a_capture_under_autocast() -> Non
     assert all(torch.equal(new[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("given", [{"reduce_dtype": "float64"}, {"parameters": "twice"}])
+def _sum_of_gradients(*dtypes: str) -> LogicalGraph:
+    """A graph that adds up gradients, those of bfloat16 after a cast; and a use of the sum."""
+    b = Builder()
+    terms = []
+    for at, dtype in enumerate(dtypes):
+        b.add_input(f"g{at}", InputKind.BATCH, (2, 3), dtype=dtype)
+        b.op(f"n{at}", "neg.default", (Ref(f"g{at}"),), (2, 3), phase=Phase.BACKWARD)
+        b.types[f"n{at}"] = TensorType((2, 3), dtype)
+        wide = dtype == "float32"
+        terms.append(
+            Ref(f"n{at}") if wide else _cast(b, f"c{at}", f"n{at}", "float32", Phase.BACKWARD)
+        )
+    total = terms[0]
+    for at, term in enumerate(terms[1:], 1):
+        b.op(f"s{at}", "add.Tensor", (total, term), (2, 3), phase=Phase.BACKWARD)
+        total = Ref(f"s{at}")
+    b.op("y", "neg.default", (total,), (2, 3), phase=Phase.BACKWARD)
+    return _result(b, Ref("y"))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "added", "casts"),
+    [
+        (("bfloat16", "bfloat16"), {"bfloat16": 1}, 1),
+        (("bfloat16",) * 3, {"bfloat16": 2}, 1),
+        (("float32", "bfloat16", "bfloat16", "bfloat16"), {"bfloat16": 2, "float32": 1}, 1),
+        (("float32", "bfloat16", "float32", "bfloat16"), {"bfloat16": 1, "float32": 2}, 1),
+        (("float32", "bfloat16"), {"float32": 1}, 1),
+        (("bfloat16", "float16"), {"float32": 1}, 2),
+    ],
+)
+def test_gradients_of_an_activation_are_added_before_they_are_cast(
+    dtypes: tuple[str, ...], added: dict[str, int], casts: int
+) -> None:
+    graph = _sum_of_gradients(*dtypes)
+
+    placed = verify_graph(place_casts(graph))
+
+    sums = [node for node in placed.nodes if node.kind == "add"]
+    assert Counter(placed.tensor(node.outputs[0]).dtype for node in sums) == added
+    assert sum(node.kind == "_to_copy" for node in placed.nodes) == casts
+    # Integers are exact in both dtypes.
+    batch = {
+        f"g{at}": torch.arange(6).reshape(2, 3).to(getattr(torch, dtype)) + at
+        for at, dtype in enumerate(dtypes)
+    }
+    one, other = (run_graph(g, {}, [batch], {})[0]["y"] for g in (graph, placed))
+    assert one.dtype == other.dtype == torch.float32
+    assert torch.equal(one, other)
+    whole = place_casts(graph, CastPlacement(add_dtype="float32"))
+    assert whole.nodes == graph.nodes
+
+
+def test_a_cast_gradient_that_others_use_is_added_as_it_is() -> None:
+    b = Builder()
+    for name in ("g", "h"):
+        b.add_input(name, InputKind.BATCH, (2, 3), dtype="bfloat16")
+    one, other = (_cast(b, f"c{v}", v, "float32", Phase.BACKWARD) for v in ("g", "h"))
+    b.op("s", "add.Tensor", (one, other), (2, 3), phase=Phase.BACKWARD)
+    b.op("n", "neg.default", (one,), (2, 3), phase=Phase.BACKWARD)
+    graph = _result(b, Ref("s"), Ref("n"))
+
+    assert place_casts(graph).nodes == graph.nodes
+
+
+@pytest.mark.parametrize(
+    "given", [{"reduce_dtype": "float64"}, {"add_dtype": "low"}, {"parameters": "twice"}]
+)
 def test_other_settings_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(SbpValueError, match=next(iter(given))):
         CastPlacement(**given)

@@ -133,7 +133,7 @@ def build(config: HfConfig) -> HfModel:
     implementations: dict[str, str] = {}
     if config.attention != "auto":
         implementations["attn_implementation"] = config.attention
-    if hasattr(own, "_experts_implementation"):
+    if config.experts != "auto" and hasattr(own, "_experts_implementation"):
         implementations["experts_implementation"] = config.experts
     maker = getattr(library, MAKERS[config.task])
     try:

@@ -135,8 +135,9 @@ class ManualConfig:
 
     Args:
         patterns: Mesh axis -> names of patterns to find in the graph of the step, see
-            `sbp_planner.patterns`; `*` is every axis that is not named. Their pins come after pins
-            of words (`batch`, `parameters`, ...) and before pins of names.
+            `sbp_planner.patterns`; `*` is every axis that is not named. `tables?` is applied only
+            to a model that has it, where `tables` would be refused. Their pins come after pins of
+            words (`batch`, `parameters`, ...) and before pins of names.
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         pipeline: The schedule of several stages, by its name in `sbp_core.pipeline`, or `auto` for
@@ -169,7 +170,7 @@ class ManualConfig:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         for axis, names in self.patterns.items():
             for name in names:
-                if name not in PATTERNS:
+                if name.removesuffix("?") not in PATTERNS:
                     raise ConfigError(
                         f"patterns.{axis}={list(names)}: {name!r} is no pattern",
                         accepted=", ".join(PATTERNS),

@@ -49,30 +49,35 @@ def pattern_pins(
     Args:
         graph: The step.
         mesh: The mesh of one stage.
-        patterns: Mesh axis -> names of patterns; later ones split what earlier ones leave. The
-            axis `*` means every axis that is not named.
+        patterns: Mesh axis -> names of patterns; later ones split what earlier ones leave, and
+            `tensor`, which splits all that it can, comes last. A pattern that ends in `?` is left
+            out if the graph does not have it. The axis `*` means every axis that is not named.
 
     Raises:
-        ConfigError: a pattern is not in the graph.
+        ConfigError: a pattern is not in the graph, or earlier ones leave nothing for it.
     """
     pins: dict[str, dict[str, str]] = {}
     lines: list[str] = []
     for at, (axis, size) in enumerate(zip(mesh.axes, mesh.mesh_shape, strict=True)):
-        split: set[str] = set()
+        split: dict[str, str] = {}
         # With one rank there is nothing to split.
-        for name in by_axis(patterns, axis) if size > 1 else ():
-            before = prod(mesh.mesh_shape[:at])
-            found = Patterns(
-                graph=graph, axis=axis, size=size, before=before, split=frozenset(split)
-            )
-            groups = found.find(name)
-            split.update(value for group in groups for value in group.by_value)
+        asked = by_axis(patterns, axis) if size > 1 else ()
+        before = prod(mesh.mesh_shape[:at])
+        for wanted in sorted(asked, key=lambda name: name.removesuffix("?") == "tensor"):
+            name = wanted.removesuffix("?")
+            found = Patterns(graph=graph, axis=axis, size=size, before=before, split=split)
+            groups = found.find(name, optional=name != wanted)
+            if not groups:
+                lines.append(f"{name} on {axis}: not in this model")
+                continue
+            split.update((value, name) for group in groups for value in group.by_value)
             maker = _Pinned(found)
             maker.parameters(groups)
             if name == "tensor":
                 maker.sums(groups)
                 maker.stream(groups)
             elif name in ("classes", "sequence"):
+                maker.free_operands(groups)
                 maker.values(groups)
             for pattern, entry in maker.pins.items():
                 pins.setdefault(pattern, {})[axis] = entry
@@ -153,15 +158,31 @@ class _Pinned:
                 self._pin_whole(node.outputs)
                 if along.isdisjoint(node.inputs()):  # else gradients may have the dims
                     whole.add(node.name)
+        makers = {use.node.name for use in makes}
+        of_parameters = set(self.found.shown.made_of)
+        partial: set[str] = set()
         for node in self.graph.nodes:
-            if node.phase is Phase.BACKWARD and node.forward in whole:
-                self._pin_gradients(node)
+            if node.phase is Phase.BACKWARD:
+                inputs = set(self.graph.tensor_inputs(node))
+                if inputs and inputs <= of_parameters:
+                    of_parameters.update(node.outputs)
+                elif node.forward in makers and inputs & of_parameters:
+                    partial.update(node.outputs)
+                elif node.forward in whole or inputs & partial:
+                    self._pin_gradients(node, partial)
 
-    def _pin_gradients(self, node: Node) -> None:
+    def _pin_gradients(self, node: Node, partial: set[str]) -> None:
         """Pin the gradients that an operator takes, once they are complete and small.
 
         q, k and v contribute partial sums to the gradient of their input, which are added up before
-        ranks exchange them. If that input was expanded, they are reduced before, too.
+        ranks exchange them. If that input was expanded, they are reduced before, too. A whole
+        gradient that is added to partial sums, such as that of a residual connection, becomes one
+        of them, which costs nothing, so it stays free. All other gradients are whole: an operator
+        that split them would have its result gathered.
+
+        Args:
+            node: The operator.
+            partial: Values that are partial sums; its results are added if they are, too.
         """
         makers = self.graph.producers
         gradients = [
@@ -169,9 +190,13 @@ class _Pinned:
             for value in self.graph.tensor_inputs(node)
             if value in makers and makers[value].phase is Phase.BACKWARD
         ]
-        adds_up = len(gradients) > 1 or (len(gradients) == 1 and self._shrinks(node, *gradients))
-        if is_view(node.op) or (adds_up and self._passes_sums(node, *gradients)):
-            return
+        if not partial.isdisjoint(gradients):
+            adds_up = len(gradients) > 1 or self._shrinks(node, *gradients)
+            if is_view(node.op) or (adds_up and self._passes_sums(node, *gradients)):
+                free = [_literal(value) for value in gradients if value not in partial]
+                self.pins.update(dict.fromkeys(free, "free"))
+                partial.update(node.outputs)
+                return
         self._pin_whole(gradients)
 
     def _shrinks(self, node: Node, value: str) -> bool:
@@ -181,7 +206,18 @@ class _Pinned:
     def _pin_whole(self, values: Sequence[str]) -> None:
         for value in filter(self.graph.is_tensor, values):
             if self.graph.tensor(value).dtype.startswith(("float", "bfloat")):
-                self.pins[_literal(value)] = "B"
+                self.pins.setdefault(_literal(value), "B")
+
+    def free_operands(self, groups: Sequence[DimGroup]) -> None:
+        """Let inference split the activations that the parameters multiply.
+
+        A word for all activations would split their samples. Forward, the product takes them whole
+        all the same. Backward, the gradient of the parameters would be made of split samples, so
+        ranks would exchange partial sums of its whole size: classes x width.
+        """
+        for group in groups:
+            for use in group.of(GroupRole.MAKES):
+                self.pins.update({_literal(name): "free" for name in use.activations})
 
     def values(self, groups: Sequence[DimGroup]) -> None:
         """Split batch inputs along dims, and each value of the batch whose users all take it.

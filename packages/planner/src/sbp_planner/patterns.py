@@ -57,32 +57,45 @@ class Patterns:
         axis: Name of the mesh axis, for messages.
         size: Ranks along that axis.
         before: Ranks of the axes before it, which split samples.
-        split: Values with a dim that is already split.
+        split: Values with a dim that is already split -> the pattern that splits it.
     """
 
     graph: LogicalGraph
     axis: str
     size: int
     before: int = 1
-    split: frozenset[str] = field(default=frozenset())
+    split: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def shown(self) -> DimGroups:
         """The groups of dims of the graph."""
         return dim_groups(self.graph, self.size, self.before)
 
-    def find(self, pattern: str) -> list[DimGroup]:
+    def find(self, pattern: str, *, optional: bool = False) -> list[DimGroup]:
         """Return the groups that a pattern splits.
 
         Args:
             pattern: One of `LOOKED_FOR`.
+            optional: Whether it may be missing: then the result is empty.
 
         Raises:
-            ConfigError: it is not there; names what was looked for, and what is there.
+            ConfigError: it is not there, or other patterns split its tensors; names what was looked
+                for, and what is there.
         """
-        if found := self._looked_for(pattern):
+        found = self._looked_for(pattern, self.split)
+        if found or optional:
             return found
-        others = [name for name in LOOKED_FOR if name != pattern and self._looked_for(name)]
+        if groups := self._looked_for(pattern, {}):
+            values = [value for group in groups for value in group.by_value]
+            earlier = {repr(self.split[value]): None for value in values if value in self.split}
+            raise ConfigError(
+                f"on the mesh axis {self.axis!r}, the pattern {', '.join(earlier)} splits the "
+                f"tensors that the pattern {pattern!r} would split",
+                where="planner.patterns",
+                accepted="one of them on this axis",
+                todo="leave one of them out, or split each over a mesh axis of its own",
+            )
+        others = [name for name in LOOKED_FOR if self._looked_for(name, self.split)]
         near = self._near(pattern)
         raise ConfigError(
             f"this model has no pattern {pattern!r} for {self.size} ranks of the mesh axis "
@@ -92,8 +105,8 @@ class Patterns:
             todo="choose another preset; planner=auto looks for what is fastest",
         )
 
-    def _looked_for(self, pattern: str) -> list[DimGroup]:
-        groups = [group for group in self.shown.groups if not self.split & group.by_value.keys()]
+    def _looked_for(self, pattern: str, split: Mapping[str, str]) -> list[DimGroup]:
+        groups = [one for one in self.shown.groups if split.keys().isdisjoint(one.by_value)]
         if pattern == "tensor":
             # Sorting is stable: of equal groups, as in a chain of equal layers, the first is taken.
             return self._disjoint(sorted(filter(_is_pair, groups), key=self._bytes_per_flop))

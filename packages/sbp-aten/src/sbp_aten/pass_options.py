@@ -44,16 +44,22 @@ class CastPlacement:
         reduce_dtype: Dtype in which gradients are summed over ranks, if products of low precision
             make them: `float32`, or `as_made`, which moves half the bytes and rounds the partial
             sums. Only for gradients of matrices; convolutions always sum `as_made`.
+        add_dtype: Dtype in which gradients of an activation are added, if several products of low
+            precision use it, such as those that make queries, keys and values: `as_made`, as in a
+            model that is kept in low precision, so that tensor parallelism sends one sum; or
+            `float32`, as PyTorch's autocast adds them, which sends twice the bytes.
         parameters: Whether a parameter is cast in `each_phase` that uses it, so that no phase holds
             gathered copies for another, or `once` a micro-batch, which saves a little if parameters
             are whole on every rank.
     """
 
     reduce_dtype: Literal["float32", "as_made"] = "float32"
+    add_dtype: Literal["float32", "as_made"] = "as_made"
     parameters: Literal["each_phase", "once"] = "each_phase"
 
     def __post_init__(self) -> None:
         _one_of("reduce_dtype", self.reduce_dtype, "float32", "as_made")
+        _one_of("add_dtype", self.add_dtype, "float32", "as_made")
         _one_of("parameters", self.parameters, "each_phase", "once")
 
 

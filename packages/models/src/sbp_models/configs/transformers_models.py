@@ -26,8 +26,10 @@ class HfConfig:
         overrides: Settings of the library's configuration, such as `n_layer: 2`. Others keep the
             library's defaults, which may be large.
         attention: Implementation of attention: `sdpa`, `eager`, or `auto` for the library's choice.
-        experts: Implementation of mixtures of experts: `batched_mm` and `grouped_mm` have static
-            shapes; `eager` loops over the experts in use, which cannot be captured.
+        experts: Implementation of mixtures of experts. `grouped_mm` sorts tokens by expert and
+            multiplies each group once. `batched_mm` gathers a copy of the weights for each token,
+            which takes memory of tokens x weights. `eager` loops over the experts in use, which
+            cannot be captured. `auto` is `grouped_mm` for models that have it, otherwise `eager`.
 
     Raises:
         ConfigError: `kind` is empty or `context` is not positive.
@@ -38,7 +40,7 @@ class HfConfig:
     context: int = 128
     overrides: Mapping[str, Any] = field(default_factory=dict)
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    experts: Literal["batched_mm", "grouped_mm", "eager"] = "batched_mm"
+    experts: Literal["auto", "grouped_mm", "batched_mm", "eager"] = "auto"
 
     def __post_init__(self) -> None:
         if not self.kind:

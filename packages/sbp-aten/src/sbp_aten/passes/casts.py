@@ -8,8 +8,12 @@ it, and if one cast serves all users:
                          a --cast--> b2      cast: w is gathered in float32
     placed      w --cast--> c --t--> b       the shard of w is cast, c is gathered in bfloat16
 
-On request, casts of gradients to float32 move into the product that makes them, so that partial
-sums are added in float32.
+Casts of gradients of parameters to float32 move into the product that makes them, so that partial
+sums are added in float32. If several products use an activation, the casts of its gradients move
+behind the addition, so that tensor parallelism sends one sum of two bytes an element:
+
+    captured    G --cast--> g, H --cast--> h, s = add(g, h)
+    placed      add(G, H) --cast--> s
 """
 
 from __future__ import annotations
@@ -53,10 +57,17 @@ def place_casts(graph: LogicalGraph, how: CastPlacement | None = None) -> Logica
 
     before: g = mm(dy, x); G = _to_copy(g, float32)
     after:  G = sbp.mm_as(dy, x, float32)
+
+    With `add_dtype="as_made"`, gradients of one activation are added before they are cast:
+
+    before: s = add(_to_copy(g, float32), _to_copy(h, float32))
+    after:  s = _to_copy(add(g, h), float32)
     """
     how = how or CastPlacement()
     placed = _CastPlacer(graph, how.parameters == "once").run()
-    return _widen_products(placed) if how.reduce_dtype == "float32" else placed
+    if how.reduce_dtype == "float32":
+        placed = _widen_products(placed)
+    return _add_as_made(placed) if how.add_dtype == "as_made" else placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +186,15 @@ class _CastPlacer:
 
 def _is_narrowing(writer: GraphWriter, node: Node) -> bool:
     """Whether a node only casts, to a dtype of fewer bits."""
+    dtypes = _cast_dtypes(writer, node)
+    return dtypes is not None and dtypes[0] in WIDER.get(dtypes[1], ())
+
+
+def _cast_dtypes(graph: LogicalGraph | GraphWriter, node: Node) -> tuple[str, str] | None:
+    """Return the dtypes before and after a node that only casts; None for any other."""
     if node.op != "aten._to_copy.default" or set(node.kwargs) - {"dtype", "device", "layout"}:
-        return False
-    before, after = (writer.tensor(v).dtype for v in (node.args[0].name, node.outputs[0]))
-    return before in WIDER.get(after, ())
+        return None
+    return graph.tensor(node.args[0].name).dtype, graph.tensor(node.outputs[0]).dtype
 
 
 def _widen_products(graph: LogicalGraph) -> LogicalGraph:
@@ -215,6 +231,75 @@ def _widen_products(graph: LogicalGraph) -> LogicalGraph:
         if node.name not in replaced:
             nodes.append(node)
     return graph.with_nodes(tuple(nodes))
+
+
+def _add_as_made(graph: LogicalGraph) -> LogicalGraph:
+    """Add gradients of an activation before they are cast to a wider dtype."""
+    writer = GraphWriter(graph)
+    for node in graph.nodes:
+        terms = [(term, _widening_cast(graph, term)) for term in _terms(graph, node)]
+        casts = [cast for _, cast in terms if cast is not None]
+        kinds = {graph.tensor(cast.args[0].name) for cast in casts}
+        if len(casts) < 2 or len(kinds) > 1:
+            writer.nodes.append(node)
+            continue
+        added: Ref = casts[0].args[0]
+        for cast in casts[1:]:
+            added = writer.call(node, node.op, (added, cast.args[0]), *kinds, pointwise=True)
+        wide = [Ref(term) for term, cast in terms if cast is None]
+        if not wide:
+            node = replace(casts[0], name=node.name, args=(added,), outputs=node.outputs)
+            writer.nodes.append(node)
+            continue
+        result, how = graph.tensor(node.outputs[0]), casts[0].kwargs
+        total = writer.call(casts[0], casts[0].op, (added,), result, kwargs=how, pointwise=True)
+        for ref in wide[:-1]:
+            total = writer.call(node, node.op, (ref, total), result, pointwise=True)
+        writer.nodes.append(replace(node, args=(wide[-1], total)))
+    return drop_dead(graph.with_nodes(tuple(writer.nodes), types=writer.types))
+
+
+def _terms(graph: LogicalGraph, node: Node) -> list[str]:
+    """Return the values that a node and those before it add up to the gradient of an activation.
+
+    Empty if the node adds no such gradients, or if another node adds to its result.
+    """
+    if not _adds_gradients(graph, node) or any(
+        _adds_gradients(graph, user) and len(graph.users[node.outputs[0]]) == 1
+        for user in graph.users[node.outputs[0]]
+    ):
+        return []
+    terms = list(node.inputs())
+    at = 0
+    while at < len(terms):
+        made = graph.producers.get(terms[at])
+        if made is not None and len(graph.users[terms[at]]) == 1 and _adds_gradients(graph, made):
+            terms[at : at + 1] = made.inputs()
+        else:
+            at += 1
+    return terms
+
+
+def _adds_gradients(graph: LogicalGraph, node: Node) -> bool:
+    """Whether a node adds two tensors of equal shape to the gradient of an activation."""
+    if node.op != "aten.add.Tensor" or node.phase is not Phase.BACKWARD or node.kwargs:
+        return False
+    made = graph.tensor(node.outputs[0])
+    refs = [argument for argument in node.args if isinstance(argument, Ref)]
+    return (
+        len(refs) == 2
+        and all(graph.tensor(ref.name) == made for ref in refs)
+        and not _is_gradient(graph, node.outputs[0])
+    )
+
+
+def _widening_cast(graph: LogicalGraph, value: str) -> Node | None:
+    """Return the cast that makes a gradient which is used once; None for any other value."""
+    cast = graph.producers.get(value)
+    if cast is None or cast.phase is not Phase.BACKWARD or len(graph.users[value]) > 1:
+        return None
+    dtypes = _cast_dtypes(graph, cast)
+    return cast if dtypes is not None and dtypes[1] in WIDER.get(dtypes[0], ()) else None
 
 
 def _is_gradient(graph: LogicalGraph, value: str) -> bool:
