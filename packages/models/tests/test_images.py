@@ -48,3 +48,21 @@ def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
         make().samples(np.arange(1), "validate")
 
     assert caught.value.accepted == "train, validation"
+
+
+def test_the_numbers_of_a_sample_stay_the_same() -> None:
+    batch = make(image_size=4).samples(np.arange(3))
+
+    assert batch["labels"].tolist() == [8, 9, 2]
+    assert batch["images"][1, :, 0, :2].flatten().tolist() == pytest.approx(
+        [0.3657037, 0.3296686, -0.7091954, -0.2483459, -0.5947685, -0.1963134]
+    )
+
+
+def test_the_number_of_classes_costs_no_memory() -> None:
+    data = make(num_classes=10**12)
+
+    labels = data.samples(np.arange(50))["labels"]
+
+    assert len(labels.unique()) == 50
+    assert labels.max() < 10**12

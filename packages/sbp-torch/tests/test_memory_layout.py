@@ -267,3 +267,44 @@ def test_a_stride_by_hand_counts_from_the_start_of_the_storage() -> None:
     made = _one(entry, x=StorageView(lies, 0, 400))
 
     assert made.layout == StridedLayout((2,), (1,), 3, "float32")
+
+
+@pytest.mark.parametrize("extent", [6, 2**40])
+def test_fused_updates_of_any_size_are_laid_out_without_data(extent: int) -> None:
+    p, g, state = (_placed(storage, extent) for storage in range(3))
+    calls = [
+        _call(
+            "sbp.fused_sgd_.default",
+            Ref("p"),
+            Ref("g"),
+            (Ref("s"),),
+            0.1,
+            outputs=2,
+            momentum=0.9,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            maximize=False,
+        ),
+        _call(
+            "sbp.fused_adagrad_.default",
+            Ref("p"),
+            Ref("g"),
+            Ref("s"),
+            1,
+            0.1,
+            outputs=2,
+            lr_decay=0.0,
+            weight_decay=0.0,
+            eps=1e-10,
+            maximize=False,
+        ),
+    ]
+
+    for entry in calls:
+        made = Layouts().call(entry, 0, {"p": p, "g": g, "s": state}.__getitem__)
+
+        assert made == (
+            ResultLayout(p.layout, 0, -1, p.storage_bytes),
+            ResultLayout(state.layout, 2, -1, state.storage_bytes),
+        )

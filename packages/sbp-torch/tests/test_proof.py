@@ -246,6 +246,29 @@ def test_what_takes_too_long_is_proved_on_fewer_rows_or_not_at_all(monkeypatch):
     assert "2 micro-batches of 1 samples" in helped.lines()[0]
 
 
+def test_parts_that_need_too_much_memory_are_not_run_and_reported(monkeypatch):
+    graph, states = captured()
+    whole = proof_of(graph, states=states)
+
+    monkeypatch.setattr(sys.modules["sbp_torch.proof.parts"], "MOST_BYTES", 100)
+    some = proof_of(graph, states=states)
+
+    assert (whole.num_not_run, whole.parts) == (0, 2)
+    assert (some.num_not_run, some.parts) == (2, 0)
+    assert "more than 250.0 MB" in some.lines()[1]
+
+
+def test_states_that_need_too_much_memory_are_not_drawn(monkeypatch):
+    graph, states = captured()
+    monkeypatch.setattr(sys.modules["sbp_torch.proof.proofs"], "MOST_BYTES", 1000)
+
+    found = proof_of(graph, rows=2, states=states, num_micro_batches=2, loss=WHOLE)
+
+    assert found.lines() == [
+        "not proved that the planned step is the captured one: its states have 4560 B in float64"
+    ]
+
+
 def test_a_form_is_proved_once(tmp_path):
     graph, states = captured()
     step = PlannedStep(before=graph, after=prepare_step(graph), example=batch_of())

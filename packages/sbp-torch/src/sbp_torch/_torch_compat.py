@@ -43,9 +43,14 @@ from sbp_torch._torch_patches import (
 def fake_mode() -> _FakeMode:
     """Return a mode of tensors without data, with static shapes. Tried on 2.13.
 
-    PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_ctc_loss_shapes`.
+    PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_ctc_loss_shapes`. It has no fake
+    kernels of some fused updates, and would run the real ones on zeros as large as the parameters.
     """
     op_implementations_dict.setdefault(torch.ops.aten._ctc_loss.Tensor, _ctc_loss_shapes)
+    for update in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
+        operator = getattr(torch.ops.aten, update)
+        for overload in (operator.default, operator.tensor_lr):
+            op_implementations_dict.setdefault(overload, _changes_no_shape)
     return _FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
@@ -148,6 +153,10 @@ def _ctc_loss_shapes(
     with mode:
         wide = scores.new_empty((samples, times, 2 * targets.shape[1] + 1))
         return scores.new_empty((samples,)), wide
+
+
+def _changes_no_shape(mode: FakeTensorMode, func: OpOverload, *_: Any, **__: Any) -> None:
+    """Return the fake result of an update in place, which is nothing."""
 
 
 def annotated(note: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sbp_core.errors import CaptureError
 from sbp_core.runtime import Number
+from sbp_torch._torch_compat import TorchDispatchMode
 from sbp_torch._torch_optim_compat import constructed_states
 from sbp_torch.graph_capture.diagnostics import user_frame
 from sbp_torch.graph_capture.optimizer_clones import (
@@ -109,6 +110,18 @@ class _Rules:
     numbers: Mapping[str, tuple[Number, Number]]
 
 
+class _ReadsZero(TorchDispatchMode):
+    """Lets an optimizer step on tensors without data though it reads numbers: all are 0.
+
+    Shapes of states rarely depend on them. Adafactor reads the norm of each parameter.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
 class InitialStateProbe:
     """Finds the states of parameters that an optimizer has not updated yet."""
 
@@ -164,8 +177,9 @@ class InitialStateProbe:
         self._check_gradient_free(first, self._trial(small, -2.0)[0])
         meta = torch.empty_like(parameter, device="meta")
         try:
-            shapes = self._step(meta, 0.5)[0]
-        except Exception:  # it reads values, which tensors on `meta` do not have
+            with _ReadsZero():
+                shapes = self._step(meta, 0.5)[0]
+        except Exception:  # it reads more than single numbers, or divides by one
             real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
             shapes = self._trial(real, 0.5)[0]
         if not first.keys() == second.keys() == shapes.keys():

@@ -69,7 +69,7 @@ class PartialProof:
     Args:
         alike: Number of operators of the second graph that the first has, too, on equal values.
         parts: Number of different parts that were run.
-        skipped: Operators that would take too long, or do not run in double precision.
+        skipped: Operators that would need too much time or memory, or do not run in float64.
         open: Names of outputs that are not shown to be equal.
         first: The node of the first value that differed.
         left_s: Rest of the budget, in estimated seconds.
@@ -207,7 +207,7 @@ class Sweep:
         return _Cone(graph, values, value, tuple(ordered), tuple(sorted(given)))
 
     def _verdict(self, pair: tuple[_Cone, _Cone]) -> float | None:
-        """Run two cones, or reuse the result of an equal pair; None without time, or on failure."""
+        """Run two cones, or reuse the result of an equal pair; None if it is too large or fails."""
         key = self._key(pair)
         if key not in self._verdicts:
             # Rows can be ignored where integers or booleans are given.
@@ -219,7 +219,7 @@ class Sweep:
             each_s = sum(run_s(cone.graph, cone.nodes) for cone in pair)
             each_s += bytes_s(sum(one.size_bytes for one in tensors))  # to draw them
             draws = draws[: int(self.found.left_s / each_s)]
-            if not draws:
+            if not draws or sum(held_bytes(cone.graph, cone.nodes) for cone in pair) > MOST_BYTES:
                 return None
             self.found.left_s -= each_s * len(draws)
             self.found.parts += 1
@@ -322,6 +322,19 @@ class Sweep:
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
         return draw(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+
+
+#: Most bytes that a proof may hold, as estimated. The step of a model with a million classes is
+#: split over ranks, whereas a proof runs the whole tensors, in double precision.
+MOST_BYTES = 250_000_000
+
+
+def held_bytes(graph: LogicalGraph, nodes: Iterable[Node]) -> int:
+    """Return the bytes of all tensors that nodes read and make, without views."""
+    names = {name for node in nodes if "view" not in node.tags for name in node.inputs()}
+    names |= {name for node in nodes if "view" not in node.tags for name in node.outputs}
+    kinds = (graph.types[name] for name in names)
+    return sum(one.size_bytes for one in kinds if isinstance(one, TensorType))
 
 
 #: Rates of one server core in double precision, in flop/s and bytes/s; and seconds of a call.

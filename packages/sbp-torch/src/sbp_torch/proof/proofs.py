@@ -22,11 +22,11 @@ from torch import Tensor
 from sbp_core.errors import GraphError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, graph_hash
 from sbp_core.passes import accumulate, unalias_outputs
-from sbp_core.units import format_seconds
+from sbp_core.units import format_bytes, format_seconds
 from sbp_core.user_paths import cache_folder
 from sbp_torch.proof.double_precision import graph_to_double
 from sbp_torch.proof.drawing import Draw
-from sbp_torch.proof.parts import Sweep, run_s
+from sbp_torch.proof.parts import MOST_BYTES, Sweep, run_s
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.result_file import ResultFile
 
@@ -45,7 +45,8 @@ class StepProof:
         alike: Number of them that are operators of the captured step on equal values, so that they
             were not run (proof part by part).
         parts: Number of different parts in which the other operators were run.
-        num_not_run: Operators that would take too long, or do not run in float64 on the CPU.
+        num_not_run: Operators that would need too much time or memory, or do not run in float64 on
+            the CPU.
         not_run: Source line of the first of them; empty if there is none.
         draws: For each whole step that was run, which rows were ignored.
         of: Text about the smaller batch of whole steps; empty if it was the whole batch.
@@ -91,8 +92,8 @@ class StepProof:
         ]
         if self.num_not_run:
             lines.append(
-                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do "
-                f"not run: {', '.join(self.not_run)}"
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or "
+                f"more than {format_bytes(MOST_BYTES)}, or do not run: {', '.join(self.not_run)}"
             )
         return lines
 
@@ -231,6 +232,11 @@ def _prove(
     return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
 
 
+def _states(graph: LogicalGraph) -> list[str]:
+    """Return the names of the states that are tensors."""
+    return [one.name for one in graph.inputs if one.kind.is_state and graph.is_tensor(one.name)]
+
+
 def _whole_s(step: PlannedStep) -> float:
     """Return the estimated seconds of one draw of a step: the captured graph runs twice."""
     return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
@@ -251,6 +257,9 @@ def _run_whole(
         about = f"it would take about {format_seconds(each_s)}"
         seen = f"; {', '.join(suspects[:3])} may differ" if suspects else ""
         return replace(made, reason=about + seen)
+    held = sum(whole.before.tensor(name).size_bytes for name in _states(whole.before))
+    if held > MOST_BYTES and not suspects:
+        return replace(made, reason=f"its states have {format_bytes(held)} in float64")
     draws: Sequence[Draw] = DRAWS if whole.can_ignore() else DRAWS[:1]
     draws = draws[: max(1, int(budget_s / max(each_s, 1e-9)))]
     told = ""
