@@ -6,6 +6,7 @@ the planners take about 400 MB of it.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -54,7 +55,7 @@ _PARALLELIZE = textwrap.dedent("""
         given = model
     batch = {"x": torch.arange(8), "y": torch.arange(8)}
     step = parallelize(given, loss, batch, optimizer(model.parameters()), mesh=4, states=states)
-    assert "memory of a rank" in str(step.report())
+    step.report(max_rows=0)
     print("peak", 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """)
 
@@ -67,6 +68,7 @@ def peak_bytes(folder: Path, program: str, arguments: list[str]) -> int:
     done = subprocess.run(
         [sys.executable, "program.py", *arguments],
         cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},  # proofs of earlier runs are not known
         capture_output=True,
         text=True,
         check=False,

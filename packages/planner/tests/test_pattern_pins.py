@@ -171,6 +171,16 @@ def test_split_classes_run_as_one_device():
     assert entries(strategy, "trunk.weight") == {B}
     made = [sbp for one in strategy.nodes.values() for sbp in one.signature.outputs]
     assert any(P("max") in sbp for sbp in made), "no rank has maxima of its classes"
+    # Each rank has the gradients of its classes: no sum over ranks is as large as the parameter.
+    nodes = [node for node in step.graph.nodes if node.name in strategy.nodes]
+    outputs = [(node.outputs, strategy.nodes[node.name].signature.outputs) for node in nodes]
+    shapes = {
+        step.graph.tensor(name).shape
+        for names, entries_of in outputs
+        for name, sbp in zip(names, entries_of, strict=True)
+        if P("sum") in sbp
+    }
+    assert not {(2048, 16), (16, 2048)} & shapes
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e6, 1e9, 1e12])

@@ -3,7 +3,7 @@
 
 An ordinary `nn.Module` without distributed code. Suffixes name the dims of a tensor:
 
-    B batch    C channels    H height    W width    K classes
+    B batch    C channels    H height    W width    D features    K classes
 
 Parameters and buffers are called as in torchvision: `conv1`, `bn1`, `layer1.0.conv1`,
 `layer1.0.bn1`, ..., `layer2.0.downsample.0`, `layer2.0.downsample.1`, ..., `fc`; the stride of a
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
 from sbp_models.configs import ResnetConfig
+from sbp_models.margin import MarginHead
 
 #: Blocks of each stage, by depth.
 BLOCKS = {
@@ -123,28 +124,44 @@ class Resnet(nn.Module):
                 channels = stage_width * block.expansion
             layers.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = layers
-        self.fc = nn.Linear(channels, config.num_classes)
+        self.fc: nn.Module
+        if config.head == "margin":
+            self.fc = MarginHead(
+                channels, config.num_classes, scale=config.margin_scale, margins=config.margins
+            )
+        else:
+            self.fc = nn.Linear(channels, config.num_classes)
         self._initialise(zero_init=config.zero_init)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images (B, C, H, W) to logits (B, K)."""
+        logits_BK: torch.Tensor = self.fc(self._features(images))
+        return logits_BK
+
+    def _features(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images (B, C, H, W) to features (B, D), the means over the pixels of the end."""
         x_BCHW = F.relu(self.bn1(self.conv1(images)))
         if self.large:
             x_BCHW = F.max_pool2d(x_BCHW, 3, stride=2, padding=1)
         x_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(x_BCHW))))
-        logits_BK: torch.Tensor = self.fc(x_BCHW.mean(dim=(2, 3)))
-        return logits_BK
+        features_BD: torch.Tensor = x_BCHW.mean(dim=(2, 3))
+        return features_BD
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch, in nats: a 0-d tensor.
 
-        In training mode the samples are not independent: batch norm uses the whole batch.
+        In training mode the samples are not independent: batch norm uses the whole batch. A margin
+        head adds its margins in evaluation, too.
 
         Args:
             batch: `images`, floating (B, C, H, W), and `labels`, int64 (B,).
         """
-        logits_BK = self.forward(batch["images"])
-        return F.cross_entropy(logits_BK, batch["labels"], label_smoothing=self.label_smoothing)
+        images, labels = batch["images"], batch["labels"]
+        if isinstance(self.fc, MarginHead):
+            logits_BK = self.fc(self._features(images), labels)
+        else:
+            logits_BK = self.forward(images)
+        return F.cross_entropy(logits_BK, labels, label_smoothing=self.label_smoothing)
 
     def _initialise(self, *, zero_init: bool) -> None:
         for module in self.modules():

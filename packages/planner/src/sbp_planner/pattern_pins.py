@@ -5,6 +5,7 @@ The planners `manual` and `auto` use them. B is a replicated tensor.
     parameters along a dim         stored and used split, with their states, gradients and updates
     sums after `tensor`            summed at once: B, for all ranks that use them further
     values that lead to `tensor`   B: computed by every rank; if split they would be gathered again
+    values that make `classes`     B: else gradients of parameters are partial sums
     values along `classes` and     split if all their users can take them split; so is the batch
       `sequence`
 
@@ -77,8 +78,9 @@ def pattern_pins(
                 maker.sums(groups)
                 maker.stream(groups)
             elif name in ("classes", "sequence"):
-                maker.free_operands(groups)
                 maker.values(groups)
+            if name == "classes":
+                maker.features(groups)
             for pattern, entry in maker.pins.items():
                 pins.setdefault(pattern, {})[axis] = entry
             lines.append(f"{name} on {axis}: {_described(name, graph, groups)}")
@@ -171,6 +173,14 @@ class _Pinned:
                 elif node.forward in whole or inputs & partial:
                     self._pin_gradients(node, partial)
 
+    def features(self, groups: Sequence[DimGroup]) -> None:
+        """Keep whole the values that the products over the dims take, in backward, too.
+
+        There, a part of the samples would make a partial sum as large as the parameter.
+        """
+        for use in (use for group in groups for use in group.of(GroupRole.MAKES)):
+            self._pin_whole(use.activations)
+
     def _pin_gradients(self, node: Node, partial: set[str]) -> None:
         """Pin the gradients that an operator takes, once they are complete and small.
 
@@ -207,17 +217,6 @@ class _Pinned:
         for value in filter(self.graph.is_tensor, values):
             if self.graph.tensor(value).dtype.startswith(("float", "bfloat")):
                 self.pins.setdefault(_literal(value), "B")
-
-    def free_operands(self, groups: Sequence[DimGroup]) -> None:
-        """Let inference split the activations that the parameters multiply.
-
-        A word for all activations would split their samples. Forward, the product takes them whole
-        all the same. Backward, the gradient of the parameters would be made of split samples, so
-        ranks would exchange partial sums of its whole size: classes x width.
-        """
-        for group in groups:
-            for use in group.of(GroupRole.MAKES):
-                self.pins.update({_literal(name): "free" for name in use.activations})
 
     def values(self, groups: Sequence[DimGroup]) -> None:
         """Split batch inputs along dims, and each value of the batch whose users all take it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sbp_core.errors import ConfigError
 from sbp_models.configs.checks import check_divides, check_fractions, check_positive
 from sbp_models.configs.compatibility import check_images
 
@@ -25,9 +27,14 @@ class ResnetConfig:
         num_classes: Number of classes.
         label_smoothing: Fraction of the target that is spread over all classes, in [0, 1).
         zero_init: Initialise every block as the identity: its last norm has weight 0.
+        head: `linear`: a linear layer; `margin`: cosines with margins for targets, as in ArcFace
+            and CosFace, see `sbp_models.margin`.
+        margins: m1, m2 (radians) and m3 of `head=margin`: the cosine of the target's angle a
+            becomes cos(m1 a + m2) - m3.
+        margin_scale: Factor of the cosines of `head=margin`.
 
     Raises:
-        ConfigError: a size is not positive, or `label_smoothing` is no fraction.
+        ConfigError: a size or factor is not positive, or `label_smoothing` is no fraction.
     """
 
     depth: Literal[18, 34, 50, 101, 152] = 18
@@ -37,10 +44,24 @@ class ResnetConfig:
     num_classes: int = 10
     label_smoothing: float = 0.0
     zero_init: bool = True
+    head: Literal["linear", "margin"] = "linear"
+    margins: tuple[float, float, float] = (1.0, 0.5, 0.0)
+    margin_scale: float = 64.0
 
     def __post_init__(self) -> None:
         check_positive(self, "width", "channels", "num_classes")
         check_fractions(self, "label_smoothing")
+        m1, m2, m3 = self.margins
+        if not (0 < m1 < math.inf and 0 <= m2 < math.pi and 0 <= m3 < math.inf):
+            raise ConfigError(
+                f"margins={list(self.margins)} has a margin out of range",
+                accepted="[m1, m2, m3] with m1 > 0, 0 <= m2 < pi and m3 >= 0",
+                todo="take those of ArcFace, [1, 0.5, 0], or of CosFace, [1, 0, 0.35]",
+            )
+        if not 0 < self.margin_scale < math.inf:
+            raise ConfigError(
+                f"margin_scale={self.margin_scale} is no scale", accepted="a number > 0"
+            )
 
     def check_combination(self, others: Mapping[str, object]) -> None:
         """Refuse a data set that does not fit; see `sbp_core.plugins.ChecksCombination`."""

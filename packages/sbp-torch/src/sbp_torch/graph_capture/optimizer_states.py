@@ -110,7 +110,7 @@ class _Rules:
     numbers: Mapping[str, tuple[Number, Number]]
 
 
-class _ReadsZero(TorchDispatchMode):
+class _ReadsZero(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Lets an optimizer step on tensors without data though it reads numbers: all are 0.
 
     Shapes of states rarely depend on them. Adafactor reads the norm of each parameter.
@@ -177,7 +177,7 @@ class InitialStateProbe:
         self._check_gradient_free(first, self._trial(small, -2.0)[0])
         meta = torch.empty_like(parameter, device="meta")
         try:
-            with _ReadsZero():
+            with _ReadsZero():  # type: ignore[no-untyped-call] # see above
                 shapes = self._step(meta, 0.5)[0]
         except Exception:  # it reads more than single numbers, or divides by one
             real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
