@@ -115,7 +115,7 @@ MISTAKES: dict[str, Mistake] = {
     "no context": _train("model.context=0", "context"),
     "metrics outside the run": _train("logger.file=/tmp/metrics.jsonl", "logger", "run folder"),
     "an SBP without quotes": _train(
-        "planner=manual/custom +planner.pins={batch:S(0)}", 'quote values with brackets: "S(0)"'
+        "planner=manual/custom +planner.pins={batch:S(0)}", '+planner.pins={batch:"S(0)"}'
     ),
     # Meshes.
     "a mesh that is a number": _train("cluster.mesh=4", "cluster.mesh", "[2, 2]"),

@@ -16,6 +16,7 @@ from sbp_core.plugins import discover, warn_renamed
 from sbp_launch.apps.train import make_application
 from sbp_launch.settings import compose as settings
 from sbp_launch.settings.catalog import make_catalog
+from sbp_launch.settings.quoted_names import with_plain_names
 from sbp_launch.world import World
 
 
@@ -40,6 +41,7 @@ def compose(
     """
     app = replace(make_application(World()), config_name=config_name)
     catalog = make_catalog(discover(), None if config_dir is None else str(config_dir))
+    overrides = [with_plain_names(text) for text in overrides]
     renamed = settings.renamed_overrides(overrides, catalog)
     for text, new in renamed.items():
         warn_renamed(text, new)

@@ -54,6 +54,7 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
+from sbp_launch.settings.quoted_names import with_plain_names
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved_error
 from sbp_launch.settings.resumed import quote
 
@@ -92,7 +93,7 @@ def _report(app: Application[Any], error: SbpError) -> int:
 
 def _run(app: Application[ConfigT]) -> int:
     arguments, topics = split_topics(sys.argv[1:])
-    sys.argv[1:] = flags_first(arguments)
+    sys.argv[1:] = [with_plain_names(text) for text in flags_first(arguments)]
     parser = get_args_parser()
     options, unknown = parser.parse_known_args()
     if unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 
@@ -21,11 +22,14 @@ _NO_NEWS = ("Error parsing override", "See http")
 #: Beginnings of messages that only describe the grammar of Hydra.
 _OF_THE_GRAMMAR = ("Lexer", "extraneous input", "mismatched input", "no viable alternative")
 
-#: An SBP value outside quotes, which Hydra's grammar reads as a function call.
-_SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
+#: An SBP value outside quotes, which Hydra's grammar reads as a function call; or one for each axis.
+_SBP_CALL = re.compile(
+    r"""(?<![\w"'])(?:(?:[BP]|free)\s*,\s*)*[SP]\([^()]*\)"""
+    r"""(?:\s*,\s*(?:[SP]\([^()]*\)|(?:[BP]|free)(?![\w"']|\s*:)))*(?!["'])"""
+)
 
-#: A quoted name inside braces, which the command line does not accept, but files may need.
-_QUOTED_NAME = re.compile(r"""(?<=[{,])(\s*)(["'])([^"'{},:]*)\2(?=\s*:)""")
+#: A key that ends in the name of a tensor: `planner.pins.use:batch=B`, `planner.pins[use:batch]=B`.
+_NAME_IN_KEY = re.compile(r"""(\+*[\w.]*\bpins)[.\[]["']?([^=]*?)["']?\]?=(.*)""")
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
@@ -41,19 +45,23 @@ def unreadable(error: OverrideParseException) -> ConfigError:
         )
     told = [line for line in error.message.splitlines() if not line.startswith(_NO_NEWS)]
     todo = "; ".join(told)
-    if call := _SBP_CALL.search(override):
-        todo = f'quote values with brackets: "{call[0]}"'
+    if pin := _NAME_IN_KEY.fullmatch(override):
+        name, sbp = pin[2].replace("\\", ""), pin[3] if pin[3][:1] in "\"'{" else f'"{pin[3]}"'
+        meant = shlex.quote(f'{pin[1]}={{"{name}": {sbp}}}')
+        todo = f"write names of tensors in braces: {meant}"
+    elif _SBP_CALL.search(override):
+        meant = shlex.quote(_SBP_CALL.sub(r'"\g<0>"', override))
+        todo = f"quote values with brackets, and all of it for the shell: {meant}"
     elif value[:1] == "(" and value[-1:] == ")":
         todo = f"write a list in square brackets: '{key}=[{value[1:-1]}]'"
     elif value[:1] == "~":
         todo = "the shell does not replace ~ here: " + (
             f"{key}=$HOME{value[1:]}" if value[1:2] in ("", "/") else "write the whole path"
         )
-    elif not _QUOTED_NAME.search(override) and told and told[0].startswith(_OF_THE_GRAMMAR):
+    elif value[:1] == "{" and told and told[0].startswith(_OF_THE_GRAMMAR):
+        todo = f"""put names and values into double quotes: '{key}={{"NAME": "VALUE"}}'"""
+    elif told and told[0].startswith(_OF_THE_GRAMMAR):
         todo = f"""put two pairs of quotes around spaces and signs: '{key}="{value}"'"""
-    if _QUOTED_NAME.search(override):
-        meant = _QUOTED_NAME.sub(r"\1\3", override)
-        todo = f"write names before a colon without quotes: '{meant}'"
     return ConfigError(
         f"the override {override!r} cannot be read",
         where="the command line",

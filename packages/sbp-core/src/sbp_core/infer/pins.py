@@ -267,12 +267,18 @@ def _known_axis(name: str, axes: Sequence[str], text: str) -> str:
             accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for all of these",
             todo="say with planner.stage_patterns which modules a stage has",
         )
+    # A key of YAML or of a command line may have been cut at its dots, or after `use`.
+    pattern = text.partition(": ")[0]
+    whole = f"{pattern}{':' if f'{pattern}:' == USE else '.'}{name}"
     raise ConfigError(
         f"the pin '{text}' names the mesh axis {name!r}, which this mesh does not have",
         where=PINS,
         accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for every axis not named",
         todo=suggestion(
-            name, axes, "give the mesh that axis (cluster.mesh), or pin an axis that it has"
+            name,
+            axes,
+            "give the mesh that axis (cluster.mesh), or pin an axis that it has; "
+            f"a name with a dot or colon is one key: pins={{'{whole}': ...}}",
         ),
     )
 
