@@ -51,6 +51,53 @@ def test_a_file_that_exists_is_overwritten_if_asked_for(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8") == "mine"  # until there is a plan
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param({"page": "x.html"}, {"timeline": "x"}, id="the ending of a drawing"),
+        pytest.param({"trace": "x.json"}, {"calls": "./x.json"}, id="a dot"),
+        pytest.param({"trace": "x.json"}, {"figures": "sub/../x.json"}, id="dots"),
+        pytest.param({"calls": "x.json"}, {"figures": "link/x.json"}, id="a link of a folder"),
+        pytest.param({"figures": "x.json"}, {"out": "hard.json"}, id="one file with two names"),
+        pytest.param({"calls": "x.json"}, {"out": "{here}/x.json"}, id="a whole path"),
+        pytest.param({"out": "soft.json"}, {"trace": "new.json"}, id="a link to no file"),
+    ],
+)
+def test_two_outputs_are_not_written_to_one_file(
+    first: dict[str, str],
+    second: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    Path("link").symlink_to(".")
+    Path("soft.json").symlink_to("new.json")
+    if "hard.json" in second.values():
+        Path("x.json").touch()
+        Path("hard.json").hardlink_to("x.json")
+    paths = {key: path.format(here=tmp_path) for key, path in {**first, **second}.items()}
+
+    with pytest.raises(ConfigError, match="are written to one file") as caught:
+        PlanConfig(**paths, overwrite=True)
+
+    for key, path in paths.items():
+        assert f"{key}={path}" in caught.value.what
+
+
+def test_outputs_with_names_of_their_own_are_accepted(tmp_path: Path) -> None:
+    base = str(tmp_path / "x")
+
+    PlanConfig(
+        timeline=base,
+        page=f"{base}.page.html",
+        trace=f"{base}.json",
+        calls=f"{base}.calls.json",
+        figures=f"{base}.figures.json",
+        out=f"{base}.yaml",
+    )
+
+
 def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     PlanConfig(out=str(tmp_path / "new.json"))
 

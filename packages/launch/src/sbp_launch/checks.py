@@ -1,8 +1,10 @@
-"""Check settings of the commands: lower bounds of integers, and whether a file can be written."""
+"""Check settings of the commands: lower bounds of integers, and files that can be written."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
@@ -55,3 +57,28 @@ def check_writable(key: str, path: str, example: str) -> None:
             accepted="a file in a folder that exists and may be written to",
             todo="choose another path, or make the folder",
         ) from error
+
+
+def check_distinct(outputs: Iterable[tuple[str, str]]) -> None:
+    """Check that no two outputs are the same file, whose second content would replace the first.
+
+    Args:
+        outputs: The setting of each output, as in messages, and its file.
+
+    Raises:
+        ConfigError: two outputs are one file: by the same path, another spelling, or a link.
+    """
+    seen: dict[object, tuple[str, str]] = {}
+    for setting, path in outputs:
+        # Two names of a file that exists, such as hard links, have one inode.
+        file = Path(os.path.realpath(path))
+        found = file.stat() if file.exists() else None
+        for key in (file, (found.st_dev, found.st_ino) if found else file):
+            first, before = seen.setdefault(key, (setting, path))
+            if (first, before) != (setting, path):
+                raise ConfigError(
+                    f"{first} and {setting} are written to one file: {before}"
+                    + (f" is {path}" if path != before else ""),
+                    accepted="another file for each output",
+                    todo="change one of the names",
+                )

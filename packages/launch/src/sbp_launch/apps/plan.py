@@ -30,7 +30,7 @@ from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.hydra_app import run
 from sbp_launch.apps.pipeline_command import is_asked, run_pipeline
-from sbp_launch.checks import check_writable
+from sbp_launch.checks import check_distinct, check_writable
 from sbp_launch.explaining.question import Question, strategy_of
 from sbp_launch.explaining.timelines import ENDINGS
 from sbp_launch.settings.check import check
@@ -78,6 +78,7 @@ class PlanConfig:
             Question.parse(self.explain)
         if self.compare is not None:
             strategy_of(self.compare)
+        outputs = []
         for key, path, example in (
             ("page", self.page, "plan.html"),
             ("trace", self.trace, "step.json"),
@@ -90,9 +91,13 @@ class PlanConfig:
             if Path(path).suffix != ending:
                 raise ConfigError(f"{key}={path!r} does not end in {ending}", accepted=example)
             check_writable(key, path, example=f"{key}={example}")
+            outputs.append((f"{key}={path}", path))
         if self.timeline is not None:
             for ending in ENDINGS:
-                check_writable("timeline", self.timeline + ending, example="timeline=step")
+                path = self.timeline + ending
+                check_writable("timeline", path, example="timeline=step")
+                outputs.append((f"timeline={self.timeline}", path))
+        check_distinct([*outputs, *([(f"out={self.out}", self.out)] if self.out else [])])
         if self.out is None:
             return
         if Path(self.out).suffix not in _ENDINGS:
