@@ -229,14 +229,35 @@ STORIES = (
                 integration("test_mistakes"),
             ),
             "milliseconds by operator": (
-                Missing("a step has a predicted time, operators have not"),
+                Missing(
+                    "steps, segments and boxing have predicted times, single operators have not"
+                ),
             ),
             "32 layers for 64 devices, on a laptop": (integration("test_stories_plan"),),
-            "why not this alternative; the difference of two plans": (
-                Missing("two strategy files are compared by hand"),
+            "why not this alternative": (
+                package("launch", "test_alternatives"),
+                package("launch", "test_explain_lines"),
             ),
-            "HTML or DOT, and Perfetto of the simulated schedule": (Missing("not written"),),
-            "a budget of search time, and the gap": (Missing("no planner searches so long"),),
+            "the difference of two plans": (package("launch", "test_compare"),),
+            "HTML, and Perfetto of the simulated schedule": (
+                package("launch", "test_plan_page"),
+                package(
+                    "launch",
+                    "test_figures_file",
+                    "test_the_simulated_step_is_a_trace_of_all_ranks_that_ends_with_the_step",
+                ),
+            ),
+            "a budget of search time, and the gap": (
+                package("planner", "test_choice_solver", "test_the_time_limit_holds"),
+                package(
+                    "planner", "test_stages_lazy", "test_a_gap_ends_the_search_earlier_and_is_kept"
+                ),
+                package(
+                    "launch",
+                    "test_figures_file",
+                    "test_bound_and_gap_are_the_planners_and_null_without",
+                ),
+            ),
         },
     ),
     story(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,7 +10,7 @@ import pytest
 
 from stories import running
 from stories.__main__ import main
-from stories.proofs import Command, Missing, NamedTests
+from stories.proofs import ROOT, Command, Missing, NamedTests
 from stories.table import STORIES
 
 PROOFS = [proof for story in STORIES for each in story.criteria for proof in each.proofs]
@@ -36,6 +37,24 @@ def test_a_test_that_is_not_there_is_found() -> None:
     assert NamedTests("integration", "test_nothing").missing() == [
         "integration/tests/test_nothing.py"
     ]
+
+
+def test_every_program_and_session_that_is_named_as_a_proof_is_there_with_its_options() -> None:
+    noxfile = ast.parse((ROOT / "noxfile.py").read_text("utf-8"))
+    sessions = {node.name for node in noxfile.body if isinstance(node, ast.FunctionDef)}
+    gone = []
+    for words in (proof.words for proof in PROOFS if isinstance(proof, Command)):
+        if words[2] == "nox":
+            session = words[words.index("-s") + 1]
+            gone += [] if session.partition("(")[0] in sessions else [session]
+            continue
+        files = [ROOT / "integration" / f"{words[2]}{end}" for end in (".py", "/__main__.py")]
+        source = "".join(path.read_text("utf-8") for path in files if path.exists())
+        options = [word for word in words if word.startswith("--")]
+        gone += [f"{words[2]} {option}" for option in options if f'"{option}"' not in source]
+        gone += [] if source else [words[2]]
+
+    assert not gone
 
 
 def test_cases_are_counted_by_test_and_examples_by_property() -> None:

@@ -110,7 +110,7 @@ def test_a_pin_that_cannot_be_read_is_answered_with_one_that_the_shell_and_hydra
         ("+planner.pins={'use:*.[qk].weight' : B}", {"use:*.[qk].weight": "B"}),
         ('+planner.pins={use:batch: {data: "S(0)"}}', {"use:batch": {"data": "S(0)"}}),
         ("+planner.pins={use:batch:B, use:x: B}", {"use:batch": "B", "use:x": "B"}),
-        ("groups={\"*.bias\": {decay: 0.5}}", {"*.bias": {"decay": 0.5}}),
+        ('groups={"*.bias": {decay: 0.5}}', {"*.bias": {"decay": 0.5}}),
         ("a={use:x, b: c}", {"use": "x", "b": "c"}),
         ("a={b: 'x, \"c\": d'}", {"b": 'x, "c": d'}),
         ("a=\"{'q': 1}\"", "{'q': 1}"),
