@@ -229,9 +229,7 @@ STORIES = (
                 integration("test_mistakes"),
             ),
             "milliseconds by operator": (
-                Missing(
-                    "steps, segments and boxing have predicted times, single operators have not"
-                ),
+                Missing("steps, segments and boxing have predicted times, operators have not"),
             ),
             "32 layers for 64 devices, on a laptop": (integration("test_stories_plan"),),
             "why not this alternative": (

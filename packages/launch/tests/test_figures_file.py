@@ -31,6 +31,7 @@ def test_the_file_has_what_is_printed(
     assert found["sent_bytes"] == planned.plan.boxing_bytes
     assert sum(one["sent_bytes"] for one in found["traffic"]) <= found["sent_bytes"]
     assert 0 < found["mfu"] < 1
+    assert found["num_parameters"] == sum(row.num_parameters for row in planned.module_rows)
     assert sorted(rank for stage in found["stages"] for rank in stage["ranks"]) == [
         part.rank for part in planned.plan.ranks
     ]

@@ -244,6 +244,8 @@ def test_a_page_says_how_fast_the_plan_is_and_sets_details_of_reasons_apart() ->
         r"<span class=\"speed\">[\d.,]+ samples/s, MFU [\d.]+% of the rates of cluster=", text
     )
     assert "<li>auto: one of two</li>" in text
+    count = sum(row.num_parameters for row in planned.module_rows)
+    assert f"<dt>parameters of the model</dt><dd>{count:,}</dd>" in text
     assert "<li class=inner>the other: 3 ms &lt;slower&gt;</li>" in text
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 from trainable import plan_step, planned, run_config, run_of
 
 from sbp_core.compile import COMMIT
-from sbp_core.graph import Phase
+from sbp_core.graph import InputKind, Phase
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.moves import MoveTime
 from sbp_launch.planning.rows import ModuleRow, plan_text
+from sbp_launch.planning.utilization import num_parameters
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer.run_program import make_program
 from sbp_torch.update_options import UpdateOptions
@@ -79,6 +81,17 @@ def test_the_bytes_of_all_rows_are_the_bytes_of_the_plan(name):
     of_ops = sum(row.sent_bytes for row in found.op_rows)
 
     assert of_modules == of_ops == _bytes_without_commit(found.plan) > 0
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_parameters_of_all_rows_are_those_of_the_model(name):
+    found = found_plan(name)
+    parameters = [e.name for e in found.graph.inputs if e.kind is InputKind.PARAMETER]
+
+    of_rows = sum(row.num_parameters for row in found.module_rows)
+
+    assert of_rows == num_parameters(found.graph)
+    assert of_rows == sum(prod(found.graph.tensor(name).shape) for name in parameters) > 0
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -36,15 +36,36 @@ def test_layers_that_are_planned_alike_are_one_group_with_their_bytes_together()
 
 
 def test_modules_of_a_layer_stand_below_its_name():
-    rows = [row(f"blocks.{layer}.{name}") for layer in range(3) for name in ("up", "down")]
+    sizes = {"up": 500, "down": 16}
+    rows = [
+        row(f"blocks.{layer}.{name}", num_parameters=size)
+        for layer in range(3)
+        for name, size in sizes.items()
+    ]
 
     lines = text_of(rows).splitlines()
 
+    # The numbers of parameters of all three.
     assert lines[2:5] == [
         "blocks.* x3",
-        "  up          (B)         (S(0))",
-        "  down        (B)         (S(0))",
+        "  up          1,500  (B)  (S(0))",
+        "  down           48  (B)  (S(0))",
     ]
+
+
+def test_layers_of_other_sizes_with_one_plan_are_one_group():
+    rows = [row("0", num_parameters=576), row("2", num_parameters=65)]
+
+    assert "641" in text_of(rows)
+
+
+def test_numbers_of_parameters_are_left_out_if_names_would_not_fit_next_to_them():
+    rows = [row("block.attention.projection", num_parameters=10**9)]
+
+    wide, narrow = (text_of(rows, width=width) for width in (54, 53))
+
+    assert "block.attention.projection  1,000,000,000  (B)  (S(0))" in wide
+    assert "1,000" not in narrow and "(B)" in narrow
 
 
 def test_layers_that_are_cut_otherwise_are_another_group():

@@ -20,7 +20,7 @@ from sbp_core.graph import graph_hash
 from sbp_core.memory import MemoryReport, RankMemory
 from sbp_core.simulation import Simulation
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.utilization import ModelWork, samples_of_step
+from sbp_launch.planning.utilization import ModelWork, num_parameters, samples_of_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +181,7 @@ def figures_json(planned: Planned) -> dict[str, Any]:
         "cluster": cluster.name,
         "num_ranks": figures.num_ranks,
         "micro_batches": plan.num_micro_batches,
+        "num_parameters": num_parameters(planned.graph),
         "stages": [
             {
                 "ranks": list(stage.rank_list),

@@ -30,7 +30,7 @@ from sbp_launch.explaining.plan_timeline import coarse, plan_timeline
 from sbp_launch.explaining.report import arithmetic_lines, period_lines
 from sbp_launch.explaining.timelines import looks_of
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.utilization import speed_line
+from sbp_launch.planning.utilization import num_parameters, speed_line
 
 __all__ = ["plan_page"]
 
@@ -134,6 +134,7 @@ def _tiles(planned: Planned, figures: Figures) -> str:
     sent = format_bytes(figures.sent_bytes / figures.num_ranks)
     tiles = [
         ("predicted step", format_seconds(step_s), shares),
+        ("parameters of the model", f"{num_parameters(planned.graph):,}", "over all ranks"),
         ("a rank sends in a step", sent, f"in {calls} collectives and transfers"),
     ]
     if (fullest := figures.fullest) is not None:

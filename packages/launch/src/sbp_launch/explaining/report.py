@@ -21,7 +21,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_count, format_seconds
 from sbp_launch.explaining.pipeline_lines import pipeline_lines
 from sbp_launch.planning.rows import ModuleRow
-from sbp_launch.planning.utilization import samples_of_step
+from sbp_launch.planning.utilization import num_parameters, samples_of_step
 
 #: If a rank's share of a step's arithmetic is at least this, it does nearly all of it.
 _ALIKE = 0.9
@@ -197,6 +197,7 @@ def summary(
     return [
         f"planner {strategy.planner}: {format_count(len(plan.ranks), 'rank')}, "
         f"{format_count(plan.num_micro_batches, 'micro-batch', 'es')}",
+        f"parameters of the model: {num_parameters(graph):,}",
         *pipeline_lines(plan, strategy, rows, step_s),
         *arithmetic_lines(graph, strategy),
         *repeated_lines(graph),

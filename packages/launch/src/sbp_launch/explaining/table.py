@@ -1,8 +1,8 @@
 """Print a plan as a table: a line for each module, below it its communication (boxing).
 
-    module                parameters  output          a rank sends
+    module                parameters          output          a rank sends
     blocks.* x4
-      attention.proj      (B, S(1))   (S(0), B)             4.7 MB
+      attention.proj      66,048  (B, S(1))   (S(0), B)             4.7 MB
         after forward: all-reduce output over tensor: P -> B       4.2 MB
 
 Layers with equal plans form one group. If there are too many rows, the modules that send most are
@@ -50,7 +50,8 @@ class Group:
         stage: The stage on which they run.
         name: `blocks.* x4`; empty for a module that is not a layer.
         count: The number of layers.
-        rows: Rows in which `module` is the path inside a layer, and bytes cover all layers.
+        rows: Rows in which `module` is the path inside a layer, and bytes and numbers of
+            parameters cover all layers.
     """
 
     stage: int
@@ -79,7 +80,7 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
         layers[key].append(replace(row, module=match["after"].removeprefix(".")))
     alike: dict[tuple[int, str, tuple[ModuleRow, ...]], list[int]] = {}
     for (stage, before, number), own in layers.items():
-        still = tuple(replace(row, moves=()) for row in own)
+        still = tuple(replace(row, moves=(), num_parameters=0) for row in own)
         alike.setdefault((stage, before, still), []).append(number)
     numbers_of: dict[str, set[int]] = {}
     for _, before, number in layers:
@@ -90,7 +91,7 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
             found.append(Group(stage=part.stage, name="", count=1, rows=(part,)))
             continue
         stage, before, number = part
-        still = tuple(replace(row, moves=()) for row in layers[part])
+        still = tuple(replace(row, moves=(), num_parameters=0) for row in layers[part])
         numbers = alike[stage, before, still]
         if number == numbers[0]:
             same = [(f"{before}{n}", layers[stage, before, n]) for n in numbers]
@@ -120,7 +121,13 @@ def _fold_layers(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[Mod
             )
             for move, having in moves.items()
         )
-        found.append(replace(rows[0], moves=tuple(sorted(together, key=lambda move: move.order))))
+        found.append(
+            replace(
+                rows[0],
+                moves=tuple(sorted(together, key=lambda move: move.order)),
+                num_parameters=sum(row.num_parameters for row in rows),
+            )
+        )
     return tuple(found)
 
 
@@ -138,6 +145,7 @@ class _Line:
 
     text: str = ""
     cells: tuple[str, str] = ("", "")
+    number: str = ""
     size: str = ""
     style: str = ""
 
@@ -203,7 +211,8 @@ def _group_lines(group: Group, rows: Sequence[ModuleRow]) -> Iterable[_Line]:
         if row.is_parent and name != _ROOT:
             name = f"{name} {_OWN_OPS}".strip()
         parameters, *rest = _parameter_cells(row) or ("-",)
-        yield _Line(text=indent + name, cells=(parameters, row.output or "-"))
+        number = f"{row.num_parameters:,}" if row.parameters else ""
+        yield _Line(text=indent + name, cells=(parameters, row.output or "-"), number=number)
         for more in rest:
             yield _Line(cells=(more, ""))
         for move in row.moves:
@@ -243,8 +252,10 @@ def _bytes(size: float) -> str:
 def _draw_table(lines: Sequence[_Line], width: int, note: str) -> Text:
     """Return the lines as a table of at most `width` characters.
 
-    A name or a move that is too long for its columns continues on further lines.
+    A name or a move that is too long for its columns continues on further lines. If names fit next
+    to them, the numbers of parameters stand before their SBPs.
     """
+    lines = _with_numbers(lines, width)
     size = max(len(line.size) for line in lines)
     first, second = (
         max(len(head), *(len(line.cells[index]) for line in lines))
@@ -268,6 +279,20 @@ def _draw_table(lines: Sequence[_Line], width: int, note: str) -> Text:
     for part in textwrap.wrap(note, width):
         text.append(f"\n{part}", style="italic")
     return text
+
+
+def _with_numbers(lines: Sequence[_Line], width: int) -> Sequence[_Line]:
+    """Return the lines with the numbers of parameters in their cells, if there is room for them."""
+    digits = max(len(line.number) for line in lines)
+    numbered = [
+        replace(line, cells=(f"{line.number:>{digits}}{_GAP}{line.cells[0]}", line.cells[1]))
+        if any(line.cells) and digits
+        else line
+        for line in lines
+    ]
+    columns = ((line.text, *line.cells) for line in numbered if any(line.cells))
+    needed = sum(max(map(len, column)) for column in zip(*columns, strict=True)) + 2 * len(_GAP)
+    return numbered if needed <= width else lines
 
 
 def _row(cells: Sequence[str], columns: Sequence[int]) -> str:

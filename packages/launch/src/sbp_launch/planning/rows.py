@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
@@ -70,6 +71,7 @@ class ModuleRow:
         parameters: (name, SBP) of each parameter that it stores.
         output: SBP, after boxing, of the largest tensor that leaves it in the forward phase.
         moves: Boxing around it, in the order forward, backward, update.
+        num_parameters: Elements of its parameters, over all ranks; of all layers in the row.
     """
 
     stage: int
@@ -78,6 +80,7 @@ class ModuleRow:
     parameters: tuple[tuple[str, str], ...]
     output: str
     moves: tuple[ModuleMove, ...]
+    num_parameters: int = 0
 
     @property
     def bytes_of_a_rank(self) -> float:
@@ -129,12 +132,14 @@ def module_rows(
             nodes[strategy.nodes[node.name].stage, node.module].append(node)
     found.update((key, []) for key in nodes)
     parameters: dict[tuple[int, str], list[tuple[str, str]]] = defaultdict(list)
+    numbers: dict[tuple[int, str], int] = defaultdict(int)
     for entry in graph.inputs:
         if entry.kind is InputKind.PARAMETER:
             stored = strategy.storage[entry.name]
             key = stored.stage, owner_of(entry)
             found.setdefault(key, [])
             parameters[key].append((entry.name.rpartition(".")[2], f"({stored.sbp})"))
+            numbers[key] += prod(graph.tensor(entry.name).shape)
     for move in moves(graph, lowered, cluster):
         found.setdefault((move.stage, move.module), []).append(move)
     parents = {parent for _, module in found for parent in _parents(module)}
@@ -147,6 +152,7 @@ def module_rows(
             parameters=tuple(parameters[stage, module]),
             output=_output(graph, strategy, nodes[stage, module], own, results),
             moves=tuple(sorted(_together(own), key=lambda move: move.order)),
+            num_parameters=numbers[stage, module],
         )
         for (stage, module), own in found.items()
         if own or parameters[stage, module] or not _only_views(nodes[stage, module])

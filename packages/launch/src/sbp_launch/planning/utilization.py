@@ -13,6 +13,7 @@ Source: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from sbp_core.cluster import Cluster, Device
 from sbp_core.errors import SignatureError
@@ -83,6 +84,16 @@ class ModelWork:
             f"MFU {self.mfu(step_s):.1%} of the rates of cluster={cluster} (forward and backward: "
             f"{flop} a step)"
         )
+
+
+def num_parameters(graph: LogicalGraph) -> int:
+    """Return the number of elements of all parameters of the model; shared ones count once.
+
+    Args:
+        graph: The step. Parameters that it does not train, or does not use, count, too.
+    """
+    names = (entry.name for entry in graph.inputs if entry.kind is InputKind.PARAMETER)
+    return sum(prod(graph.tensor(name).shape) for name in names)
 
 
 def samples_of_step(graph: LogicalGraph) -> int:

@@ -1,4 +1,4 @@
-"""Let names stand in quotes in overrides, as in YAML: `planner.pins={"use:batch": "S(0)"}`.
+r"""Let names stand in quotes in overrides, as in YAML: `planner.pins={"use:batch": "S(0)"}`.
 
 Hydra's grammar has no quotes around names, and no colon in a name, but it has `use\\:batch`. So the
 commands and `compose` write each override in that way before Hydra reads it. `refusals` writes the

@@ -22,7 +22,7 @@ _NO_NEWS = ("Error parsing override", "See http")
 #: Beginnings of messages that only describe the grammar of Hydra.
 _OF_THE_GRAMMAR = ("Lexer", "extraneous input", "mismatched input", "no viable alternative")
 
-#: An SBP value outside quotes, which Hydra's grammar reads as a function call; or one for each axis.
+#: SBP values outside quotes, one or one for each axis, which Hydra reads as function calls.
 _SBP_CALL = re.compile(
     r"""(?<![\w"'])(?:(?:[BP]|free)\s*,\s*)*[SP]\([^()]*\)"""
     r"""(?:\s*,\s*(?:[SP]\([^()]*\)|(?:[BP]|free)(?![\w"']|\s*:)))*(?!["'])"""
