@@ -6,6 +6,7 @@ its key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -28,6 +29,12 @@ PIPE, DATA = AXES[0], AXES[1]
 
 #: The patterns that `sbp_planner.patterns` finds in graphs.
 PATTERNS = ("tensor", "classes", "tables", "experts", "sequence")
+
+#: The dims of a layout that need no definition: samples, and those that patterns find.
+BATCH_DIM, NAMED_DIMS = "batch", PATTERNS[1:]
+
+#: A tensor and one of its dims: `blocks.*.up.weight[0]`.
+_NAMED_DIM = re.compile(r"(?P<pattern>.+)\[(?P<dim>-?\d+)\]")
 
 #: The value of `pipeline` for the fastest schedule that fits.
 AUTO = "auto"
@@ -69,6 +76,45 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
         accepted=f"a mesh with the axes {', '.join(needed)}",
         todo=f"set {say}cluster.axes=[{','.join(wanted)}]; for any mesh: {fit_any()}",
     )
+
+
+def dim_of(text: str) -> tuple[str, int]:
+    """Return the pattern and the dim of `blocks.*.up.weight[0]`.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    found = _NAMED_DIM.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            f"{text!r} names no dim of a tensor",
+            accepted="a pattern of tensors and a dim in brackets: 'blocks.*.up.weight[0]'",
+        )
+    return found["pattern"], int(found["dim"])
+
+
+def layout_of(layout: str | Mapping[str, str]) -> dict[str, str]:
+    """Return a layout, `batch:data; hidden:tensor` or a mapping, as name of a dim -> mesh axis.
+
+    Raises:
+        ConfigError: it cannot be read, or maps one name twice.
+    """
+    if not isinstance(layout, str):
+        return dict(layout)
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in layout.split(";"))):
+        name, colon, axis = (word.strip() for word in part.partition(":"))
+        if not (name and colon and axis) or ":" in axis:
+            raise ConfigError(
+                f"layout={layout!r}: {part!r} maps no dim to a mesh axis",
+                accepted="'batch:data; hidden:tensor', or {batch: data, hidden: tensor}",
+            )
+        if found.setdefault(name, axis) != axis:
+            raise ConfigError(
+                f"layout={layout!r} maps {name!r} to two mesh axes",
+                accepted="one mesh axis for each name",
+            )
+    return found
 
 
 def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
@@ -139,6 +185,8 @@ class ManualConfig:
             to a model that has it, where `tables` would be refused. Their pins come after pins of
             words (`batch`, `parameters`, ...) and before pins of names.
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
+        layout: Mesh axes of named dims, `batch:data; hidden:tensor`; see `sbp_planner.layout_pins`.
+        names: For a layout: name of a dim -> a tensor that has it, `blocks.*.up.weight[0]`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         pipeline: The schedule of several stages, by its name in `sbp_core.pipeline`, or `auto` for
             the fastest that fits.
@@ -156,6 +204,8 @@ class ManualConfig:
 
     patterns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    layout: str | Mapping[str, str] = ""
+    names: Mapping[str, str] = field(default_factory=dict)
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     pipeline: str = "1f1b"
     chunks: int | None = None
@@ -178,6 +228,9 @@ class ManualConfig:
                     )
         if self.pins:
             _check_pins(self.pins, "pins")
+        layout_of(self.layout)
+        for text in self.names.values():
+            dim_of(text)
 
     @property
     def needed_axes(self) -> tuple[str, ...]:

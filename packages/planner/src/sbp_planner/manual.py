@@ -1,7 +1,7 @@
 """The planner `manual`: takes some splits (pins) from the config, infers the rest at least cost.
 
-Pins are words (`batch`, `activations`, ...), patterns that are found in the graph, and names, in
-this order. Later pins override earlier ones, and the pins of the user override all.
+Pins are words (`batch`, `activations`, ...), patterns and dims of a layout that are found in the
+graph, and names, in this order. Later pins override earlier ones, and the user's override all.
 
 The inference is in `sbp_core.infer`, and the patterns are in `sbp_planner.patterns`.
 """
@@ -15,7 +15,8 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import PINS, PinValue, Pipelined, infer_strategy, is_pin_word
 from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
-from sbp_planner.configs import ManualConfig, check_axes, fit_any
+from sbp_planner.configs import ManualConfig, check_axes, fit_any, layout_of
+from sbp_planner.layout_pins import layout_pins
 from sbp_planner.pattern_pins import pattern_pins
 from sbp_planner.schedules import with_schedule
 
@@ -39,7 +40,11 @@ class ManualPlanner(SearchedPlanner):
         mesh, fits = request.mesh, config.fits
         check_axes(config.needed_axes, mesh.mesh_shape, mesh.axes)
         found = pattern_pins(request.graph, mesh, config.patterns)
-        pins = _joined(found.pins, config.pins)
+        pins, told = _joined(found.pins, config.pins), [*found.explanation]
+        if layout := layout_of(config.layout):
+            named = layout_pins(request.graph, mesh, layout, config.names)
+            pins = _joined(_merged(found.pins, named.pins), _merged(named.words, config.pins))
+            told += named.explanation
 
         def propagate(stages: Pipelined) -> Strategy:
             return infer_strategy(
@@ -65,25 +70,27 @@ class ManualPlanner(SearchedPlanner):
                 where=[place for place in error.where if place != PINS],
                 todo=f"choose a preset for any model: {fit_any()}" if fits else error.todo,
             ) from error
-        told = [*found.explanation, *planned.report.get("explanation", ())]
+        told += planned.report.get("explanation", ())
         return replace(planned, report={**planned.report, "explanation": told}) if told else planned
 
 
-def _joined(
-    found: Mapping[str, Mapping[str, str]], pins: Mapping[str, PinValue]
-) -> dict[str, PinValue]:
+def _joined(found: Mapping[str, PinValue], pins: Mapping[str, PinValue]) -> dict[str, PinValue]:
     """Return the pins of words, then the pins of found patterns, then the pins of names.
 
     Args:
         found: Pattern -> mesh axis -> SBP.
         pins: Pins of words and names, in the order in which they apply.
     """
-    joined: dict[str, PinValue] = {name: pin for name, pin in pins.items() if is_pin_word(name)}
-    joined |= found
-    for name, pin in pins.items():
-        if is_pin_word(name):
-            continue
-        # A found pin still holds on the mesh axes that the pin of its name leaves open.
+    words = {name: pin for name, pin in pins.items() if is_pin_word(name)}
+    names = {name: pin for name, pin in pins.items() if name not in words}
+    return _merged({**words, **found}, names)
+
+
+def _merged(first: Mapping[str, PinValue], then: Mapping[str, PinValue]) -> dict[str, PinValue]:
+    """Return pins of which the second ones override the first ones, axis by axis."""
+    joined = dict(first)
+    for name, pin in then.items():
+        # An earlier pin still holds on the mesh axes that the later one leaves open.
         before = joined.pop(name, None)
         both = isinstance(pin, Mapping) and isinstance(before, Mapping) and "*" not in pin
         joined[name] = {**before, **pin} if both else pin  # type: ignore[dict-item]  # see `both`

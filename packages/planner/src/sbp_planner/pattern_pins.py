@@ -72,7 +72,7 @@ def pattern_pins(
                 lines.append(f"{name} on {axis}: not in this model")
                 continue
             split.update((value, name) for group in groups for value in group.by_value)
-            maker = _Pinned(found)
+            maker = PinnedGroups(found)
             maker.parameters(groups)
             if name == "tensor":
                 maker.sums(groups)
@@ -88,15 +88,41 @@ def pattern_pins(
 
 
 @dataclass(slots=True)
-class _Pinned:
-    """Collects the pins of one pattern on one mesh axis: pattern of a name -> SBP."""
+class PinnedGroups:
+    """Collects the pins of groups of dims on one mesh axis: pattern of a name -> SBP."""
 
     found: Patterns
     pins: dict[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> LogicalGraph:
+        """The step."""
         return self.found.graph
+
+    def named(self, groups: Sequence[DimGroup]) -> None:
+        """Split all that has the dims of some groups, and sum at once after them; see `tensor`."""
+        self.parameters(groups)
+        self.values(groups)
+        if summed := [group for group in groups if group.of(GroupRole.CONTRACTS)]:
+            self.sums(summed)
+            self.stream(summed)
+
+    def others(self, groups: Sequence[DimGroup]) -> None:
+        """Keep whole all values of the forward pass without the dims, but sums that are on the way.
+
+        An operator that sums over the dims makes partial sums; `sums` says which value is summed.
+        """
+        skipped = {value for group in groups for value in group.by_value}
+        for use in (use for group in groups for use in group.of(GroupRole.CONTRACTS)):
+            value, last = use.node.outputs[0], self._summed(use.node.outputs[0])
+            while value != last:
+                skipped.add(value)
+                value = self.graph.users[value][0].outputs[0]
+        for node in self.graph.nodes:
+            if node.phase is Phase.FORWARD and skipped.isdisjoint(node.outputs):
+                self._pin_whole(
+                    [name for name in node.outputs if name in self.found.shown.of_batch]
+                )
 
     def parameters(self, groups: Sequence[DimGroup]) -> None:
         """Split parameters in storage and use, and with them all values of their shape.
