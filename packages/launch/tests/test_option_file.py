@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
+from sbp_launch.hydra_config import compose
+from sbp_launch.parallel.choices import Choices
 from sbp_launch.settings.catalog import comments, headline, refuse_expansion, refuse_faults
 
 TEXT = """\
@@ -107,3 +109,18 @@ def test_a_few_references_are_taken() -> None:
 def test_what_python_cannot_make_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="the option file is"):
         refuse_faults(text, "toy.yaml")
+
+
+@pytest.mark.parametrize("name", ["oss", "sdp", "fsdp", "pipe", "hsdp"])
+def test_names_of_other_systems_have_the_same_settings_on_a_command_line_and_in_a_program(
+    name: str,
+) -> None:
+    pytest.importorskip("sbp_planner")  # which has these options
+    axes = {"pipe": "pipe", "hsdp": "shard"}.get(name, "data")
+    composed = compose([f"planner=manual/{name}", "cluster.mesh=[2]", f"cluster.axes=[{axes}]"])
+
+    option = Choices().option("planner", f"manual/{name}")
+
+    assert {"name": option.name, **option.settings} == composed.planner
+    assert option.name == "manual" and option.settings["pins"]
+    assert option.settings["pipeline"] == ("gpipe" if name == "pipe" else "1f1b")

@@ -24,8 +24,12 @@ PRESETS = [
     "zero",
     "zero1",
     "zero2",
+    "hsdp",
     "pipeline",
+    "layout",
 ]
+#: Names of other systems for presets.
+OTHER_NAMES = ["fsdp", "oss", "pipe", "sdp"]
 SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
 PLACERS = ["dlplacer", "stanza"]
 PIPELINES = ["alpa", "galvatron", "gpipe", "pipedream"]
@@ -102,7 +106,8 @@ def test_every_option_file_is_tested():
     }
 
     former = {name for one in FACTORIES.values() for name in one.former_names}
-    assert found == {f"{name}.yaml" for name in (*OPTIONS, *former)}
+    others = [f"manual/{name}" for name in OTHER_NAMES]
+    assert found == {f"{name}.yaml" for name in (*OPTIONS, *former, *others)}
 
 
 @pytest.mark.slow

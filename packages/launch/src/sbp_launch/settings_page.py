@@ -66,7 +66,11 @@ def page(catalog: Catalog) -> str:
             text = " ".join(line.strip() for line in catalog.comment_lines(config))
             owners = " ".join(catalog.owners(config))
             parts += [f"### {group}={option}\n", f"{text} *{owners}*\n"]
-            parts += _table(_rows(catalog, group, option))
+            rows = list(_rows(catalog, group, option))
+            if other := catalog.base(config):
+                but = ", but these:" if rows else "."
+                parts.append(f"Settings as in `{group}={other}`{but}\n")
+            parts += _table(rows) if rows or not other else ()
     parts.append("## callbacks\n")
     # Callbacks have no option files.
     example = "`{name: early_stop, patience: 5}`"
@@ -109,7 +113,7 @@ def catalog_of(registry: PluginRegistry, distributions: Collection[str]) -> Cata
 def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
     """Yield key, default, accepted values, and meaning of every setting of an option."""
     values = yaml.safe_load(catalog.text(f"{group}/{option}"))
-    config = catalog.config(group, values.get("name"))
+    config = catalog.config(group, catalog.values(f"{group}/{option}").get("name"))
     assert config is not None, f"{group}={option} names no plugin that is installed"
     # Other keys of the file are for Hydra and the launcher, and not settings.
     own = {field.name: values[field.name] for field in fields(config) if field.name in values}

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
-
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError, SbpTypeError
 from sbp_core.planning import PlanRequest
@@ -103,7 +101,7 @@ class Choices:
             raise no_option(
                 kind, chosen, options, self.registry, asked=asked, where=where, spelled=repr
             )
-        said = yaml.safe_load(self._catalog.text(f"{kind}/{chosen}") or "{}")
+        said = self._catalog.values(f"{kind}/{chosen}")
         settings = {name: value for name, value in said.items() if name not in own}
         settings |= {**given, **own}
         return Option(

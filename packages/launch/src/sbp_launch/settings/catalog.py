@@ -20,6 +20,7 @@ from importlib.resources.abc import Traversable
 from itertools import takewhile
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
@@ -301,6 +302,21 @@ class Catalog:
             return (file.read_bytes() if own is None else own).decode("utf-8", "replace")
         return ""
 
+    def base(self, config: str) -> str:
+        """Return the option of which an option is another name, `manual/zero`; `""` if of none."""
+        found = (yaml.safe_load(self.text(config)) or {}).get("defaults", ())
+        # The package that makes Hydra merge one option into another.
+        bases = [str(one) for one in found if str(one).endswith("@_here_")]
+        return bases[0].removesuffix("@_here_") if bases else ""
+
+    def values(self, config: str) -> dict[str, Any]:
+        """Return the settings of an option, on top of those of its base, as Hydra merges them."""
+        own = dict(yaml.safe_load(self.text(config)) or {})
+        if base := self.base(config):
+            own.pop("defaults")
+            return _merged(self.values(f"{config.partition('/')[0]}/{base}"), own)
+        return own
+
     def misplaced_text(self, config: str) -> str:
         """Return a hint on an option file of the user with the wrong folder or suffix, or `""`."""
         group, _, option = config.partition("/")
@@ -311,6 +327,15 @@ class Catalog:
             if folder.root().joinpath(f"{option}.yaml").is_file():
                 return f"move {place}/{option}.yaml to {place}/{group}/{option}.yaml"
         return ""
+
+
+def _merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    return {**first} | {
+        key: _merged(first[key], value)
+        if isinstance(value, Mapping) and isinstance(first.get(key), Mapping)
+        else value
+        for key, value in then.items()
+    }
 
 
 def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Catalog:

@@ -27,10 +27,16 @@ OTHER_OPTIONS: Mapping[str, str] = {
     "planner=dp": "data_parallel",
     "planner=fsdp": "zero",
     "planner=fsdp2": "zero",
+    "planner=fully_shard": "zero",
+    "planner=hybrid_shard": "hsdp",
     "planner=megatron": "tensor_parallel",
+    "planner=mesh_tensorflow": "layout",
+    "planner=mics": "hsdp",
     "planner=pp": "pipeline",
+    "planner=shardedddp": "sdp",
     "planner=tp": "tensor_parallel",
     "planner=zero3": "zero",
+    "planner=zeroredundancyoptimizer": "zero1",
 }
 
 
