@@ -16,7 +16,15 @@ from math import inf
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, Pipelined, infer_strategy
-from sbp_core.planning import Compilation, PlanContext, PlanRequest, SearchedPlanner
+from sbp_core.planning import (
+    Compilation,
+    Compiled,
+    PlanContext,
+    PlanRequest,
+    SearchedPlanner,
+    best_buckets,
+    told_buckets,
+)
 from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
@@ -53,7 +61,8 @@ class PropagatePlanner(SearchedPlanner):
 
         Its report lists under `tried` the seconds of a step for each set of pins; infinity if a set
         leads to no plan. Of equal times the first is taken. If nothing fits, the leanest plan is
-        returned, so that a later memory check can report its parts.
+        returned, so that a later memory check can report its parts. Plans that do not fit are
+        compiled with smaller buckets, too.
 
         Raises:
             ConfigError: a pin or a stage pattern is invalid.
@@ -83,6 +92,7 @@ class PropagatePlanner(SearchedPlanner):
         if not fastest:
             raise problems[0]
         held: dict[str, _Held] = {}
+        packed: dict[str, Compiled] = {}  # with other buckets
         for name in sorted((n for n in tried if tried[n] < inf), key=lambda name: tried[name]):
             plan = compilation.plan(made[name])  # the last plans are cached
             memory_bytes, host_bytes, is_exact = compilation.memory(plan)
@@ -94,9 +104,24 @@ class PropagatePlanner(SearchedPlanner):
             )
             if held[name].fits:
                 break
-        best = min(held, key=lambda name: (not held[name].fits, held[name].memory_bytes))
+            smaller = best_buckets(compilation, made[name])
+            if smaller is not None:
+                packed[name] = smaller
+
+        def rank(fits: bool, step_s: float, memory_bytes: float) -> tuple[bool, float]:
+            return not fits, step_s if fits else memory_bytes
+
+        best = min(held, key=lambda n: rank(held[n].fits, tried[n], held[n].memory_bytes))
         report = {"tried": tried, "explanation": list(_lines(tried, held, best, limit))}
-        return replace(made[best], report={**made[best].report, **report})
+        usual = rank(held[best].fits, tried[best], held[best].memory_bytes)
+        ranks = {n: rank(one.fits, one.step_s, one.memory_bytes) for n, one in packed.items()}
+        least = min(ranks, key=ranks.__getitem__, default=best)
+        if ranks.get(least, usual) >= usual:
+            return replace(made[best], report={**made[best].report, **report})
+        found = packed[least]
+        of = replace(found.strategy, report={**found.strategy.report, **report})
+        why = f"{least}, which needs {format_bytes(held[least].memory_bytes)} with larger ones"
+        return told_buckets(request, replace(found, strategy=of), why)
 
     def _propagate(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
         def propagate(stages: Pipelined) -> Strategy:

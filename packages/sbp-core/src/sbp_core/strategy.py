@@ -207,6 +207,9 @@ class Strategy:
         regather: Patterns (`*`, `?`) of the parameters that are gathered again for the backward
             phase; the gathered copy of any other parameter lives from its forward use to its last
             backward use. `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
+        bucket_bytes: Most bytes of a bucket, a buffer in which small tensors travel together; 0 for
+            no buckets. None: by price, see `sbp_core.compile.bucket_price`. Options of the compiler
+            that give a number have precedence.
         variant: The variant of the step, if the planner has chosen it.
         report: The planner's predictions and reasons; plain JSON values, SI base units.
         storage: Stage and SBP of every tensor input, and which are offloaded.
@@ -221,6 +224,7 @@ class Strategy:
     orders: tuple[str, ...] = ()
     staleness: tuple[int, ...] = ()
     regather: tuple[str, ...] = ("*",)
+    bucket_bytes: int | None = None
     variant: GraphVariant | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Storage]
@@ -236,6 +240,10 @@ class Strategy:
             raise SbpValueError(
                 f"staleness={self.staleness} does not fit {len(self.stages)} stages",
                 accepted="one number of updates >= 0 for each stage, or none at all",
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes < 0:
+            raise SbpValueError(
+                f"bucket_bytes={self.bucket_bytes}", accepted="0 or more bytes, or null"
             )
         if self.num_micro_batches < 1:
             raise SbpValueError(

@@ -68,6 +68,7 @@ class Setup:
         searching: Overrides for planners that search within a memory limit.
         offloading: Overrides that put states into host memory; empty if there are none.
         host_limit_bytes: Host memory of a rank.
+        buckets: Overrides that leave the size of buckets to the planner; empty if it is.
     """
 
     limit_bytes: float
@@ -79,6 +80,7 @@ class Setup:
     searching: tuple[str, ...] = ()
     offloading: tuple[str, ...] = ()
     host_limit_bytes: float = 0
+    buckets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ class FeasibilitySearch:
     def run(self) -> None:
         """Try one change after the other, then two at once."""
         setup = self.setup
+        self._try(setup.buckets)
         recomputing = self._try_budget((), self.failed)
         self._try(setup.offloading)
         counts = self._counts(())
@@ -330,6 +333,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
         searching=tuple(f"planner={name}" for name in searching if name != planner.name),
         offloading=("planner.offload=[optimizer_states]",) if offloads else (),
         host_limit_bytes=device.host_memory_bytes or 0,
+        buckets=("compile.bucket_bytes=null",) if config.compile.bucket_bytes else (),
     )
     known: dict[object, StepPlanner] = {}
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from sbp_core.errors import SbpTypeError
-from sbp_core.planning import Planner, PlanRequest, SearchedPlanner, fitted, may_offload
+from sbp_core.planning import Planner, PlanRequest, SearchedPlanner, fitted
 from sbp_core.plugins import PluginEntry
 from sbp_core.strategy import Strategy
 
@@ -40,7 +40,7 @@ class CheckedPlanner:
         if isinstance(found, Strategy):
             # The search around other planners fits the strategy itself.
             is_searched = isinstance(self.planner, SearchedPlanner)
-            return found if is_searched or not may_offload(request) else fitted(request, found)
+            return found if is_searched else fitted(request, found)
         if self.entry is not None:
             raise self.entry.returned(found, "a Strategy", by="plan")
         raise SbpTypeError(

@@ -155,10 +155,12 @@ class StepPlanner:
     def _fewest_micro_batches(self, pins: Pins | None) -> Planned:
         """Return the plan with the fewest micro-batches that fits.
 
-        Fewer and larger micro-batches keep the ranks busier. A pipeline is an exception: it needs
+        Fewer and larger micro-batches keep the ranks busier. If they need small buckets to fit, the
+        next numbers are compared, up to one that needs none. A pipeline is an exception: it needs
         more of them than the memory requires, so the user sets their number.
         """
         problem: MemoryLimitError | None = None
+        best: Planned | None = None
         for count in self.family.micro_batches:
             settings = replace(self.settings, micro_batches=count)
             try:
@@ -171,8 +173,15 @@ class StepPlanner:
                 batches = format_count(count, "micro-batch", "es")
                 self.say([f"micro_batches=auto: {batches} would not fit: {error.what}"])
                 continue
-            self.say([f"micro_batches=auto: {count}, of {self._each(settings)}"])
-            return found
+            if best is None or found.simulation.step_s < best.simulation.step_s:
+                best = found
+            # Small buckets make it fit, but more micro-batches may be faster.
+            if found.strategy.bucket_bytes is None:
+                break
+        if best is not None:
+            count = best.settings.micro_batches
+            self.say([f"micro_batches=auto: {count}, of {self._each(best.settings)}"])
+            return best
         assert problem is not None, "every batch has a divisor"
         raise problem.replaced(
             MemoryLimitError,

@@ -95,9 +95,8 @@ def compile_plan(
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     options = options or CompileOptions()
-    lowered = bucket(
-        graph, lower(graph, strategy, options.cluster), options.bucket_bytes, options.cluster
-    )
+    lowered = lower(graph, strategy, options.cluster)
+    lowered = bucket(graph, lowered, options.most_bucket_bytes(strategy), options.cluster)
     if strategy.splits_backward:
         lowered = split_backward(lowered)
     elif options.input_gradients_first:

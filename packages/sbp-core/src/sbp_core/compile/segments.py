@@ -44,8 +44,8 @@ class CompileOptions:
         boxing_thread: Give boxing a separate thread on every rank, so that it overlaps with
             compute; otherwise one thread a rank does both.
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
-            block, travel together; 0 for no buckets, None for the size that the price of the step
-            on `cluster` suggests.
+            block, travel together; 0 for no buckets, None for the strategy's choice: a size, or
+            the size that the price of the step on `cluster` suggests.
         cluster: The machine, which determines how long firings take; a nominal one without.
         piece_s: With either of the first two, least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
@@ -82,6 +82,10 @@ class CompileOptions:
             )
         if self.offload_in_flight < 1:
             raise SbpValueError(f"offload_in_flight={self.offload_in_flight}", accepted="1 or more")
+
+    def most_bucket_bytes(self, strategy: Strategy) -> int | None:
+        """Return the `bucket_bytes` with which a strategy is compiled."""
+        return strategy.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
 
     @property
     def boxing_goes_on(self) -> bool:

@@ -198,7 +198,7 @@ def predict_stages(
             is_kept = not used_backward.isdisjoint(item.outputs)
             value = lowered.held[item.outputs[0]].value
             moved += _add_boxing(graph, item, item.step, value, stages, is_kept=is_kept)
-    bucket_bytes = None if options is None else options.bucket_bytes
+    bucket_bytes = (options or CompileOptions()).most_bucket_bytes(strategy)
     bucketed = bucket(graph, lowered, bucket_bytes, cluster)
     program = LoweredProgram(graph, strategy, bucketed, cluster)
     for item in bucketed.items:

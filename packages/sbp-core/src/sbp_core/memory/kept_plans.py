@@ -62,7 +62,8 @@ class KeptPlans:
         Raises:
             PlanError, SignatureError, SbpValueError: see `compile_plan`.
         """
-        silent = replace(strategy, report={}, variant=None)
+        options = replace(options, bucket_bytes=options.most_bucket_bytes(strategy))
+        silent = replace(strategy, report={}, variant=None, bucket_bytes=None)
         for one in self._kept:
             if one.graph is graph and one.options == options and one.strategy == silent:
                 return one.plan

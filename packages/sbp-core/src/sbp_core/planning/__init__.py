@@ -1,9 +1,10 @@
 """The search around all planners, and the tools that they share.
 
 A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the method of its
-paper. The search compiles the proposal, compares it with the memory of the ranks (`compiled`), and
-places states in host memory if a setting asks for it or device memory is short (`search`,
-`host_states`, `offload_fit`). Variants of a step that need less memory are in `variants`.
+paper. The search compiles the proposal and compares it with the memory of the ranks (`compiled`).
+Where that is short, it makes buckets smaller (`bucket_fit`) and places states in host memory, which
+a setting may also ask for (`search`, `host_states`, `offload_fit`). Variants of a step that need
+less memory are in `variants`.
 
 `offload_setting` is for the configs of planners and imports nothing slow.
 """
@@ -17,6 +18,7 @@ from sbp_core.exports import lazy_room
 if TYPE_CHECKING:
     from sbp_core.plan_request import Planner as Planner
     from sbp_core.plan_request import PlanRequest as PlanRequest
+    from sbp_core.planning.bucket_fit import best_buckets, told_buckets
     from sbp_core.planning.compiled import Compilation, Compiled, limit_key
     from sbp_core.planning.host_states import offloaded_states, offloading, with_states
     from sbp_core.planning.limit_search import LimitSearch, search_limits
@@ -44,6 +46,7 @@ __all__ = [
     "PlanRequest",
     "Planner",
     "SearchedPlanner",
+    "best_buckets",
     "check_host",
     "check_offload",
     "fitted",
@@ -58,6 +61,7 @@ __all__ = [
     "search_limits",
     "smaller_variants",
     "splits_classes",
+    "told_buckets",
     "until_it_fits",
     "variant_words",
     "variants_of",
@@ -66,6 +70,7 @@ __all__ = [
 
 __getattr__, __dir__ = lazy_room(
     __name__,
+    bucket_fit="best_buckets told_buckets",
     compiled="Compilation Compiled limit_key",
     limit_search="LimitSearch search_limits",
     offload_fit="until_it_fits",

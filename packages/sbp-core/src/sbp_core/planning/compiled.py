@@ -7,7 +7,7 @@ how results are laid out, an upper bound of that memory is compared instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
@@ -21,6 +21,14 @@ from sbp_core.units import format_bytes, format_seconds
 def limit_key(memory_bytes: float | None) -> str:
     """Return the setting that limits the memory of a rank: the planner's, or the cluster's."""
     return f"{'cluster' if memory_bytes is None else 'planner'}.memory_bytes"
+
+
+def variant_of(request: PlanRequest, strategy: Strategy) -> PlanRequest:
+    """Return the request for the variant of the step that a strategy is for."""
+    quiet = replace(request, progress=None)
+    if quiet.family is None or strategy.variant is None:
+        return replace(quiet, family=None)
+    return quiet.of(strategy.variant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

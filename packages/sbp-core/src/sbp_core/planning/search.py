@@ -1,8 +1,8 @@
 """`SearchedPlanner`: base class of planners; it makes their proposals fit the memory of devices.
 
     planner     propose(context) -> strategy        the method of its paper
-    search      compiles it, places states in host memory where device memory is short, asks again,
-                and takes the faster plan that fits
+    search      compiles it; where device memory is short, makes buckets smaller (`bucket_fit`) and
+                places states in host memory, asks again, and takes the faster plan that fits
 
     offload = patterns      every strategy has these states in host memory, and no others
     offload = auto          1. propose with all states on the device
@@ -17,8 +17,8 @@ The placement of states is part of the request (`PlanRequest.offloaded`). So eve
 their copies among its costs and none of their bytes on the device, and its plans are compiled with
 them: it may shard parameters less, recompute fewer activations, or take fewer micro-batches.
 
-Planners without a limit of memory are asked once; if their plan does not fit, as few states as
-necessary are offloaded.
+Planners without a limit of memory are asked once; if their plan does not fit, it gets smaller
+buckets, or as few states as necessary are offloaded, whichever is faster.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from sbp_core.compile import offloadable
 from sbp_core.errors import SbpError
 from sbp_core.infer import predict_cost
 from sbp_core.plan_request import PlanRequest
-from sbp_core.planning.compiled import Compilation, Compiled, limit_key
+from sbp_core.planning.bucket_fit import (
+    LATE_SHARE,
+    LEAST_GAIN,
+    BucketSearch,
+    PlanWithin,
+    best_buckets,
+    told_buckets,
+    told_gain,
+)
+from sbp_core.planning.compiled import Compilation, Compiled, limit_key, variant_of
 from sbp_core.planning.host_states import by_parameter, offloaded_states, states_named, with_states
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.planning.offload_setting import Offload
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
-#: Plans a request within some seconds.
-PlanWithin: TypeAlias = Callable[[PlanRequest, float], Strategy]
-
-#: Host memory is not tried to save less than this share of a step.
-_LEAST_GAIN = 0.01
-
 #: How often a planner is asked again, for a plan with the states that stay offloaded.
 _MAX_AGAIN = 2
-
-#: The share of the time limit that planning with offloaded states may take once the limit is over.
-_LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class SearchedPlanner(ABC):
         limit_bytes = memory_bytes or request.cluster.device.memory_bytes
         offload: Offload = getattr(config, "offload", "auto")
 
-        def propose(asked: PlanRequest, seconds: float) -> Strategy:
+        def once(asked: PlanRequest, seconds: float) -> Strategy:
             return self.propose(
                 PlanContext(
                     request=asked,
@@ -141,16 +141,30 @@ class SearchedPlanner(ABC):
                 )
             )
 
+        def propose(asked: PlanRequest, seconds: float) -> Strategy:
+            return BucketSearch(
+                request=asked,
+                plan=once,
+                gain=self.gain,
+                limit_bytes=limit_bytes,
+                time_limit_s=seconds,
+            ).run()
+
         if offload != "auto":
             names = states_named(request, offload)
+            asked = replace(request, offloaded=names)
+            planned = propose(asked, time_limit_s)
+            if not self.keeps_limit:
+                planned = fitted(asked, planned, limit_bytes, offloads=False)
             if not names:
-                return propose(request, time_limit_s)
-            planned = propose(replace(request, offloaded=names), time_limit_s)
+                return planned
             return _told(request, planned, "as planner.offload asks for")
+        if not self.keeps_limit:
+            offloads = not self.places_states
+            found = propose(request, time_limit_s)
+            return fitted(request, found, limit_bytes, offloads=offloads)
         if self.places_states or not may_offload(request):
             return propose(request, time_limit_s)
-        if not self.keeps_limit:
-            return fitted(request, propose(request, time_limit_s))
         search = _OffloadSearch(
             request=request, plan=propose, limit_bytes=limit_bytes, time_limit_s=time_limit_s
         )
@@ -163,20 +177,40 @@ def may_offload(request: PlanRequest) -> bool:
     return not (no_host or request.offloaded) and bool(offloadable(request.graph))
 
 
-def fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
-    """Return a strategy that fits by offloading as few states as necessary, or the same one."""
-    of = _variant_of(request, strategy)
-    limit = request.cluster.device.memory_bytes
-    compilation = Compilation(request=of, limit_bytes=limit)
+def fitted(
+    request: PlanRequest, strategy: Strategy, limit_bytes: float = 0.0, *, offloads: bool = True
+) -> Strategy:
+    """Return a strategy with smaller buckets, or as few offloaded states as fit, or the same one.
+
+    Of two plans that fit, take the faster one. If none fits, take the size of buckets with which
+    the plan needs least.
+
+    Args:
+        request: The request that was planned.
+        strategy: The strategy.
+        limit_bytes: Memory of a rank; that of its device if 0.
+        offloads: Whether states may be offloaded, if there is host memory for them.
+    """
+    limit_bytes = limit_bytes or request.cluster.device.memory_bytes
+    compilation = Compilation(request=variant_of(request, strategy), limit_bytes=limit_bytes)
     usual = compilation.compiled(strategy)
     if usual.fits:
         return strategy
-    found = until_it_fits(compilation, strategy)
-    if found is None:
+    is_open = strategy.bucket_bytes is None and usual.is_exact
+    packed = best_buckets(compilation, strategy) if is_open else None
+    offloaded: Compiled | None = None
+    if offloads and may_offload(request):
+        offloaded = until_it_fits(compilation, strategy)
+        if offloaded is None and packed is not None and not packed.fits:
+            offloaded = until_it_fits(compilation, packed.strategy)
+    limit = format_bytes(limit_bytes)
+    if packed is not None and (offloaded is None or packed.rank() <= offloaded.rank()):
+        needs = format_bytes(compilation.compiled(strategy, exact=True).memory_bytes)
+        return told_buckets(request, packed, f"with larger ones the plan needs {needs} of {limit}")
+    if offloaded is None:
         return strategy
     needs = format_bytes(usual.memory_bytes)
-    why = f"as the plan needs {needs} of {format_bytes(limit)} without"
-    return _told(request, found.strategy, why)
+    return _told(request, offloaded.strategy, f"as the plan needs {needs} of {limit} without")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,8 +243,9 @@ class _OffloadSearch:
                 raise self._refusal(failure) from failure
             why = f"{found}, and nothing that was found fits without"
             return _told(self.request, found.strategy, why)
-        saved = gain(strategy)
-        if saved is None or saved < _LEAST_GAIN:
+        saved = told_gain(strategy)
+        saved = gain(strategy) if saved is None else saved
+        if saved is None or saved < LEAST_GAIN:
             return strategy
         usual, found = self._compilation(strategy).compiled(strategy), self._best()
         without = format_seconds(usual.step_s)
@@ -244,7 +279,7 @@ class _OffloadSearch:
         """Return the plan with some states offloaded; None if there is none."""
         if request.progress:
             request.progress(f"planning with {len(names)} states in host memory", 0.0)
-        seconds = max(self._left_s, _LATE_SHARE * self.time_limit_s)
+        seconds = max(self._left_s, LATE_SHARE * self.time_limit_s)
         try:
             return self.plan(replace(request, offloaded=names), seconds)
         except SbpError as error:
@@ -268,12 +303,12 @@ class _OffloadSearch:
     def _with_larger_host(self) -> Compiled | None:
         """Return the roomy plan with as few states offloaded as necessary, on a larger host."""
         assert self.roomy is not None, "it is asked for where there is one"
-        request = _with_larger_host(_variant_of(self.request, self.roomy))
+        request = _with_larger_host(variant_of(self.request, self.roomy))
         compilation = Compilation(request=request, limit_bytes=self.limit_bytes)
         return until_it_fits(compilation, self.roomy)
 
     def _compilation(self, strategy: Strategy) -> Compilation:
-        request = _variant_of(self.request, strategy)
+        request = variant_of(self.request, strategy)
         return Compilation(request=request, limit_bytes=self.limit_bytes)
 
     @property
@@ -295,14 +330,6 @@ class _OffloadSearch:
             )
         both = ";\n    ".join(filter(None, (todo, failure.todo)))
         return failure.replaced(type(failure), todo=both)
-
-
-def _variant_of(request: PlanRequest, strategy: Strategy) -> PlanRequest:
-    """Return the request for the variant of the step that a strategy is for."""
-    quiet = replace(request, progress=None)
-    if quiet.family is None or strategy.variant is None:
-        return replace(quiet, family=None)
-    return quiet.of(strategy.variant)
 
 
 def _all(request: PlanRequest) -> frozenset[str]:
@@ -342,7 +369,7 @@ def _told(request: PlanRequest, strategy: Strategy, why: str) -> Strategy:
     found = with_states(request, strategy, names)
     if not names:
         return found
-    of = _variant_of(request, strategy)
+    of = variant_of(request, strategy)
     predicted = predict_cost(of.graph, found, request.cluster, request.options)
     return _with_line(replace(found, report={**found.report, **predicted}), f"  {why}")
 
