@@ -231,3 +231,22 @@ def test_a_config_is_composed_inside_of_a_job_and_hydra_is_as_before() -> None:
             assert compose("logger/none")
 
         assert GlobalHydra.instance().hydra is outer
+
+
+def test_buckets_of_a_size_that_the_planner_chooses_are_tried_first() -> None:
+    tried: list[tuple[str, ...]] = []
+
+    def plan(overrides: Sequence[str]) -> Planned:
+        tried.append(tuple(overrides))
+        raise PlanError("no plan")
+
+    setup = Setup(
+        limit_bytes=1.0,
+        batch_size=1,
+        micro_batches=0,
+        sharding=("planner=osdp",),
+        buckets=("compile.bucket_bytes=null",),
+    )
+    FeasibilitySearch(setup, plan, None).run()
+
+    assert tried == [("compile.bucket_bytes=null",), ("planner=osdp",)]

@@ -91,6 +91,7 @@ def ends() -> tuple[int, int]:
 BY_PRICE = 1 << 28  # more than any bucket by price
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["osdp", "zero"])
 def test_a_plan_is_found_that_fits_only_with_smaller_buckets(name: str) -> None:
     least, by_price = ends()
@@ -126,6 +127,7 @@ def test_what_fits_with_any_size_is_planned_and_no_slower_than_before(
         assert own <= before * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["osdp", "zero"])
 def test_a_refusal_names_the_least_of_all_sizes(name: str) -> None:
     request = asked(1000.0)
@@ -138,7 +140,7 @@ def test_a_refusal_names_the_least_of_all_sizes(name: str) -> None:
     if name == "osdp":
         assert planned("osdp", told) is not None
         assert all(planned("osdp", told - 1, size) is None for size in sizes)
-        assert "any compile.bucket_bytes" in refused.value.todo
+        assert "this is with compile.bucket_bytes=" in refused.value.todo
     else:  # which is left to the check of memory
         assert peak(request, zero) == min(
             peak(request, replace(zero, bucket_bytes=size)) for size in sizes

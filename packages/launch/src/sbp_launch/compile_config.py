@@ -29,7 +29,8 @@ class CompileConfig:
         boxing_thread: Whether communication has its own thread on every rank, in parallel with
             computing.
         bucket_bytes: Largest flat buffer in bytes in which small gradients, or parameters of a
-            block, are sent together; 0 for none; null to choose it by predicted cost.
+            block, are sent together; 0 for none; null to choose it by predicted cost, and smaller
+            where memory is short.
         prefetch: With overlap, a boxing thread or a pipeline, how many segments before its use a
             parameter is gathered.
         in_place_states: Whether updates overwrite the states, once forward and backward have

@@ -33,7 +33,7 @@ from sbp_core.boxing import StepKind
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.bucket_price import most_bucket_bytes
 from sbp_core.compile.packing import flat_step
-from sbp_core.errors import MemoryLimitError
+from sbp_core.errors import MemoryLimitError, SbpError
 from sbp_core.graph import InputKind
 from sbp_core.infer import predict_cost
 from sbp_core.plan_request import PlanRequest
@@ -150,7 +150,7 @@ class BucketSearch:
             return usual
         try:
             found = self._improved(self._proposed(0))
-        except MemoryLimitError:
+        except SbpError:
             return usual
         if found.rank() >= own.rank():
             return usual
@@ -164,19 +164,21 @@ class BucketSearch:
         Raises:
             MemoryLimitError: nothing fits; the error of the proposal that needs least.
         """
-        least, failed = failure, dict[int, float]()
+        least, least_size, bare_bytes = failure, 0, inf
         for size in reversed(bucket_sizes(self.request)):
             try:
                 return self._improved(self._proposed(size))
             except MemoryLimitError as error:
-                failed[size] = needs = _least_bytes(error)
-                if needs < _least_bytes(least) or (not size and needs == inf):
-                    least = error
-                if failed[0] > _NEAR * self.limit_bytes:
-                    break
+                if _least_bytes(error) < _least_bytes(least):
+                    least, least_size = error, size
+                bare_bytes = bare_bytes if size else _least_bytes(error)
+            except SbpError:  # such as no plan in time
+                break
+            if bare_bytes > _NEAR * self.limit_bytes:
+                break
         if least is failure:
             return None
-        also = "smaller buckets were tried, too: this is the least with any compile.bucket_bytes"
+        also = f"this is with compile.bucket_bytes={least_size}, as memory is short"
         todo = ";\n    ".join(filter(None, (least.todo, also)))
         raise least.replaced(MemoryLimitError, todo=todo) from failure
 
@@ -196,7 +198,7 @@ class BucketSearch:
             return best
         try:
             return min(best, self._proposed(size), key=Compiled.rank)
-        except MemoryLimitError:
+        except SbpError:
             return best
 
     def _proposed(self, size: int) -> Compiled:
