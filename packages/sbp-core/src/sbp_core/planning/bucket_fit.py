@@ -167,7 +167,8 @@ class BucketSearch:
         least, least_size, bare_bytes = failure, 0, inf
         for size in reversed(bucket_sizes(self.request)):
             try:
-                return self._improved(self._proposed(size))
+                # What is refused should not depend on the time that the first proposal took.
+                return self._improved(self._proposed(size, self.time_limit_s))
             except MemoryLimitError as error:
                 if _least_bytes(error) < _least_bytes(least):
                     least, least_size = error, size
@@ -201,8 +202,12 @@ class BucketSearch:
         except SbpError:
             return best
 
-    def _proposed(self, size: int) -> Compiled:
+    def _proposed(self, size: int, seconds: float = 0.0) -> Compiled:
         """Return the planner's plan with buckets of a size.
+
+        Args:
+            size: The size.
+            seconds: Time for it; at least the time that is left.
 
         Raises:
             MemoryLimitError: nothing fits.
@@ -211,7 +216,8 @@ class BucketSearch:
         if request.progress:
             words = f"at most {format_bytes(size)}" if size else "one tensor"
             request.progress(f"planning with buckets of {words}", 0.0)
-        seconds = max(self._left_s, LATE_SHARE * self.time_limit_s) if self.time_limit_s else 0.0
+        if self.time_limit_s:
+            seconds = max(seconds, self._left_s, LATE_SHARE * self.time_limit_s)
         strategy = replace(self.plan(request, seconds), bucket_bytes=size)
         return self._compilation(strategy).compiled(strategy, exact=True)
 
