@@ -22,6 +22,7 @@ MESHES = [
     ("tensor_parallel", (1, 2), ("data", "tensor")),
     ("tensor_parallel", (2,), ("tensor",)),
     ("tensor_parallel", (2, 2), ("data", "tensor")),
+    ("megatron", (2, 2), ("data", "tensor")),
     ("data_tensor", (2, 2), ("data", "tensor")),
     ("data_tensor", (2, 1, 2), ("pipe", "data", "tensor")),
     ("zero", (4,), ("data",)),

@@ -206,6 +206,44 @@ def test_experts_are_split_before_tensor_whatever_the_order(patterns):
         pattern_pins(step.graph, mesh, {"tensor": patterns})
 
 
+def test_a_pattern_that_may_be_missing_is_left_out():
+    graph = captured(Table(64, 8), lambda n, seed: {"i": torch.arange(8 * n) * 3}).graph
+    mesh = Placement.grid((2,), ("tensor",))
+
+    found = pattern_pins(graph, mesh, {"tensor": ["classes?", "tables?"]})
+
+    assert found.pins["table.weight"] == {"tensor": "S(0)"}
+    assert found.explanation == (
+        "classes on tensor: not in this model",
+        "tables on tensor: table.weight",
+    )
+
+
+class Classifier(nn.Module):
+    """Hidden units, and very many classes."""
+
+    def __init__(self, width: int, hidden: int, classes: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.head = nn.Linear(width, classes, bias=False)
+
+    def loss(self, batch):
+        x = self.down(functional.gelu(self.up(batch["x"]))).tanh()
+        return functional.cross_entropy(self.head(x), batch["y"])
+
+
+def test_megatron_splits_columns_rows_and_classes_and_runs_as_one_device():
+    step = captured(
+        Classifier(16, 32, 2048),
+        lambda n, seed: {"x": draws(seed, 4 * n, 16), "y": torch.arange(4 * n) * 100},
+    )
+
+    strategy = planned("megatron", step, (2, 2), ("data", "tensor"))
+
+    on_tensor = {name: strategy.storage[f"{name}.weight"].sbp[1] for name in ("up", "down", "head")}
+    assert on_tensor == {"up": S(0), "down": S(1), "head": S(0)}
+
+
 def test_split_tables_run_as_one_device():
     step = captured(Table(64, 8), lambda n, seed: {"i": torch.arange(8 * n) * 3})
 

@@ -27,6 +27,7 @@ PRESETS = [
     "hsdp",
     "pipeline",
     "layout",
+    "megatron",
 ]
 #: Names of other systems for presets.
 OTHER_NAMES = ["fsdp", "oss", "pipe", "sdp"]
