@@ -15,7 +15,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.graph_variant import SliceAlong
 from sbp_core.passes import RecomputeOptions
 
-__all__ = ["LossMeaning", "PassOptions", "Slicing"]
+__all__ = ["LossMeaning", "PassOptions", "RowUpdates", "Slicing"]
 
 
 def _one_of(name: str, value: str, *allowed: str) -> None:
@@ -107,6 +107,26 @@ class MixedPrecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowUpdates:
+    """Choice of the tables whose update works on the rows that a step looks up.
+
+    Args:
+        when: `always`, or only where it is `profitable`: if a table has at least `factor` times as
+            many rows as a step looks up.
+        factor: Rows of a table for each lookup of a step, > 0. An update by rows sorts the lookups
+            and gathers rows; one of all rows streams through memory.
+    """
+
+    when: Literal["profitable", "always"] = "profitable"
+    factor: float = 8.0
+
+    def __post_init__(self) -> None:
+        _one_of("when", self.when, "profitable", "always")
+        if not self.factor > 0:
+            raise SbpValueError(f"factor={self.factor}", accepted="a number > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
     """Slicing of the operators of one parameter.
 
@@ -152,6 +172,8 @@ class PassOptions:
             the model. None: none.
         defer_reductions: Norms of split tensors are partial numbers, without gathers.
         accumulate_addends: Patterns of parameters whose gradients are accumulated addend by addend.
+        update_rows: Update only the rows of a table that a step looks up, where the optimizer
+            changes no other row. None: every row.
     """
 
     tie_step_counters: bool = True
@@ -171,3 +193,4 @@ class PassOptions:
     recompute: RecomputeOptions | None = field(default_factory=RecomputeOptions)
     defer_reductions: bool = True
     accumulate_addends: tuple[str, ...] = ()
+    update_rows: RowUpdates | None = field(default_factory=RowUpdates)

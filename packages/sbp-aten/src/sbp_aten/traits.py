@@ -56,7 +56,7 @@ TRAITS = OperatorTraits(
     },
     in_place=dict.fromkeys(_ELEMENTWISE, (0,))
     | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)}
-    | {"to_host": (0,)},
+    | {"put_rows": (0,), "to_host": (0,)},
 )
 
 #: Kinds of factories that fill a tensor with one number -> that number.

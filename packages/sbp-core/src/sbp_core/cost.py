@@ -11,7 +11,8 @@ Times are those of the rank with the largest shards.
   all tensors are B or P every rank does all of the work.
 * rate: `Device.flop_per_s` of the dtype of the first floating tensor, in flop/s. A dtype that the
   device does not list has the slowest listed rate.
-* local bytes: every distinct tensor argument and every output once, as the rank holds them.
+* local bytes: every distinct tensor argument and every output once, as the rank holds them; of a
+  table, only the rows that the call names (`touch` of its notation).
 * launch: `Device.launch_s`, once for a call; launches of a boxing step: the same, and
   `Device.boxing_launch_s`, unless it is a local step, which is an operator like others.
 
@@ -24,7 +25,7 @@ transport, it includes that rest, except for the work of the runtime around a ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -37,7 +38,7 @@ from sbp_core.graph.ir import ITEMSIZE, Argument, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derivations import work_flop
+from sbp_core.signatures.derivations import derivation, work_flop
 from sbp_core.strategy import Signature
 
 __all__ = [
@@ -238,6 +239,31 @@ def grid_time_s(
     return table.estimated_s(call.op, work.dtype, roofline_s) if table else roofline_s
 
 
+def _touched(call: OpCall) -> Sequence[Mapping[int, int]]:
+    """Return for each tensor the dims of which few elements are touched, and how many of them."""
+    none: Mapping[int, int] = {}
+    tensors = (*call.inputs, *call.outputs)
+    # Rows are named by integers.
+    if not any(tensor.dtype in ("int64", "int32") for tensor in call.inputs):
+        return [none] * len(tensors)
+    notation = derivation(call).notation
+    counts = dict(notation.touched)
+    if not counts:
+        return [none] * len(tensors)
+    return [
+        {at: counts[dim[0]] for at, dim in enumerate(dims) if len(dim) == 1 and dim[0] in counts}
+        for dims in (*notation.inputs, *notation.outputs)
+    ]
+
+
+def _touched_bytes(
+    tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int], most: Mapping[int, int]
+) -> int:
+    """Return the bytes of the largest shard, with at most so many elements of some dims."""
+    shape = _shard(tensor, sbp, mesh_shape)
+    return prod(min(n, most.get(at, n)) for at, n in enumerate(shape)) * ITEMSIZE[tensor.dtype]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
     """The work of one rank for a call.
@@ -257,12 +283,16 @@ def operator_work(
     call: OpCall, signature: Signature, mesh_shape: Sequence[int], flop: float
 ) -> OperatorWork:
     """Return the work of the rank with the largest shards for a call; see `grid_time_s`."""
+    few = _touched(call)
+    given = zip(call.inputs, signature.inputs, few[: len(call.inputs)], strict=True)
     held: dict[object, int] = {}
-    for name, tensor, sbp in zip(call.tensor_names, call.inputs, signature.inputs, strict=True):
-        held[name, sbp] = local_bytes(tensor, sbp, mesh_shape)
+    for name, (tensor, sbp, most) in zip(call.tensor_names, given, strict=True):
+        held[name, sbp] = _touched_bytes(tensor, sbp, mesh_shape, most)
     made = sum(
-        local_bytes(tensor, sbp, mesh_shape)
-        for tensor, sbp in zip(call.outputs, signature.outputs, strict=True)
+        _touched_bytes(tensor, sbp, mesh_shape, most)
+        for tensor, sbp, most in zip(
+            call.outputs, signature.outputs, few[len(call.inputs) :], strict=True
+        )
     )
     done = 0.0 if is_free(call, flop) else flop * work_fraction(call, signature, mesh_shape)
     return OperatorWork(dtype=rate_dtype(call), flop=done, num_bytes=sum(held.values()) + made)

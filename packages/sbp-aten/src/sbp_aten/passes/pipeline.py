@@ -23,6 +23,7 @@ The order, with its reasons:
     unalias_outputs     always: copies an output that is an input; no later pass may drop that
     accumulate          late, so that the other passes need no rates (micro-batch or step)
     accumulate_addends  on the sums over micro-batches, which exist only now
+    update_rows         last: on the gradients and updates that all others have left
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reduct
 from sbp_aten.passes.losses import split_classes, sum_losses
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.precision import mixed_precision
+from sbp_aten.passes.row_updates import update_rows
 from sbp_aten.passes.simplify import drop_identities, fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_aten.passes.whole_batch.rewriting import whole_batch_loss
@@ -163,6 +165,8 @@ def prepare_step(
     if options.accumulate_addends:
         graph = accumulate_addends(graph, options.accumulate_addends)
         graph = _verified(graph, "accumulate_addends")
+    if options.update_rows is not None:
+        graph = _verified(update_rows(graph, options.update_rows), "update_rows")
     return graph
 
 

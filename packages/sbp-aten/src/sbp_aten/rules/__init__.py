@@ -7,7 +7,7 @@
     convolution, pooling, folding, resampling                      windows and planes in space
     reshape, rearrange, selection                                  moving elements
     indexing, advanced, embedding_bag                              reading by index
-    scatter, replace_view                                          writing by index, views, masks
+    scatter, replace_view, row_updates                             writing by index, views, masks
     factories, sbp_ops                                             the rest
 
 A rule is a notation (`sbp_core.signatures.notation`), which says what an operator computes and so
@@ -33,8 +33,8 @@ __all__ = ["FAMILIES", "GROUPED_MM", "GROUPED_MM_GRADIENTS", "RULES"]
 _FAMILIES = (
     "advanced", "attention", "convolution", "embedding_bag", "factories", "folding", "foreach",
     "grouped", "indexing", "layers", "linalg", "loss", "matmul", "normalisation", "pointwise",
-    "pooling", "rearrange", "reductions", "replace_view", "resampling", "reshape", "sbp_ops",
-    "scans", "scatter", "selection",
+    "pooling", "rearrange", "reductions", "replace_view", "resampling", "reshape", "row_updates",
+    "sbp_ops", "scans", "scatter", "selection",
 )  # fmt: skip
 
 #: Name of a family -> module of its rules.

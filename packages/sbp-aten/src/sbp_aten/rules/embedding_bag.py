@@ -76,7 +76,8 @@ def _bag(call: OpCall) -> Notation:
     none += "; reduce n@1 none" * (not told)
     inputs = f"v{v} d, n{n}, o!" + ", n" * weighted
     outputs = f"b! d, {'n' if told else 't!'}, c!, {largest}"
-    return notation(call, f"{inputs} => {outputs}{sums}{none}; why {why or _BAGS}")
+    touched = f"; touch v {call.inputs[1].shape[0]}"
+    return notation(call, f"{inputs} => {outputs}{sums}{none}{touched}; why {why or _BAGS}")
 
 
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, places: Range) -> Ref:

@@ -209,7 +209,10 @@ def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 def _embedding(call: OpCall) -> Notation:
     work = prod(call.outputs[0].shape)
-    return notation(call, f"v d, i* => i* d; linear 0; increasing 0; flop {work}")
+    touched = prod(call.inputs[1].shape)
+    return notation(
+        call, f"v d, i* => i* d; linear 0; increasing 0; touch v {touched}; flop {work}"
+    )
 
 
 def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:

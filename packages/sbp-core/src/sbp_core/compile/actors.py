@@ -211,7 +211,7 @@ class Accumulate(_Maker):
     Args:
         fills: How often it puts them there: for each update, or once a step.
         accumulates: (part, sum, how) for each value. `how` is the factor of the parts in their sum;
-            "maximum" or "minimum"; or None for the last micro-batch's part.
+            "maximum" or "minimum"; "stack" to keep all parts; or None for the last micro-batch's.
     """
 
     fills: Rate = Rate.STEP

@@ -18,7 +18,7 @@ from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.errors import PlanError, SbpValueError
 from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate, Ref, refs
-from sbp_core.graph.primitives import LOCAL_BOX
+from sbp_core.graph.primitives import LOCAL_BOX, STACK
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
 
@@ -26,7 +26,7 @@ from sbp_core.sbp import local_shape
 _DEVICES = ("cpu", "cuda")
 
 #: How an accumulation combines several parts, apart from a factor.
-_HOWS = ("maximum", "minimum")
+_HOWS = ("maximum", "minimum", STACK)
 
 
 def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:

@@ -22,13 +22,16 @@ from sbp_core.graph.ir import (
     map_refs,
     refs,
 )
+from sbp_core.graph.primitives import ACCUMULATE, STACK
 from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
 from sbp_core.graph.serialize import GRAPH, graph_hash
 from sbp_core.graph.spec import verify_graph
 
 __all__ = [
+    "ACCUMULATE",
     "GRAPH",
     "ITEMSIZE",
+    "STACK",
     "Argument",
     "GraphInput",
     "GraphOutput",

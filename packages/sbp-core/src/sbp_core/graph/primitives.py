@@ -27,6 +27,9 @@ VIEW = "aten.view.default"
 #: Combines the parts of all micro-batches: arguments are (part, how).
 ACCUMULATE = "sbp.accumulate"
 
+#: The `how` of an accumulation that keeps all parts, on a new first dim.
+STACK = "stack"
+
 #: Returns its first argument, but not before the second is computed.
 AFTER = "sbp.after"
 

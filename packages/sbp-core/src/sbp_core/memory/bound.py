@@ -19,6 +19,7 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import ITEMSIZE, InputKind, LogicalGraph, TensorType
+from sbp_core.graph.primitives import STACK
 
 #: Most bytes of an element.
 _WIDEST_BYTES = max(ITEMSIZE.values())
@@ -84,7 +85,9 @@ class _Bound:
         if isinstance(actor, Collective | Receive):
             return self._boxed_bytes(actor)
         if isinstance(actor, Accumulate):
-            return sum(self._key_bytes(part) for part, _, _ in actor.accumulates)
+            # A stack is copied, with one more part, by each firing.
+            made = ((total if how == STACK else part) for part, total, how in actor.accumulates)
+            return sum(map(self._key_bytes, made))
         return 0  # a send keeps the result of another actor
 
     def _call_bytes(self, entry: Instruction) -> float:

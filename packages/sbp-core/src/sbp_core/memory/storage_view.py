@@ -15,7 +15,7 @@ from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.actors import Instruction
 from sbp_core.compile.physical import StateSlot
 from sbp_core.graph.ir import ITEMSIZE, Ref
-from sbp_core.graph.primitives import CLONE, MULTIPLY
+from sbp_core.graph.primitives import CAT, CLONE, MULTIPLY, STACK
 
 #: A host number.
 Number = float | int
@@ -120,13 +120,27 @@ def placed(
 
 
 def first_addend(part: str, total: str, how: float | str) -> Instruction:
-    """Return the instruction that starts a sum by its first part: scales it, or copies it."""
+    """Return the instruction that starts a sum by its first part: scales, copies or stacks it."""
     is_extreme = isinstance(how, str)
+    if how == STACK:
+        return Instruction(
+            op="aten.stack.default", args=((Ref(part),),), outputs=(total,), node=total
+        )
     return Instruction(
         op=CLONE if is_extreme else MULTIPLY,
         args=(Ref(part),) if is_extreme else (Ref(part), how),
         outputs=(total,),
         node=total,
+    )
+
+
+def grown_stack(part: str, total: str) -> tuple[Instruction, Instruction]:
+    """Return the instructions that append a part to the stack of a step so far: a view, a copy."""
+    row = f"{part}.row"
+    args = (Ref(part), 0)
+    return (
+        Instruction(op="aten.unsqueeze.default", args=args, outputs=(row,), node=total),
+        Instruction(op=CAT, args=((Ref(total), Ref(row)),), outputs=(total,), node=total),
     )
 
 

@@ -32,7 +32,7 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind
-from sbp_core.graph.primitives import TO_HOST
+from sbp_core.graph.primitives import STACK, TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.memory.ledger import Buffer, Ledger, RecordedFiring, arguments_of
 from sbp_core.memory.memory_kinds import (
@@ -51,6 +51,7 @@ from sbp_core.memory.storage_view import (
     Value,
     contiguous,
     first_addend,
+    grown_stack,
     number_of,
     placed,
 )
@@ -306,16 +307,25 @@ class _Storages(InstructionDomain[Value]):
         total: Value | None,
         part: Value,
     ) -> Value:
-        """See `Domain.add`: the first part is scaled or copied, later ones are added in place."""
+        """See `Domain.add`: the first part is scaled or copied, later ones are added in place.
+
+        A stack is copied with each part.
+        """
         (source, key, how), rank = term, self.rank
         rank.tick(firing, key)
         # How to combine parts: None takes the last one, a text is max or min, a number scales.
         if how is None:
             return part
-        if total is not None:
+        values = {source: part}
+        if total is None:
+            entries: tuple[Instruction, ...] = (first_addend(source, key, how),)
+        elif how == STACK:
+            values[key], entries = total, grown_stack(source, key)
+        else:
             return total
-        (made,) = self._made(rank, first_addend(source, key, how), {source: part})
-        return made
+        for entry in entries:
+            values |= zip(entry.outputs, self._made(rank, entry, values), strict=True)
+        return values[key]
 
     def collective(
         self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]

@@ -29,6 +29,7 @@ from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError, SbpError, SbpLookupError
 from sbp_core.graph.ir import InputKind, TensorType
+from sbp_core.graph.primitives import STACK
 from sbp_core.interpreter import Domain, Firing
 from sbp_core.interpreter.domain import V, Values
 from sbp_core.memory.storage_view import (
@@ -40,6 +41,7 @@ from sbp_core.memory.storage_view import (
     Value,
     contiguous,
     first_addend,
+    grown_stack,
     number_of,
     placed,
 )
@@ -240,6 +242,11 @@ class TypedValues(CountedFillings[Value]):
         if how is None:
             return part
         values: Values[Value] = {source: part}
+        if how == STACK and total is not None:
+            values[key] = total
+            for entry in grown_stack(source, key):
+                self._call(firing, entry, values)
+            return values[key]
         self._call(firing, first_addend(source, key, how), values)
         if total is not None and _type_of(values[key]) != _type_of(total):
             raise PlanError(

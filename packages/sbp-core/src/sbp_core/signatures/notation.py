@@ -27,6 +27,7 @@ otherwise. Clauses follow, each after `;`:
     beside k 0                   argument 0 counts once, whatever `k` indexes: where `k` is split it
                                  is partial (under a maximum or minimum of `k` it need not be)
     size g 2                     extent of `g`, where no shape determines it
+    touch v 8                    at most 8 of the elements that `v` indexes are read or written
     flop 8                       work of the call, if it cannot be read off the labels
     why the softmax runs over d  why labels are marked `!` or `+`, for messages and listings; last
 
@@ -153,6 +154,8 @@ class Notation:
         beside: Pairs (label, argument without it): the argument is one more term of the sum,
             maximum or minimum over the label.
         sizes: Extents of labels that the shapes do not determine, such as extents of groups.
+        touched: Labels of which few elements are read or written, such as the rows of a table, with
+            the largest number of them.
         work_flop: Work of the call in floating-point operations; None: computed from the labels.
         why: Why labels are in `whole` and `nonempty`; half a sentence.
 
@@ -169,6 +172,7 @@ class Notation:
     reductions: tuple[tuple[str, str], ...] = field(default=())
     beside: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
+    touched: tuple[tuple[str, int], ...] = ()
     work_flop: float | None = None
     why: str = ""
 
@@ -198,6 +202,12 @@ class Notation:
                 raise SbpValueError(
                     f"{self} has no label {label!r} of extent {extent}",
                     accepted=f"labels {', '.join(sorted(known))}, extents from 1 on",
+                )
+        for label, count in self.touched:
+            if label not in known or count < 0:
+                raise SbpValueError(
+                    f"{self} has no label {label!r} of which {count} are touched",
+                    accepted=f"labels {', '.join(sorted(known))}, counts from 0 on",
                 )
         for label, index in self.beside:
             if label not in known or not 0 <= index < len(self.inputs):
@@ -269,6 +279,7 @@ class Notation:
             reductions=tuple(reader.reductions),
             beside=tuple(reader.beside),
             sizes=tuple(reader.sizes),
+            touched=tuple(reader.touched),
             work_flop=reader.work_flop,
             why=reader.why,
         )
@@ -288,6 +299,7 @@ class Notation:
             *(f"reduce {key} {reduction}" for key, reduction in self.reductions),
             *(f"beside {label} {index}" for label, index in self.beside),
             *(f"size {label} {extent}" for label, extent in self.sizes),
+            *(f"touch {label} {count}" for label, count in self.touched),
         ]
         if self.work_flop is not None:
             clauses.append(f"flop {self.work_flop:.17g}")
@@ -325,6 +337,7 @@ class _Reader:
         self.reductions: list[tuple[str, str]] = []
         self.beside: list[tuple[str, int]] = []
         self.sizes: list[tuple[str, int]] = []
+        self.touched: list[tuple[str, int]] = []
         self.work_flop: float | None = None
         self.why = ""
 
@@ -367,6 +380,8 @@ class _Reader:
             self.beside.append((words[1], int(words[2])))
         elif words[:1] == ["size"] and len(words) == 3:
             self.sizes.append((words[1], int(words[2])))
+        elif words[:1] == ["touch"] and len(words) == 3:
+            self.touched.append((words[1], int(words[2])))
         elif words[:1] == ["flop"] and len(words) == 2:
             self.work_flop = float(words[1])
         elif words[:1] == ["why"]:

@@ -1,7 +1,8 @@
 """Sharding rules of the operators that our graph passes insert: accumulation and ordering tokens.
 
     sbp.accumulate(x, how)    over the micro-batches: the sum of how·x; the "maximum", the
-                              "minimum"; the last one if None
+                              "minimum"; all of them on a first dim of their own ("stack"); the
+                              last one if None
     sbp.after(x, token)       x itself, but not before the token is made
 
 No element of a token is read, so any sharding of it is legal.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sbp_core.graph.primitives import ACCUMULATE, AFTER, ALIAS
+from sbp_core.graph.primitives import ACCUMULATE, AFTER, ALIAS, STACK
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
     Dependence,
@@ -62,6 +63,15 @@ def _only_first(call: OpCall, _: Shards) -> LocalCall:
 
 def _accumulate(call: OpCall) -> Notation:
     """Each rank sums its own shard; sums of maxima are no maxima of sums, nor the other way."""
+    if call.args[1] == STACK:
+        dims = fresh_dims(len(call.inputs[0].shape))
+        return Notation(
+            inputs=(dims,),
+            outputs=((("m",), *dims),),
+            dependences=(linear(0),),
+            whole=frozenset({"m"}),
+            why="each rank stacks its parts of all micro-batches",
+        )
     return broadcasting(call, *(() if isinstance(call.args[1], str) else (linear(0),)))
 
 

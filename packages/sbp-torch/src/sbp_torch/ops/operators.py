@@ -18,6 +18,7 @@ from sbp_core.signatures import installed_rules
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable, return_types
 from sbp_torch.ops import arithmetic as _arithmetic  # noqa: F401 - registers sbp.constant, ...
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
+from sbp_torch.ops import row_updates  # registers sbp.unique_rows, ...
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 from sbp_torch.ops.host_copies import HOST_COPIES
 
@@ -77,11 +78,18 @@ def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> A
     return torch.slice_copy(x, dim, index, x.shape[dim], count)
 
 
+def _row_update(*args: Any) -> Any:
+    """Return the new table and states of an update by rows; see `row_updates`."""
+    return row_updates.row_update(operator_of, *args)
+
+
 #: Our operators that are not registered with torch; their rules give the call on a shard.
 _OWN: dict[str, Callable[..., Any]] = {
     "sbp.after": _after,
     "sbp.piece": _piece,
+    "sbp.row_update": _row_update,
     **IN_PLACE,
+    **row_updates.IN_PLACE,
     **HOST_COPIES,
 }
 

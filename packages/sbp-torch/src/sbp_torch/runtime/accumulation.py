@@ -1,4 +1,4 @@
-"""Accumulate values over the micro-batches of a step: scaled sums, maxima or minima.
+"""Accumulate values over the micro-batches of a step: scaled sums, maxima, minima, or stacks.
 
 `Accumulation` runs the accumulation actor of a plan. The reference runtime and `run_graph` call
 `accumulate` themselves.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.compile import Accumulate
+from sbp_core.graph import STACK
 
 #: Functions that combine extremes of micro-batches. For booleans they are "any" and "all".
 EXTREMES: Mapping[str, Callable[..., Tensor]] = {
@@ -21,15 +22,19 @@ EXTREMES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def accumulate(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
-    """Return a running total with one more part; the memory of the total is overwritten.
+    """Return a running total with one more part; the memory of a sum is overwritten.
 
     Args:
         total: The total of the earlier parts; None for the first part.
         part: The value of a micro-batch, of the same shape and dtype.
-        how: The factor of each part in the sum; a key of `EXTREMES`; or None to return the part.
+        how: The factor of each part in the sum; a key of `EXTREMES`; `STACK` for all parts, on a
+            new first dim; or None to return the part.
     """
     if how is None:
         return part
+    if how == STACK:
+        row = part.unsqueeze(0)
+        return row.clone() if total is None else torch.cat([total, row])
     if isinstance(how, str):
         return part.clone() if total is None else EXTREMES[how](total, part, out=total)
     return part * how if total is None else total.add_(part, alpha=how)
