@@ -293,6 +293,7 @@ class _Actors:
             assert item.node is not None
             sums.append((item.inputs[0], item.outputs[0], item.node.args[1]))
         outputs = tuple(total for _, total, _ in sums)
+        parts = dict.fromkeys(part for part, _, _ in sums)
         return Accumulate(
             name=name,
             stage=items[0].stage,
@@ -300,7 +301,8 @@ class _Actors:
             rate=items[0].rate,
             fills=self.program.graph.rate_of(outputs[0]),
             thread=COMPUTE_THREAD,
-            inputs=tuple(dict.fromkeys(part for part, _, _ in sums)),
+            inputs=tuple(part for part in parts if part not in self.program.inputs),
+            reads=tuple(part for part in parts if part in self.program.inputs),
             outputs=outputs,
             accumulates=tuple(sums),
             time_s=sum(map(self.program.time_s, items)),
