@@ -81,14 +81,25 @@ class Lookups:
         self._types: dict[str, ValueType] = {}
         self._nodes: dict[str, list[Node]] = defaultdict(list)
 
-    def roots(self) -> list[str]:
-        """Return the gradients of this shape that are sums over places, and used otherwise."""
-        found = []
-        for value in self._sources:
-            users = self.graph.users[value]
-            if any(not {*user.outputs} & self._sources.keys() for user in users):
-                found.append(value)
-        return found
+    def roots(self, new: str) -> list[str]:
+        """Return the sums over places that the new value of a table is computed from, row by row.
+
+        Args:
+            new: The new value.
+        """
+        rows, found = self.table.shape[0], dict[str, None]()
+        seen, left = {new}, [new]
+        while left:
+            value = left.pop()
+            if value in self._sources:
+                found[value] = None
+            elif value in self.graph.producers:
+                # A factor of all rows, such as that of clipping, depends on other tables as well.
+                given = self.graph.tensor_inputs(self.graph.producers[value])
+                more = [v for v in given if self.graph.tensor(v).shape[:1] == (rows,)]
+                left += [v for v in more if v not in seen]
+                seen.update(more)
+        return list(found)
 
     def count(self, roots: list[str]) -> int:
         """Return the number of places of a step."""

@@ -90,7 +90,7 @@ class _Table:
         if len(kind.shape) != 2 or self.name not in graph.new_states:
             raise NoRows
         lookups = Lookups(graph, kind)
-        roots = lookups.roots()
+        roots = lookups.roots(graph.new_states[self.name])
         if not roots:
             raise NoRows
         users = {user.name: user for root in roots for user in graph.users[root]}
