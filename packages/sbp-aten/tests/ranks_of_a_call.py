@@ -12,14 +12,19 @@ from sbp_core.sbp import NdSbp, Sbp, local_bounds
 from sbp_core.signatures import localize
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.torch_call import run_program
-from sbp_torch.signatures.verification import call_of, run_op
+from sbp_torch.signatures.verification import Execute, call_of, run_op
 
 
 def on_each_rank(
-    op: str, args: Sequence[Any], inputs: Sequence[Sbp], outputs: Sequence[Sbp], size: int
+    op: str,
+    args: Sequence[Any],
+    inputs: Sequence[Sbp],
+    outputs: Sequence[Sbp],
+    size: int,
+    execute: Execute = run_op,
 ) -> list[torch.Tensor]:
     """Return what each of `size` ranks makes as output 0; inputs are B or split."""
-    call, tensors = call_of(op, args, {})
+    call, tensors = call_of(op, args, {}, execute=execute)
     signature = Signature(tuple(map(NdSbp, inputs)), tuple(map(NdSbp, outputs)))
     mesh = Placement.grid((size,))
     made = []
@@ -28,5 +33,5 @@ def on_each_rank(
         for name, tensor, sbp in zip(call.tensor_names, tensors, signature.inputs, strict=True):
             bounds = local_bounds(tuple(tensor.shape), sbp, (size,), mesh.coordinate(rank))
             shards[name] = tensor[tuple(slice(*window) for window in bounds)].clone()
-        made.append(run_program(localize(call, signature, mesh, rank), shards, run_op)[0])
+        made.append(run_program(localize(call, signature, mesh, rank), shards, execute)[0])
     return made

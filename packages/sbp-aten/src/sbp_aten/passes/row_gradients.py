@@ -34,6 +34,9 @@ __all__ = ["Lookups", "NoRows", "RowSums"]
 #: PyTorch's numbers for `mode=` of embedding bags.
 _SUM, _MEAN = 0, 1
 
+#: Kinds of the pointwise operators that this module adds.
+_POINTWISE = frozenset({"div", "eq", "masked_fill", "mul", "neg", "sub"})
+
 #: Linear operators of one gradient and of numbers.
 _SCALED = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
 
@@ -213,9 +216,7 @@ class Lookups:
         while name in self._types or name in self.graph.types:
             name += "_"
         self._types[name] = kind
-        tags = (
-            ("pointwise",) if op.split(".")[1] in ("mul", "div", "neg", "masked_fill", "eq") else ()
-        )
+        tags = ("pointwise",) if op.split(".")[1] in _POINTWISE else ()
         node = replace(like, name=name, op=op, args=args, kwargs=kwargs, outputs=(name,), tags=tags)
         self._nodes[before].append(node)
         return name

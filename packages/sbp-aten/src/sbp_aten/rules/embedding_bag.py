@@ -76,7 +76,8 @@ def _bag(call: OpCall) -> Notation:
     none += "; reduce n@1 none" * (not told)
     inputs = f"v{v} d, n{n}, o!" + ", n" * weighted
     outputs = f"b! d, {'n' if told else 't!'}, c!, {largest}"
-    touched = f"; touch v {call.inputs[1].shape[0]}"
+    places = call.inputs[1].shape[0]
+    touched = f"; touch v {places}; flop {places * call.inputs[0].shape[1]}"
     return notation(call, f"{inputs} => {outputs}{sums}{none}{touched}; why {why or _BAGS}")
 
 

@@ -131,7 +131,7 @@ def row_update(
     values |= {f"~row{at}": one.index_select(0, index) for at, one in enumerate(tensors)}
 
     def bound(part: Any) -> Any:
-        if isinstance(part, list):
+        if isinstance(part, list | tuple):
             return [bound(one) for one in part]
         return values.get(part, part) if isinstance(part, str) else part
 
