@@ -11,7 +11,7 @@ sbp.accumulate(a, number)                          those of all micro-batches, s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -51,13 +51,13 @@ class RowSums:
 
     Args:
         rows: The value with the distinct rows [N].
-        sums: The value with their gradients [N, d].
+        sums: The values with their gradients [N, d].
         types: The types of new values.
         nodes: New nodes, by the name of the node before which each comes.
     """
 
     rows: str
-    sums: str
+    sums: tuple[str, ...]
     types: Mapping[str, ValueType]
     nodes: Mapping[str, list[Node]]
 
@@ -83,6 +83,8 @@ class Lookups:
                 self._sources[node.outputs[0]] = count
         self._types: dict[str, ValueType] = {}
         self._nodes: dict[str, list[Node]] = defaultdict(list)
+        #: New values by their calls: several gradients may have the same places.
+        self._made: dict[tuple[str, str, str, str], str] = {}
 
     def roots(self, new: str) -> list[str]:
         """Return the sums over places that the new value of a table is computed from, row by row.
@@ -106,12 +108,14 @@ class Lookups:
 
     def count(self, roots: list[str]) -> int:
         """Return the number of places of a step."""
-        return sum(self._sources[root] for root in roots)
+        return max(self._sources[root] for root in roots)
 
     def _count(self, node: Node) -> int | None:
         """Return how many places the result of a node is a sum over; None if it is no such sum."""
         graph = self.graph
-        if not graph.types or node.is_host or graph.types[node.outputs[0]] != self.table:
+        kind = graph.types[node.outputs[0]]
+        is_tall = isinstance(kind, TensorType) and len(kind.shape) == 2
+        if not is_tall or graph.tensor(node.outputs[0]).shape[0] != self.table.shape[0]:
             return None
         args = node.args
         if node.op == "aten.embedding_dense_backward.default":
@@ -139,37 +143,33 @@ class Lookups:
             return not isinstance(kind, TensorType) or not kind.shape
         return _is_number(argument)
 
-    def unique(self, root: str, user: Node) -> RowSums:
-        """Write a gradient as rows and sums by row.
+    def unique(self, roots: Sequence[str], user: Node) -> RowSums:
+        """Write gradients as rows and sums by row.
 
         Args:
-            root: One of `roots`.
-            user: The first node that uses it.
+            roots: From `roots`.
+            user: The first node that uses one of them.
+
+        Raises:
+            NoRows: they come from different lookups.
         """
-        places = self._places(root)
-        if len(places) > 1:
-            flat = [self._flat(pair, user) for pair in places]
-            count = self._sources[root]
-            indices = self._kind(flat[0][0])
-            joined = []
-            for at, shape in enumerate(((count,), (count, self.table.shape[1]))):
-                kind = replace(indices if not at else self.table, shape=shape)
-                args = (tuple(Ref(pair[at]) for pair in flat),)
-                name = f"{root}.{('places', 'parts')[at]}"
-                joined.append(self._add(user, user.name, name, "aten.cat.default", args, kind))
-            places = [(joined[0], joined[1])]
-        ((index, parts),) = places
+        joined = [self._joined(root, user) for root in roots]
+        index = joined[0][0]
+        if any(other != index for other, _ in joined):
+            raise NoRows("its update takes gradients of several lookups")
         count = prod(self._kind(index).shape)
-        rows, sums = f"{root}.rows", f"{root}.sums"
+        rows, sums = f"{roots[0]}.rows", tuple(f"{root}.sums" for root in roots)
         self._types[rows] = replace(self._kind(index), shape=(count,))
-        self._types[sums] = replace(self.table, shape=(count, self.table.shape[1]))
+        for name, (_, part) in zip(sums, joined, strict=True):
+            kind = self._kind(part)
+            self._types[name] = replace(kind, shape=(count, kind.shape[-1]))
         node = replace(
-            self.graph.producers[root],
+            self.graph.producers[roots[0]],
             name=rows,
             op="sbp.unique_rows.default",
-            args=(Ref(index), Ref(parts)),
+            args=(Ref(index), tuple(Ref(part) for _, part in joined)),
             kwargs={},
-            outputs=(rows, sums),
+            outputs=(rows, *sums),
             phase=Phase.OPTIMIZER,
             rate=user.rate,
             forward="",
@@ -178,6 +178,22 @@ class Lookups:
         self._nodes[user.name].append(node)
         return RowSums(rows=rows, sums=sums, types=self._types, nodes=self._nodes)
 
+    def _joined(self, root: str, user: Node) -> _Places:
+        """Return the places of all lookups that a gradient is a sum over."""
+        places = self._places(root)
+        if len(places) == 1:
+            return places[0]
+        flat = [self._flat(pair, user) for pair in places]
+        made = []
+        for at, what in enumerate(("places", "parts")):
+            kind = self._kind(flat[0][at])
+            kind = replace(kind, shape=(self._sources[root], *kind.shape[1:]))
+            args = (tuple(Ref(pair[at]) for pair in flat),)
+            made.append(
+                self._add(user, user.name, f"{root}.{what}", "aten.cat.default", args, kind)
+            )
+        return made[0], made[1]
+
     def _kind(self, value: str) -> TensorType:
         found = self._types.get(value) or self.graph.types[value]
         assert isinstance(found, TensorType), value
@@ -185,20 +201,14 @@ class Lookups:
 
     def _flat(self, places: _Places, user: Node) -> _Places:
         """Return the places of one lookup without dims, but the columns."""
-        index, parts = places
-        count = prod(self._kind(index).shape)
         made = []
-        for value, shape in ((index, (count,)), (parts, (count, self.table.shape[1]))):
-            kind = replace(self._kind(value), shape=shape)
+        for value, kept in zip(places, ((), self._kind(places[1]).shape[-1:]), strict=True):
+            kind = self._kind(value)
+            shape = (prod(self._kind(places[0]).shape), *kept)
+            args = (Ref(value), shape)
+            kind = replace(kind, shape=shape)
             made.append(
-                self._add(
-                    user,
-                    user.name,
-                    f"{value}.flat",
-                    "aten.reshape.default",
-                    (Ref(value), shape),
-                    kind,
-                )
+                self._add(user, user.name, f"{value}.flat", "aten.reshape.default", args, kind)
             )
         return made[0], made[1]
 
@@ -210,15 +220,22 @@ class Lookups:
         op: str,
         args: tuple[Argument, ...],
         kind: TensorType,
+        *,
+        shared: bool = False,
         **kwargs: Argument,
     ) -> str:
-        """Add a node like another one, before a node; return its result."""
+        """Add a node like another one, before a node, unless there is one; return its result."""
+        # Indices are used late, so nodes of equal indices are shared wherever they are.
+        call = op, repr(args), repr(kwargs), "" if shared else before
+        if call in self._made:
+            return self._made[call]
         while name in self._types or name in self.graph.types:
             name += "_"
         self._types[name] = kind
         tags = ("pointwise",) if op.split(".")[1] in _POINTWISE else ()
         node = replace(like, name=name, op=op, args=args, kwargs=kwargs, outputs=(name,), tags=tags)
         self._nodes[before].append(node)
+        self._made[call] = name
         return name
 
     def _places(self, value: str) -> list[_Places]:
@@ -254,9 +271,9 @@ class Lookups:
             kind = self._kind(value)
             stacked = replace(kind, shape=(count, *kind.shape))
             args = (Ref(value), STACK)
-            name = self._add(
-                node, node.name, f"{value}.stack", ACCUMULATE, args, stacked, **node.kwargs
-            )
+            kwargs = {"shared": True, **node.kwargs}
+            name = f"{value}.stack"
+            name = self._add(node, node.name, name, ACCUMULATE, args, stacked, **kwargs)
             made.append(name)
         return made[0], made[1]
 
@@ -265,22 +282,13 @@ class Lookups:
         if padding < 0:
             return index
         kind = self._kind(index)
-        is_padding = self._add(
-            node,
-            node.name,
-            f"{index}.is_padding",
-            "aten.eq.Scalar",
-            (Ref(index), padding),
-            replace(kind, dtype="bool"),
-        )
-        return self._add(
-            node,
-            node.name,
-            f"{index}.unpadded",
-            "aten.masked_fill.Scalar",
-            (Ref(index), Ref(is_padding), -1),
-            kind,
-        )
+        mask = f"{index}.is_padding"
+        args: tuple[Argument, ...] = (Ref(index), padding)
+        bools = replace(kind, dtype="bool")
+        mask = self._add(node, node.name, mask, "aten.eq.Scalar", args, bools, shared=True)
+        name, args = f"{index}.unpadded", (Ref(index), Ref(mask), -1)
+        op = "aten.masked_fill.Scalar"
+        return self._add(node, node.name, name, op, args, kind, shared=True)
 
     def _of_bags(self, node: Node) -> _Places:
         """Return the places of an embedding bag: each has the gradient of its bag."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sbp_aten.pass_options import RowUpdates
@@ -38,6 +38,7 @@ from sbp_core.graph import (
     ValueType,
     drop_dead,
     map_refs,
+    rename_uses,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -96,17 +97,17 @@ class _Table:
         users = {user.name: user for root in roots for user in graph.users[root]}
         if self.how.when == "profitable" and lookups.count(roots) * self.how.factor > kind.shape[0]:
             raise NoRows(f"it has {kind.shape[0]} rows, and a step looks up {lookups.count(roots)}")
-        if len(roots) > 1 or not users:
-            raise NoRows("several gradients are used")
-        (root,) = roots
-        self.facts[root] = ZERO
-        self.pure.add(root)
+        if not users:
+            raise NoRows
+        for root in roots:
+            self.facts[root] = ZERO
+            self.pure.add(root)
         leaves = self._leaves()
         for leaf in leaves:
             self.facts[leaf] = RowFact(same=leaf)
-        self._follow(root)
+        self._follow(roots)
         written = self._written(leaves)
-        return self._replaced(lookups, root, leaves, written)
+        return self._replaced(lookups, roots, leaves, written)
 
     def _leaves(self) -> list[str]:
         """Return the table, and its states with a row for each row of it."""
@@ -118,21 +119,19 @@ class _Table:
         kind = self.graph.types[value]
         return isinstance(kind, TensorType) and len(kind.shape) == 2 and kind.shape[0] == rows
 
-    def _follow(self, root: str) -> None:
+    def _follow(self, roots: Sequence[str]) -> None:
         """Find what is known of all values of the update.
 
         Raises:
             NoRows: an operator mixes rows, or is outside of the update.
         """
         rows = self.graph.tensor(self.name).shape[0]
-        begun = root not in self.graph.producers
         for node in self.graph.nodes:
-            if root in node.outputs:
-                begun = True
+            if not {*roots}.isdisjoint(node.outputs):
                 continue
             given = [v for v in self.graph.tensor_inputs(node) if v in self.facts]
             own = [v for v in given if v not in self.graph.input_kinds]
-            if not begun or not given or (not own and node.phase is not Phase.OPTIMIZER):
+            if not given or (not own and node.phase is not Phase.OPTIMIZER):
                 continue
             others = set(self.graph.tensor_inputs(node)) - set(given)
             if any(self.graph.tensor(v).shape for v in others):
@@ -184,12 +183,22 @@ class _Table:
         return written
 
     def _replaced(
-        self, lookups: Lookups, root: str, leaves: Sequence[str], written: dict[str, str]
+        self,
+        lookups: Lookups,
+        roots: Sequence[str],
+        leaves: Sequence[str],
+        written: dict[str, str],
     ) -> LogicalGraph:
         graph = self.graph
-        first = next(n for n in graph.nodes if root in n.inputs() and n.name in self._names())
-        made = lookups.unique(root, first)
-        program, used = self._program(root, set(written.values()), leaves, written)
+        places = {node.name: at for at, node in enumerate(graph.nodes)}
+        made_at = max(places[graph.producers[root].name] for root in roots)
+        # The first use, after all gradients are there.
+        users = {user.name for root in roots for user in graph.users[root]}
+        first = next(n for n in graph.nodes if n.name in users)
+        if places[first.name] < made_at:
+            raise NoRows(f"{first.op} uses one gradient before another one is there")
+        made = lookups.unique(roots, first)
+        program, used = self._program(roots, set(written.values()), leaves)
         tensors = [*written, *(leaf for leaf in leaves if leaf in used and leaf not in written)]
         last = graph.producers[written[self.name]]
         update = Node(
@@ -197,11 +206,10 @@ class _Table:
             op="sbp.row_update",
             args=(
                 Ref(made.rows),
-                Ref(made.sums),
+                tuple(map(Ref, made.sums)),
                 tuple(map(Ref, tensors)),
-                self._numbered(program, root, tensors),
+                self._numbered(program, roots, tensors),
                 tuple(f"~{value}" for value in written.values()),
-                False,
             ),
             outputs=tuple(written.values()),
             phase=Phase.OPTIMIZER,
@@ -212,7 +220,8 @@ class _Table:
         gone = {node.name for node in graph.nodes if set(node.outputs) & set(written.values())}
         types: dict[str, ValueType] = {**graph.types, **made.types}
         before = defaultdict(list, {name: list(nodes) for name, nodes in made.nodes.items()})
-        compact = self._compact(root, made.sums, types, before)
+        sums = dict(zip(roots, made.sums, strict=True))
+        compact = self._compact(sums, types, before)
         at_last = max(graph.nodes.index(graph.by_name[name]) for name in gone)
         nodes: list[Node] = []
         for at, node in enumerate(graph.nodes):
@@ -225,31 +234,25 @@ class _Table:
                 nodes.append(update)
         return drop_dead(graph.with_nodes(tuple(nodes), types=types))
 
-    def _names(self) -> set[str]:
-        return {node.name for node in self.graph.nodes if {*node.outputs} & self.facts.keys()} | {
-            node.name for node in self.reductions
-        }
-
     def _program(
-        self, root: str, wanted: set[str], leaves: Sequence[str], written: dict[str, str]
+        self, roots: Sequence[str], wanted: set[str], leaves: Sequence[str]
     ) -> tuple[list[Node], set[str]]:
         """Return the nodes of the update of one row, in order, and the inputs that they use."""
         needed, program = set(wanted), list[Node]()
         for node in reversed(self.graph.nodes):
-            if (
-                needed & set(node.outputs)
-                and not needed.isdisjoint(self.facts)
-                and (set(node.outputs) <= self.facts.keys() and root not in node.outputs)
-            ):
+            if needed.isdisjoint(node.outputs) or not {*roots}.isdisjoint(node.outputs):
+                continue
+            if self.facts.keys() >= set(node.outputs):
                 program.append(node)
                 needed |= {v for v in node.inputs() if v in self.facts}
         return program[::-1], needed & set(leaves)
 
     def _numbered(
-        self, program: Sequence[Node], root: str, tensors: Sequence[str]
+        self, program: Sequence[Node], roots: Sequence[str], tensors: Sequence[str]
     ) -> tuple[Argument, ...]:
         """Return the program of a row: see `sbp_aten.rules.row_updates`."""
-        names = {root: "~sums"} | {one: f"~row{at}" for at, one in enumerate(tensors)}
+        names = {root: f"~sums{at}" for at, root in enumerate(roots)}
+        names |= {one: f"~row{at}" for at, one in enumerate(tensors)}
         for node in program:
             names |= {value: f"~{value}" for value in node.outputs}
 
@@ -268,32 +271,25 @@ class _Table:
 
     def _compact(
         self,
-        root: str,
-        sums: str,
+        sums: Mapping[str, str],
         types: dict[str, ValueType],
         before: dict[str, list[Node]],
     ) -> dict[str, Node]:
         """Return the reductions, of sums by row in place of whole gradients; by name."""
-        names = {root: sums}
-        count = types[sums].shape[0]  # type: ignore[union-attr] # a tensor
+        names = dict(sums)
         found: dict[str, Node] = {}
 
         def on_rows(value: str) -> str:
             if value not in names:
                 node = self.graph.producers[value]
-                for one in node.inputs():
-                    if one in self.facts:
-                        on_rows(one)
+                inner = [on_rows(one) for one in node.inputs() if one in self.facts]
                 names[value] = f"{value}.rows"
-                kind = self.graph.tensor(value)
-                types[names[value]] = replace(kind, shape=(count, *kind.shape[1:]))
-                made = replace(
-                    node,
-                    name=f"{node.name}.rows",
-                    outputs=(names[value],),
-                    args=map_refs(node.args, lambda ref: Ref(names.get(ref.name, ref.name))),
-                )
-                before[node.name].append(made)
+                like, kind = types[inner[0]], self.graph.tensor(value)
+                assert isinstance(like, TensorType), "it has rows"
+                types[names[value]] = replace(kind, shape=(like.shape[0], *kind.shape[1:]))
+                made = rename_uses(node, names)
+                name = f"{node.name}.rows"
+                before[node.name].append(replace(made, name=name, outputs=(names[value],)))
             return names[value]
 
         for node in self.reductions:

@@ -159,10 +159,19 @@ def _power(call: _Call) -> RowFact:
 
 
 def _choice(call: _Call) -> RowFact:
-    """`where(condition, x, y)`: whatever both are."""
+    """`where(condition, x, y)`: whatever both are; y if the condition is false."""
     yes, no = call.fact(call[1]), call.fact(call[2])
+    if call.fact(call[0]).zero:
+        return no
     same = yes.same if yes.same == no.same else ""
     return RowFact(zero=yes.zero and no.zero, same=same, sign=min(yes.sign, no.sign))
+
+
+def _exceeds(call: _Call) -> RowFact:
+    """`gt(x, bound)`: 0 is not above a bound of at least 0; the truth value 0 is false."""
+    bound = call[1]
+    is_false = call.fact(call[0]).zero and isinstance(bound, float) and bound >= 0
+    return ZERO if is_false else NOTHING
 
 
 def _larger(call: _Call) -> RowFact:
@@ -215,6 +224,7 @@ _TRANSFER: Mapping[str, Callable[[_Call], RowFact]] = {
     "clamp": _clamp,
     "clamp_min": _larger,
     "div": _quotient,
+    "gt": _exceeds,
     "lerp": _blend,
     "maximum": _larger,
     "mean": _of_columns,

@@ -60,6 +60,9 @@ Settings = Mapping[str, Any]
 States = Mapping[str, Tensor]
 
 
+#: Key of the counts of lookups [v, 1] among the states that an update gets.
+LOOKUPS = "lookups"
+
 #: A parameter after its update, and its states that the update changes.
 UpdateResult = tuple[Tensor, dict[str, Tensor]]
 
@@ -184,6 +187,27 @@ def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     return p - mean / denominator * rate, new
 
 
+def sparse_adam(
+    settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
+) -> UpdateResult:
+    """`torch.optim.SparseAdam`: Adam for the rows that were looked up; other rows stay as they are.
+
+    Source: torch 2.13, torch/optim/_functional.py, `sparse_adam`.
+    """
+    beta1, beta2 = settings["betas"]
+    g = _ascending(settings, g)
+    is_looked_up = states[LOOKUPS] > 0
+    old_mean, old_square = states["exp_avg"], states["exp_avg_sq"]
+    mean = old_mean + (g - old_mean) * (1 - beta1)
+    square = old_square + (g * g - old_square) * (1 - beta2)
+    rate = settings["lr"] * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    new = p - mean / (square.sqrt() + settings["eps"]) * rate
+    return torch.where(is_looked_up, new, p), {
+        "exp_avg": torch.where(is_looked_up, mean, old_mean),
+        "exp_avg_sq": torch.where(is_looked_up, square, old_square),
+    }
+
+
 def adafactor(
     settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
 ) -> UpdateResult:
@@ -265,6 +289,7 @@ UNTRACEABLE: Mapping[type, UpdateFunction] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.NAdam: nadam,
     torch.optim.RAdam: radam,
+    torch.optim.SparseAdam: sparse_adam,
 }
 
 #: Optimizers for which PyTorch has a fused kernel.

@@ -229,7 +229,9 @@ class InitialStateProbe:
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             for _ in range(_STEPS):
                 for member in members:
-                    member.grad = torch.full_like(member, gradient)
+                    dense = torch.full_like(member, gradient)
+                    lazy = kind_of(self.optimizer) is torch.optim.SparseAdam
+                    member.grad = dense.to_sparse(1) if lazy else dense
                 step(clone)
                 for key, state in clone.state[stand_in].items():
                     if not isinstance(state, Tensor):

@@ -41,6 +41,7 @@ from sbp_torch.graph_capture.side_effects import (
     Generators,
     replaced_states,
 )
+from sbp_torch.graph_capture.sparse_lookups import SparseGradient, SparseLookups
 from sbp_torch.graph_capture.update import Update
 
 #: Scalar inputs of counter-based random ops.
@@ -135,6 +136,7 @@ class TraceableStep:
         self.numbers = numbers
         self.scalars = [*(update.scalars if update is not None else ()), *numbers]
         self.notes = Notes(Draws(per_shard=per_shard_random))
+        self.sparse = SparseLookups()
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
         #: The side effects of the forward, known after the first call; the attributes of all
@@ -243,14 +245,16 @@ class TraceableStep:
                             accepted="a loss made of parameters with requires_grad",
                             todo="do not detach the loss, and leave torch.no_grad() out of it",
                         )
+                    lookups = self.sparse.of(leaves, scaled)
                     with self.notes.during(Phase.BACKWARD):
+                        sparse = {name: SparseGradient.of(calls) for name, calls in lookups.items()}
                         found = torch.autograd.grad(
                             scaled, list(leaves.values()), allow_unused=True
                         )
                     grads = dict(zip(leaves, found, strict=True))
             if self.update is not None:
                 with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
-                    made = self.update(held, grads, own, rates)
+                    made = self.update(held, grads, own, rates, sparse)
                 for name in metrics.keys() & made.keys():
                     raise CaptureError(
                         f"the loss returns a metric {name!r}, which is what the update calls its "
@@ -296,6 +300,7 @@ class TraceableStep:
                 grad_scaling_refused(scaled_loss),
                 transformers_of_any_mask(),
                 own_kernels_only(),
+                self.sparse.followed(),
                 cast,
                 hint,
                 placed(self.numbers, numbers),

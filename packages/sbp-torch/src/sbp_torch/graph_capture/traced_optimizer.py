@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from sbp_torch._torch_optim_compat import unprofiled
 from sbp_torch._torch_patches import replaced
 from sbp_torch.graph_capture.diagnostics import user_frame
 from sbp_torch.graph_capture.functional_updates import (
+    LOOKUPS,
     UpdateFunction,
     functional_update,
     sgd,
@@ -31,6 +33,7 @@ from sbp_torch.graph_capture.functional_updates import (
 from sbp_torch.graph_capture.fused_kernels import takes_kernel
 from sbp_torch.graph_capture.optimizer_clones import PLAIN, clone_of, is_known, kind_of, plain_step
 from sbp_torch.graph_capture.optimizer_states import InitialStateProbe
+from sbp_torch.graph_capture.sparse_lookups import SparseGradient, check_sparse
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
 
@@ -182,6 +185,7 @@ class ParameterGroup:
         grads: Mapping[str, Tensor],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
+        sparse: Mapping[str, SparseGradient],
     ) -> None:
         """Update the parameters of `functional` that have a gradient. See `Update.__call__`."""
         settings = self.plain(scalars) if self.functional else {}
@@ -193,6 +197,8 @@ class ParameterGroup:
             if "step" in own:
                 states[f"{name}.step"] = own["step"] = own["step"] + 1
                 step = own["step"].double() if self.may_skip else own["step"].item()
+            if name in sparse:
+                own[LOOKUPS] = sparse[name].counts
             parameter, made = update(settings, parameters[name], grads[name], own, step)
             parameters[name] = parameter.to(parameters[name].dtype)
             for key, value in made.items():
@@ -234,10 +240,13 @@ class TracedOptimizer:
         grads: Mapping[str, Tensor],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
+        sparse: Mapping[str, SparseGradient] = MappingProxyType({}),
     ) -> None:
         """Update the parameters of all groups, and their states. See `Update.__call__`."""
         for group in self.groups:
-            group.update(parameters, grads, states, scalars)
+            for name in group.parameters.keys() & grads.keys():
+                check_sparse(self.optimizer, group.settings, name, sparse.get(name))
+            group.update(parameters, grads, states, scalars, sparse)
         if not any(self.seen):
             return
         clone = clone_of(self.optimizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from sbp_torch.graph_capture.diagnostics import definition
 from sbp_torch.graph_capture.differential_validation import check_against_eager
 from sbp_torch.graph_capture.functional_updates import add_all, total_norm
 from sbp_torch.graph_capture.optimizer_clones import check_capturable
+from sbp_torch.graph_capture.sparse_lookups import SparseGradient
 from sbp_torch.graph_capture.traced_optimizer import (
     ParameterGroup,
     TracedOptimizer,
@@ -128,6 +130,7 @@ class Update:
         grads: Mapping[str, Tensor | None],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
+        sparse: Mapping[str, SparseGradient] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
         """Update parameters and states, in place or by new tensors in the mappings.
 
@@ -136,6 +139,8 @@ class Update:
             grads: The gradient of each trained parameter; None if the loss does not use it.
             states: Every state of `inputs` by name; changed.
             scalars: Every scalar of `scalars` by name: 0-d float64 tensors.
+            sparse: For each parameter whose gradient is sparse in PyTorch, what the dense one
+                lacks.
 
         Returns:
             Metrics of the update by name, 0-d tensors: `grad_norm` before clipping; `skipped`,
@@ -161,7 +166,7 @@ class Update:
             before = {name: parameters[name].clone() for name in updated}
             before |= {name: value.clone() for name, value in states.items()}
         for one in self._optimizers:
-            one.step(parameters, found, states, scalars)
+            one.step(parameters, found, states, scalars, sparse)
         if self._averaged:
             self._average(parameters, states, scalars[DECAY])
         if overflow is not None:

@@ -1,4 +1,4 @@
-"""Optimizers that `torch.optim` lacks: LAMB, LARS, Lion, and a combination of several optimizers.
+"""Optimizers that `torch.optim` lacks: LAMB, LARS, Lion, row-wise Adagrad, and combinations.
 
 All are ordinary `torch.optim.Optimizer`s, which also work in eager PyTorch. Norms are roots of
 sums, so the shards of a parameter exchange one number, not their elements. `TorchSchedule` converts
@@ -10,6 +10,7 @@ from sbp_torch.optim.combined import CombinedOptimizer, members
 from sbp_torch.optim.lamb import Lamb
 from sbp_torch.optim.lars import Lars
 from sbp_torch.optim.lion import Lion
+from sbp_torch.optim.row_wise_adagrad import RowWiseAdagrad
 from sbp_torch.optim.schedule import TorchSchedule
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Lamb",
     "Lars",
     "Lion",
+    "RowWiseAdagrad",
     "TorchSchedule",
     "members",
     "note_step",
