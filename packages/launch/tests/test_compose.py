@@ -184,6 +184,7 @@ def test_a_catalog_knows_groups_options_and_files() -> None:
         "lion",
         "muon",
         "rmsprop",
+        "row_wise_adagrad",
         "sgd",
     )
     assert file == "sbp_launch/conf/optimizer/adamw.yaml"

@@ -162,6 +162,12 @@ class TestLamb(OptimizerConformance):
 
 
 @pytest.mark.slow
+class TestRowWiseAdagrad(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_row_wise_adagrad(optimizers.RowWiseAdagradConfig())
+
+
+@pytest.mark.slow
 class TestLars(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_lars(optimizers.LarsConfig())

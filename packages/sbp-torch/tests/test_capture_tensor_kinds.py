@@ -100,20 +100,6 @@ def test_sparse_tensors_of_model_and_loss_are_named() -> None:
         capture(model, lambda m, b: torch.spmm(m.adjacency, m(b)).mean(), torch.ones(4, 4))
 
 
-@pytest.mark.parametrize(
-    "model", [nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True)], ids=str
-)
-def test_a_sparse_gradient_is_refused_with_its_line_and_runs_dense(model: Any) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    batch, optimizer = torch.zeros(2, 3, dtype=torch.long), torch.optim.SGD(model.parameters())
-    with pytest.raises(CaptureError, match=r"sparse_coo\n(.|\n)*kinds.py:(.|\n)*sparse=True"):
-        capture(model, loss, batch, optimizer)
-    model.sparse = False
-    assert capture(model, loss, batch, optimizer).nodes
-
-
 @pytest.mark.parametrize("call", [torch.linalg.inv, torch.linalg.cholesky])
 def test_an_inverse_that_looks_at_values_is_refused_and_one_that_does_not_runs(call: Any) -> None:
     model = nn.Linear(4, 4)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from sbp_core.errors import SbpValueError
-from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion, TorchSchedule
+from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion, RowWiseAdagrad, TorchSchedule
 
 
 def parameter(*numbers: float) -> torch.nn.Parameter:
@@ -68,6 +68,42 @@ def test_lamb_that_does_not_adapt_is_adamw() -> None:
     assert torch.allclose(left, right, atol=1e-14)
 
 
+def table(sparse: bool) -> torch.nn.Embedding:
+    values = torch.arange(15, dtype=torch.float64).reshape(5, 3)
+    return torch.nn.Embedding.from_pretrained(values, freeze=False, sparse=sparse)
+
+
+def test_row_wise_adagrad_keeps_the_mean_square_of_each_row() -> None:
+    own = table(sparse=False)
+    optimizer = RowWiseAdagrad(own.parameters(), lr=0.5, lr_decay=1.0, eps=0.0)
+    gradient = torch.tensor([[3.0, 0.0, -3.0]], dtype=torch.float64)
+
+    for _ in range(2):
+        own.weight.grad = torch.zeros_like(own.weight).index_add(0, torch.tensor([2]), gradient)
+        before = own.weight.detach().clone()
+        own.weight.grad[[0, 1, 3, 4]] = 1.0
+        optimizer.step()
+
+    total = optimizer.state[own.weight]["sum"]
+    assert total.flatten().tolist() == pytest.approx([2.0, 2.0, 12.0, 2.0, 2.0])
+    moved = (before - own.weight.detach())[2]
+    assert moved.tolist() == pytest.approx((0.25 * gradient[0] / math.sqrt(12.0)).tolist())
+
+
+def test_row_wise_adagrad_takes_sparse_gradients_and_leaves_other_rows_alone() -> None:
+    dense, sparse = table(sparse=False), table(sparse=True)
+    optimizers = [RowWiseAdagrad(one.parameters(), lr=0.5) for one in (dense, sparse)]
+
+    for places in ([1, 3, 1], [0, 1, 1]):
+        for one, optimizer in zip((dense, sparse), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(torch.tensor(places)).pow(2).sum().backward()
+            optimizer.step()
+
+    assert torch.allclose(dense.weight, sparse.weight, atol=1e-14)
+    assert torch.equal(dense.weight[4], torch.tensor([12.0, 13.0, 14.0], dtype=torch.float64))
+
+
 @pytest.mark.parametrize("kind", [Lamb, Lars])
 def test_a_parameter_of_zeros_moves(kind: type[Optimizer]) -> None:
     settings: dict[str, Any] = {"lr": 0.1}
@@ -87,6 +123,7 @@ def test_a_parameter_of_zeros_moves(kind: type[Optimizer]) -> None:
         (Lars, {"momentum": math.nan}),
         (Lars, {"trust": -1.0}),
         (Lamb, {"eps": -1.0}),
+        (RowWiseAdagrad, {"lr_decay": -1.0}),
     ],
 )
 def test_settings_out_of_range_are_refused(kind: type[Optimizer], settings: dict[str, Any]) -> None:

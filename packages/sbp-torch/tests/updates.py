@@ -21,7 +21,7 @@ from sbp_torch.graph_capture import (
     initial_states,
     scalar_values,
 )
-from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion
+from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion, RowWiseAdagrad
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 from sbp_torch.runtime.single import run_graph
@@ -86,6 +86,7 @@ TRACED: dict[str, Maker] = {
     "lion": of(Lion, lr=0.01, weight_decay=0.1),
     "lamb": of(Lamb, lr=0.01, weight_decay=0.1),
     "lars": of(Lars, lr=1.0, weight_decay=0.1),
+    "row-wise adagrad": of(RowWiseAdagrad, lr=0.01, initial_accumulator_value=0.2, lr_decay=0.1),
     "fused adamw": of(optim.AdamW, lr=0.01, fused=True),
     "fused amsgrad": of(optim.Adam, lr=0.01, fused=True, amsgrad=True, weight_decay=0.1),
     "fused momentum": of(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),

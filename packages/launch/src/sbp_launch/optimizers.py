@@ -162,6 +162,22 @@ class AdagradConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowWiseAdagradConfig(AdagradConfig):
+    """Settings of `sbp_torch.optim.RowWiseAdagrad`: as `AdagradConfig`, without weight decay."""
+
+    OF_OTHERS: ClassVar[tuple[str, ...]] = ("weight_decay",)
+
+    def __post_init__(self) -> None:
+        AdagradConfig.__post_init__(self)
+        if self.weight_decay:
+            raise ConfigError(
+                f"weight_decay={self.weight_decay!r}: row-wise Adagrad has none",
+                accepted="0",
+                todo="take adagrad, which updates every row then",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RmspropConfig(OptimizerConfig):
     """Settings of `torch.optim.RMSprop`; see `OptimizerConfig`.
 
@@ -345,6 +361,7 @@ build_adam = _builder("torch.optim", "Adam")
 build_adamw = _builder("torch.optim", "AdamW")
 build_sgd = _builder("torch.optim", "SGD")
 build_adagrad = _builder("torch.optim", "Adagrad")
+build_row_wise_adagrad = _builder("sbp_torch.optim", "RowWiseAdagrad")
 build_rmsprop = _builder("torch.optim", "RMSprop")
 build_adafactor = _builder("torch.optim", "Adafactor")
 build_lion = _builder("sbp_torch.optim", "Lion")

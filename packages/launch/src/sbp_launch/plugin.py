@@ -29,6 +29,7 @@ from sbp_launch.optimizers import (
     LionConfig,
     MuonConfig,
     RmspropConfig,
+    RowWiseAdagradConfig,
     SgdConfig,
 )
 from sbp_launch.trainer.early_stop import EarlyStopConfig
@@ -49,6 +50,7 @@ def sbp_optimizers() -> Mapping[str, Factory]:
         "lion": (LionConfig, "the sign of a momentum"),
         "muon": (MuonConfig, "orthogonal momentum for matrices, AdamW for the rest"),
         "rmsprop": (RmspropConfig, "gradients over the root of their mean square"),
+        "row_wise_adagrad": (RowWiseAdagradConfig, "Adagrad with one sum of squares for each row"),
         "sgd": (SgdConfig, "stochastic gradient descent with momentum"),
     }
     return factories("sbp_launch.optimizers:build_{name}", kinds)
