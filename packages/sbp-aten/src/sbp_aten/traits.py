@@ -8,7 +8,7 @@ from __future__ import annotations
 from sbp_core.graph import Argument, Node
 from sbp_core.signatures import OperatorTraits
 
-__all__ = ["TRAITS", "VIEWS", "filled_with"]
+__all__ = ["ROW_REDUCTIONS", "TRAITS", "VIEWS", "filled_with"]
 
 #: View operators by ATen's schemas, including those that tracing decomposes.
 _DECLARED = frozenset(
@@ -25,6 +25,9 @@ _DECLARED = frozenset(
 #: Kinds (`view` of `aten.view.default`) of operators whose results may alias their arguments.
 #: Schemas of the unsafe ones do not say so.
 VIEWS = _DECLARED | {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+
+#: Kinds of reductions that may be over the columns of each row, in an update by rows.
+ROW_REDUCTIONS = frozenset({"amax", "mean", "sum"})
 
 #: Elementwise operators of which every overload has an in-place form over its first argument.
 _ELEMENTWISE = (

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.pass_options import RowUpdates
 from sbp_aten.passes.row_gradients import Lookups, NoRows
 from sbp_aten.passes.zero_rows import ZERO, RowFact, facts_of
-from sbp_aten.rules.row_updates import REDUCTIONS
+from sbp_aten.traits import ROW_REDUCTIONS
 from sbp_core.graph import (
     Argument,
     InputKind,
@@ -150,7 +150,7 @@ class _Table:
         """Whether each row of the results follows from that row of the arguments."""
         if "seeded" in node.tags or not all(self._has_rows(v, rows) for v in node.outputs):
             return False
-        if node.kind in REDUCTIONS:
+        if node.kind in ROW_REDUCTIONS:
             dims = node.args[1] if len(node.args) > 1 else ()
             listed = dims if isinstance(dims, tuple) else (dims,)
             return bool(listed) and all(dim in (1, -1) for dim in listed)

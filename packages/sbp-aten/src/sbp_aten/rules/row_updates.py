@@ -23,6 +23,7 @@ from math import prod
 
 from sbp_aten.rules.formula import by_operator, notation
 from sbp_aten.rules.windows import length
+from sbp_aten.traits import ROW_REDUCTIONS
 from sbp_core.graph import Argument, Ref
 from sbp_core.signatures import (
     LocalProgram,
@@ -32,9 +33,6 @@ from sbp_core.signatures import (
     Rule,
     Shards,
 )
-
-#: Kinds of operators of a program that reduce the columns of a row.
-REDUCTIONS = frozenset({"amax", "mean", "sum"})
 
 _WHOLE = "a row may be looked up in several places, whose gradients are added first"
 
@@ -58,7 +56,7 @@ def _unique(call: OpCall) -> Notation:
 def _update(call: OpCall) -> Notation:
     """`n!, n! d, v d, v 1, () => v d, v 1`, as elementwise as its program is."""
     _, sums, tensors, program, _ = call.args
-    reduces = any(op.split(".")[1] in REDUCTIONS for _, op, _, _ in program)
+    reduces = any(op.split(".")[1] in ROW_REDUCTIONS for _, op, _, _ in program)
     column = "d!" if reduces else "d"
     first = 1 + len(sums)
     width = call.inputs[first].shape[1]

@@ -54,9 +54,20 @@ def unique_rows(indices: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
     rows = torch.full_like(ordered, -1).scatter_(0, slots, ordered)
     slot_of = torch.empty_like(slots).scatter_(0, order, slots)
     unused = (rows < 0).unsqueeze(1)
-    # The kernel of the dense gradient, on a table of slots: it adds in the same order.
-    sums = torch.ops.aten.embedding_dense_backward
-    return [rows, *(sums(one, slot_of, count, -1, False).masked_fill_(unused, 0) for one in parts)]
+    sums = (_sums(one, slot_of).masked_fill_(unused, 0) for one in parts)
+    return [rows, *sums]
+
+
+def _sums(parts: Tensor, slots: Tensor) -> Tensor:
+    """Return the sums of parts [N, d] by slot, [N, d], added in the order of the parts."""
+    if parts.is_cuda:  # there, `index_add` adds in any order
+        made: Tensor = torch.ops.aten.embedding_dense_backward(
+            parts, slots, slots.numel(), -1, False
+        )
+        return made
+    return torch.zeros_like(parts, memory_format=torch.contiguous_format).index_add_(
+        0, slots, parts
+    )
 
 
 def own_rows(rows: Tensor, sums: Sequence[Tensor], first: int, length: int) -> list[Tensor]:
