@@ -53,7 +53,7 @@ def test_a_sweep_over_no_value_is_refused(text: str) -> None:
     ("text", "expanded"),
     [
         ("optimizer=glob(ad*)", "optimizer=adafactor,adagrad,adam,adamw"),
-        ("optimizer=glob(*,exclude=[a*,l*])", "optimizer=muon,rmsprop,sgd"),
+        ("optimizer=glob(*,exclude=[a*,l*])", "optimizer=muon,rmsprop,row_wise_adagrad,sgd"),
         ("+model=glob(*)", "+model=mine"),
         ("model=glob(*/*)", "model=deep/one,deep/two"),
         ("optimizer=sgd", "optimizer=sgd"),

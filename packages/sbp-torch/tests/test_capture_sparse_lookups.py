@@ -106,6 +106,7 @@ def test_steps_equal_those_of_pytorch(name: str, mode: str, padding: int | None)
         (lambda p: optim.AdamW(p), "AdamW does not take the sparse gradient"),
         (lambda p: optim.SGD(p, weight_decay=0.1), "weight_decay=0.1"),
         (lambda p: optim.Adagrad(p, weight_decay=0.1), "weight_decay=0.1"),
+        (lambda p: RowWiseAdagrad(p, weight_decay=0.1), "weight_decay=0.1"),
     ],
 )
 def test_optimizers_that_refuse_sparse_gradients_are_refused_with_the_line(

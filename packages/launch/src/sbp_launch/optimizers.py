@@ -163,18 +163,7 @@ class AdagradConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWiseAdagradConfig(AdagradConfig):
-    """Settings of `sbp_torch.optim.RowWiseAdagrad`: as `AdagradConfig`, without weight decay."""
-
-    OF_OTHERS: ClassVar[tuple[str, ...]] = ("weight_decay",)
-
-    def __post_init__(self) -> None:
-        AdagradConfig.__post_init__(self)
-        if self.weight_decay:
-            raise ConfigError(
-                f"weight_decay={self.weight_decay!r}: row-wise Adagrad has none",
-                accepted="0",
-                todo="take adagrad, which updates every row then",
-            )
+    """Settings of `sbp_torch.optim.RowWiseAdagrad`; see `AdagradConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
