@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from sbp_aten.passes import whole_tables
 from sbp_core.boxing import StepKind
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
@@ -137,6 +138,21 @@ def repeated_lines(graph: LogicalGraph) -> list[str]:
     ]
 
 
+def table_lines(graph: LogicalGraph) -> list[str]:
+    """Return which large tables a step updates in the rows that it looks up, and which whole."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "sbp.row_update":
+            rows, table = graph.tensor(node.inputs()[0]).shape[0], graph.tensor(node.outputs[0])
+            name = node.name.removesuffix(".update.rows")
+            lines.append(
+                f"table {name}: a step updates the rows that it looks up, at most {rows:,} of "
+                f"{table.shape[0]:,}"
+            )
+    whole = whole_tables(graph).items()
+    return lines + [f"table {name}: a step updates every row: {why}" for name, why in whole]
+
+
 def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
     """Return a line if a micro-batch does not divide by the first axis, usually of samples."""
     samples, ranks = samples_of_step(graph) // graph.num_micro_batches, stage.mesh_shape[0]
@@ -201,6 +217,7 @@ def summary(
         *pipeline_lines(plan, strategy, rows, step_s),
         *arithmetic_lines(graph, strategy),
         *repeated_lines(graph),
+        *table_lines(graph),
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(step_s)}",

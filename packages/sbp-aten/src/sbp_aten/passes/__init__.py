@@ -15,6 +15,7 @@ from sbp_aten.passes.pipeline import GraphPass, prepare_step
 from sbp_aten.passes.precision import mixed_precision
 from sbp_aten.passes.simplify import drop_identities, fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
+from sbp_aten.passes.update_rows import whole_tables
 from sbp_aten.passes.whole_batch import whole_batch_loss
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "sum_losses",
     "tie_step_counters",
     "whole_batch_loss",
+    "whole_tables",
 ]

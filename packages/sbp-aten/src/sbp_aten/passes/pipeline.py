@@ -43,9 +43,9 @@ from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reduct
 from sbp_aten.passes.losses import split_classes, sum_losses
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.precision import mixed_precision
-from sbp_aten.passes.row_updates import update_rows
 from sbp_aten.passes.simplify import drop_identities, fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
+from sbp_aten.passes.update_rows import update_rows
 from sbp_aten.passes.whole_batch.rewriting import whole_batch_loss
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph

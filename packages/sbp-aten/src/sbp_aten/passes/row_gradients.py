@@ -42,7 +42,16 @@ _SCALED = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Sc
 
 
 class NoRows(Exception):  # noqa: N818 - no error: the update stays as it is
-    """An update is not rewritten; the text says why."""
+    """An update is not rewritten; the text says why.
+
+    Args:
+        reason: Why; empty for a parameter that is no table.
+        is_small: Whether the reason is that the table is small.
+    """
+
+    def __init__(self, reason: str = "", *, is_small: bool = False) -> None:
+        super().__init__(reason)
+        self.is_small = is_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

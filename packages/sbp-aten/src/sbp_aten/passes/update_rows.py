@@ -67,6 +67,24 @@ def update_rows(graph: LogicalGraph, how: RowUpdates) -> LogicalGraph:
     return graph
 
 
+def whole_tables(graph: LogicalGraph) -> dict[str, str]:
+    """Return why every row is updated of the large tables that a prepared step looks up, by name.
+
+    Args:
+        graph: The result of `prepare_step`.
+    """
+    found: dict[str, str] = {}
+    for entry in graph.inputs:
+        if entry.kind is InputKind.PARAMETER and graph.is_tensor(entry.name):
+            try:
+                _Table(graph, entry.name, RowUpdates()).rewritten()
+                found[entry.name] = "compile.passes.update_rows is off"
+            except NoRows as reason:
+                if str(reason) and not reason.is_small:
+                    found[entry.name] = str(reason)
+    return found
+
+
 @dataclass(slots=True)
 class _Table:
     """The update of one parameter, and its rewriting."""
@@ -96,7 +114,8 @@ class _Table:
             raise NoRows
         users = {user.name: user for root in roots for user in graph.users[root]}
         if self.how.when == "profitable" and lookups.count(roots) * self.how.factor > kind.shape[0]:
-            raise NoRows(f"it has {kind.shape[0]} rows, and a step looks up {lookups.count(roots)}")
+            count = lookups.count(roots)
+            raise NoRows(f"it has {kind.shape[0]} rows, and a step looks up {count}", is_small=True)
         if not users:
             raise NoRows
         for root in roots:

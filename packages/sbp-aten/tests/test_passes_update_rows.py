@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sbp_aten.pass_options import PassOptions, RowUpdates
-from sbp_aten.passes import prepare_step
+from sbp_aten.passes import prepare_step, whole_tables
 from sbp_core.compile import compile_plan
 from sbp_core.graph import TensorType
 from sbp_core.infer import infer_strategy
@@ -39,11 +39,11 @@ def adagrad(parameters, **settings):
 class Tables(nn.Module):
     """Two tables of one shape; the first is looked up twice."""
 
-    def __init__(self, mode=None, padding=None, counts=False):
+    def __init__(self, mode=None, padding=None, counts=False, rows=ROWS):
         super().__init__()
         make = {"padding_idx": padding, "scale_grad_by_freq": counts}
         kind = nn.Embedding if mode is None else partial(nn.EmbeddingBag, mode=mode)
-        self.first, self.second = kind(ROWS, WIDTH, **make), kind(ROWS, WIDTH, **make)
+        self.first, self.second = kind(rows, WIDTH, **make), kind(rows, WIDTH, **make)
         self.weighted, self.plain = mode == "sum", mode is None
         self.head = nn.Linear(WIDTH, 1)
 
@@ -172,7 +172,7 @@ def test_no_node_but_the_update_makes_a_tensor_of_all_rows():
     ],
 )
 def test_an_update_of_all_rows_stays_as_it_is_and_says_why(make, why, caplog):
-    with caplog.at_level(logging.INFO, logger="sbp_aten.passes.row_updates"):
+    with caplog.at_level(logging.INFO, logger="sbp_aten.passes.update_rows"):
         *_, graph = made(make)
 
     assert "sbp.row_update" not in ops(graph)
@@ -180,8 +180,24 @@ def test_an_update_of_all_rows_stays_as_it_is_and_says_why(make, why, caplog):
     assert why in caplog.text
 
 
+def test_a_plan_can_say_why_large_tables_are_updated_whole():
+    tables = ("first.weight", "second.weight")
+    asked = {
+        "adam": made(torch.optim.Adam, options=PassOptions(), rows=500)[-1],
+        "off": made(sgd, options=PassOptions(update_rows=None), rows=500)[-1],
+        "by row": made(sgd, options=PassOptions(), rows=500)[-1],
+        "small": made(torch.optim.Adam, options=PassOptions())[-1],
+    }
+
+    found = {name: whole_tables(graph) for name, graph in asked.items()}
+
+    assert found["adam"] == {one: f"{one!r} changes in rows without a gradient" for one in tables}
+    assert found["off"] == dict.fromkeys(tables, "compile.passes.update_rows is off")
+    assert found["by row"] == found["small"] == {}
+
+
 def test_averages_of_parameters_need_all_rows(caplog):
-    with caplog.at_level(logging.INFO, logger="sbp_aten.passes.row_updates"):
+    with caplog.at_level(logging.INFO, logger="sbp_aten.passes.update_rows"):
         *_, graph = made(sgd, update=UpdateOptions(ema_decay=0.9))
 
     assert "sbp.row_update" not in ops(graph)
