@@ -42,6 +42,7 @@ def programs(draw):
                     "lerp",
                     "sum",
                     "mean",
+                    "gt",
                 ]
             )
         )
@@ -68,7 +69,11 @@ def programs(draw):
             # Only where every column is alike, so that shapes stay equal.
             args, overload = (one, (1,), True), "dim_IntList" if kind == "sum" else "dim"
         elif kind == "where":
-            args, overload = (Ref("c"), one, two), "self"
+            # A condition that follows from a row, or one that is not known.
+            known = [n.outputs[0] for n in nodes if n.kind == "gt"]
+            args, overload = (Ref(draw(st.sampled_from(["c", *known]))), one, two), "self"
+        elif kind == "gt":
+            args, overload = (one, draw(_NUMBERS)), "Scalar"
         name = f"v{index}"
         nodes.append(
             Node(
@@ -80,7 +85,8 @@ def programs(draw):
                 tags=("pointwise",),
             )
         )
-        values.append(name)
+        if kind != "gt":  # a truth value is only a condition
+            values.append(name)
     return nodes
 
 

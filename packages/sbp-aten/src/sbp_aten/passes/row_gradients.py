@@ -139,7 +139,7 @@ class Lookups:
         if node.op == ACCUMULATE and parts[0] is not None and _is_number(args[1]):
             rate = graph.rate_of(node.outputs[0])
             return parts[0] * graph.repetitions[Rate.MICRO] // graph.repetitions[rate]
-        if node.rate is not Rate.MICRO or graph.num_micro_batches == 1:
+        if node.phase is Phase.OPTIMIZER or graph.num_micro_batches == 1:
             return None  # the update works on sums by row
         scales = node.op == "aten.neg.default" or (
             node.op in _SCALED and len(args) == 2 and self._is_scalar(args[1])
