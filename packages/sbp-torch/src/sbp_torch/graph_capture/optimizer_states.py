@@ -231,7 +231,7 @@ class InitialStateProbe:
                 for member in members:
                     dense = torch.full_like(member, gradient)
                     lazy = kind_of(self.optimizer) is torch.optim.SparseAdam
-                    member.grad = dense.to_sparse(1) if lazy else dense
+                    member.grad = dense.to_sparse(min(1, dense.dim())) if lazy else dense
                 step(clone)
                 for key, state in clone.state[stand_in].items():
                     if not isinstance(state, Tensor):
