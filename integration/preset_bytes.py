@@ -17,14 +17,13 @@ from __future__ import annotations
 import glob
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-
-import sbp_planner
 from replay import run_plan
 
 #: Models of the zoo with few layers, otherwise as users find them; and batch sizes.
@@ -102,7 +101,7 @@ def cases() -> Iterator[Case]:
 
 def inferred_with(strategy: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a planner `propagate` that stores inputs as a strategy does."""
-    source = Path(sbp_planner.__file__).parent / "conf" / "planner" / "propagate.yaml"
+    source = files("sbp_planner.conf").joinpath("planner", "propagate.yaml")
     config: dict[str, Any] = yaml.safe_load(source.read_text(encoding="utf-8"))
     stored = {
         glob.escape(name): entry.partition(" @")[0].strip()[1:-1]
