@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+
 from replay import run_plan
 
 #: Models of the zoo with few layers, otherwise as users find them; and batch sizes.
