@@ -406,13 +406,13 @@ def run_all_of(name: str, *select: str) -> Callable[..., None]:
     return run
 
 
-#: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone: edits of files
-#: of every kind, real models under every layout, 10,000 random programs against plain PyTorch, the
-#: algebra over PyTorch's operator samples, a long run without growth of memory, and a comparison of
-#: plans with those stored before a refactor (`-- replay compare FILE`).
+#: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone, such as edits of
+#: files of every kind, real models under every layout, 10,000 random programs against plain PyTorch,
+#: and a comparison of plans with those stored before a refactor (`-- replay compare FILE`).
 PROGRAMS = {
     "fuzz": "fuzz",
     "models": "models",
+    "presets": "preset_bytes",
     "programs": "random_programs",
     "replay": "replay",
     "signatures": "signatures",
