@@ -406,9 +406,9 @@ def run_all_of(name: str, *select: str) -> Callable[..., None]:
     return run
 
 
-#: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone, such as edits of
-#: files of every kind, real models under every layout, 10,000 random programs against plain PyTorch,
-#: and a comparison of plans with those stored before a refactor (`-- replay compare FILE`).
+#: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone, such as edits
+#: of files, real models under every layout, 10,000 random programs against plain PyTorch, and a
+#: comparison of plans with those stored before a refactor (`-- replay compare FILE`).
 PROGRAMS = {
     "fuzz": "fuzz",
     "models": "models",
