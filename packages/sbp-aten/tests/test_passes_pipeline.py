@@ -35,6 +35,7 @@ NOTHING = PassOptions(
     expose_batch_dim=False,
     recompute=None,
     defer_reductions=False,
+    update_rows=None,
 )
 
 #: Every pass on, by its switch.
@@ -62,7 +63,8 @@ def _names(options: PassOptions) -> list[str]:
 
 
 def test_every_pass_has_its_switch() -> None:
-    no_switches = {"accumulate_addends", "counters_apart"}
+    # Those run at fixed places, whatever passes are chosen.
+    no_switches = {"accumulate_addends", "counters_apart", "update_rows"}
 
     assert {*ON, *no_switches} == {field.name for field in fields(PassOptions)}
     assert _names(NOTHING) == []
