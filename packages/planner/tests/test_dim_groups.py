@@ -87,6 +87,30 @@ def test_experts_have_a_part_of_their_own_of_parameters_and_activations():
     assert parameters(hidden, GroupRole.CONTRACTS) == ["down"]
 
 
+def test_rows_that_the_batch_chooses_in_each_part_of_a_parameter_count_as_a_parameter():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Parameter(draws(0, 4, 6, 8))
+
+        def loss(self, batch):
+            places = (batch["y"].sum() % 6).expand(4, 3, 8)
+            rows = self.parts.gather(1, places).flatten(0, 1)
+            return (batch["x"] @ rows.T).square().mean()
+
+    def batch(n, seed):
+        return {"x": draws(seed, 4 * n, 8), "y": torch.arange(4 * n)}
+
+    graph = captured(Chosen(), batch).graph
+
+    parts, width = (group_of(graph, "parts", dim) for dim in (0, 2))
+
+    product = next(node.outputs[0] for node in graph.nodes if node.kind == "mm")
+    assert parameters(parts, GroupRole.MAKES) == ["parts"]
+    assert (product, 1) in parts.dims
+    assert parameters(width, GroupRole.CONTRACTS) == ["parts"]
+
+
 def test_a_bias_alone_makes_no_dim():
     class Shift(nn.Module):
         def __init__(self):

@@ -127,7 +127,12 @@ class Resnet(nn.Module):
         self.fc: nn.Module
         if config.head == "margin":
             self.fc = MarginHead(
-                channels, config.num_classes, scale=config.margin_scale, margins=config.margins
+                channels,
+                config.num_classes,
+                scale=config.margin_scale,
+                margins=config.margins,
+                sample_rate=config.sample_rate,
+                num_groups=config.sample_groups,
             )
         else:
             self.fc = nn.Linear(channels, config.num_classes)
@@ -151,14 +156,14 @@ class Resnet(nn.Module):
         """Return the mean cross-entropy of a batch, in nats: a 0-d tensor.
 
         In training mode the samples are not independent: batch norm uses the whole batch. A margin
-        head adds its margins in evaluation, too.
+        head adds its margins in evaluation, too, where it takes all classes.
 
         Args:
             batch: `images`, floating (B, C, H, W), and `labels`, int64 (B,).
         """
         images, labels = batch["images"], batch["labels"]
         if isinstance(self.fc, MarginHead):
-            logits_BK = self.fc(self._features(images), labels)
+            logits_BK, labels = self.fc.classify(self._features(images), labels)
         else:
             logits_BK = self.forward(images)
         return F.cross_entropy(logits_BK, labels, label_smoothing=self.label_smoothing)

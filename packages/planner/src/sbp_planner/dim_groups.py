@@ -16,6 +16,9 @@ group, a parameter has one of these roles in a product or a look-up (or it follo
     batches      experts in e       parameter, activation and result have it            experts
     looks up     table in v         integers of the batch choose rows of it             tables
 
+Rows that integers of the batch choose in each part of a parameter count as a parameter: of a weight
+(groups, rows, width), groups are split together with their rows (classes of Partial FC).
+
 This module makes no plan: `sbp_planner.patterns` makes patterns of groups.
 
 Source: Alabed et al., "TOAST: fast and scalable auto-partitioning based on principled static
@@ -103,7 +106,8 @@ class DimGroups:
 
     Args:
         groups: The groups, in graph order.
-        made_of: For values that do not depend on the batch, the parameters they are made of.
+        made_of: For values that do not depend on the batch, and for rows of parameters that it
+            chooses, the parameters they are made of.
         of_batch: The values that depend on the batch.
         samples: The leading dims of samples: (sample) or (sample, time).
     """
@@ -195,7 +199,7 @@ class _Groups:
     uses: list[tuple[TensorDim, Use]] = field(default_factory=list)
     ends: list[TensorDim] = field(default_factory=list)
     reduced: list[TensorDim] = field(default_factory=list)
-    #: The parameters that a value is made of, if it does not depend on the batch.
+    #: The parameters that a value is made of, if it does not depend on the batch but for a choice.
     made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: The values that depend on the batch.
     of_batch: set[str] = field(default_factory=set)
@@ -223,7 +227,8 @@ class _Groups:
         names = call.tensor_names
         # Results depend on the batch, or else are made of parameters.
         activations = tuple(name for name in names if name in self.of_batch)
-        if activations:
+        splits = list(self._splits(call, node.outputs))
+        if activations and not self._selects(activations, splits):
             self.of_batch.update(node.outputs)
         else:
             made_of = dict.fromkeys(one for name in names for one in self.made_of.get(name, ()))
@@ -235,7 +240,6 @@ class _Groups:
                 seen.add(signature.label)
                 if self.samples.intersection(_split_dims(names, signature.inputs)):
                     self.samples.update(_split_dims(node.outputs, signature.outputs))
-        splits = list(self._splits(call, node.outputs))
         for split in splits:
             first = self.root(split.dims[0])
             for dim in split.dims[1:]:
@@ -268,6 +272,13 @@ class _Groups:
                 in_result=bool(made),
                 reduction=partial[0].reduction if partial else "",
             )
+
+    def _selects(self, activations: tuple[str, ...], splits: Sequence[_LabelSplit]) -> bool:
+        """Whether integers of the batch choose rows in each part of a parameter."""
+        are_integers = all(self.graph.tensor(name).dtype == "int64" for name in activations)
+        return are_integers and any(
+            split.parameters and split.activations and split.in_result for split in splits
+        )
 
     def _note_uses(
         self, node: Node, call: OpCall, splits: Sequence[_LabelSplit], activations: tuple[str, ...]

@@ -32,9 +32,15 @@ class ResnetConfig:
         margins: m1, m2 (radians) and m3 of `head=margin`: the cosine of the target's angle a
             becomes cos(m1 a + m2) - m3.
         margin_scale: Factor of the cosines of `head=margin`.
+        sample_rate: Fraction of the classes on which a step of `head=margin` trains, in (0, 1]:
+            those of the batch, and others at random, see `sbp_models.margin.sample_classes`.
+        sample_groups: Groups of consecutive classes, each of which samples equally many; divides
+            `num_classes` if `sample_rate` < 1. A mesh axis splits the classes if its size divides
+            the number of groups.
 
     Raises:
-        ConfigError: a size or factor is not positive, or `label_smoothing` is no fraction.
+        ConfigError: a size or factor is not positive, `label_smoothing` is no fraction, or no
+            classes can be sampled so.
     """
 
     depth: Literal[18, 34, 50, 101, 152] = 18
@@ -47,9 +53,11 @@ class ResnetConfig:
     head: Literal["linear", "margin"] = "linear"
     margins: tuple[float, float, float] = (1.0, 0.5, 0.0)
     margin_scale: float = 64.0
+    sample_rate: float = 1.0
+    sample_groups: int = 8
 
     def __post_init__(self) -> None:
-        check_positive(self, "width", "channels", "num_classes")
+        check_positive(self, "width", "channels", "num_classes", "sample_groups")
         check_fractions(self, "label_smoothing")
         m1, m2, m3 = self.margins
         if not (0 < m1 < math.inf and 0 <= m2 < math.pi and 0 <= m3 < math.inf):
@@ -61,6 +69,27 @@ class ResnetConfig:
         if not 0 < self.margin_scale < math.inf:
             raise ConfigError(
                 f"margin_scale={self.margin_scale} is no scale", accepted="a number > 0"
+            )
+        if self.sample_rate != 1:
+            self._check_sample()
+
+    def _check_sample(self) -> None:
+        if not 0 < self.sample_rate < 1:
+            raise ConfigError(
+                f"sample_rate={self.sample_rate} is no fraction", accepted="a number in (0, 1]"
+            )
+        if self.head != "margin":
+            raise ConfigError(
+                f"sample_rate={self.sample_rate} has no effect on head={self.head}",
+                accepted="head=margin, or sample_rate=1",
+            )
+        check_divides(self, "sample_groups", "num_classes")
+        size = self.num_classes // self.sample_groups
+        if not round(self.sample_rate * size):
+            raise ConfigError(
+                f"sample_rate={self.sample_rate} of the {size} classes of a group is none",
+                accepted=f"at least {1 / size:.2g}",
+                todo="raise sample_rate, or lower sample_groups",
             )
 
     def check_combination(self, others: Mapping[str, object]) -> None:
