@@ -87,8 +87,8 @@ class MarginHead(nn.Module):
         """
         if not self.training or self.sample_rate == 1:
             return self.forward(x_BD, labels_B), labels_B
-        weight_GND = self.weight.unflatten(0, (self.num_groups, -1))
-        size, width = weight_GND.shape[1:]
+        num_classes, width = self.weight.shape
+        size = num_classes // self.num_groups
         # An ignored sample has no class: that of another sample stands in for it.
         known_B = torch.where(labels_B < 0, labels_B.amax().clamp(min=0), labels_B)
         places_GN = sample_classes(
@@ -96,7 +96,8 @@ class MarginHead(nn.Module):
         )
         # Each group reads its own rows, so groups may be split over ranks, and no rank needs the
         # centres of another.
-        centres_GND = weight_GND.gather(1, places_GN[:, :, None].expand(-1, -1, width))
+        rows_GND = places_GN[:, :, None].expand(-1, -1, width)
+        centres_GND = self.weight.view(self.num_groups, size, width).gather(1, rows_GND)
         firsts_G1 = torch.arange(self.num_groups, device=labels_B.device)[:, None] * size
         found_B = torch.searchsorted((places_GN + firsts_G1).flatten(), known_B)
         targets_B = torch.where(labels_B < 0, labels_B, found_B)
