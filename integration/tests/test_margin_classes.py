@@ -99,8 +99,7 @@ def sent_bytes(folder: Path, settings: dict[str, object], num_classes: int, num_
     """Return the bytes that `sbp-plan` says all ranks send in a step."""
     overrides = [
         "model=resnet",
-        "model.width=4",
-        *(f"model.{name}={value}" for name, value in settings.items()),
+        *(f"model.{name}={value}" for name, value in ({"width": 4} | settings).items()),
         f"model.num_classes={num_classes}",
         "trainer.batch_size=16",
         "planner=manual/class_parallel",
@@ -124,7 +123,7 @@ def sent_bytes(folder: Path, settings: dict[str, object], num_classes: int, num_
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     "settings",
-    [{"head": "linear"}, {"head": "margin"}, {"head": "margin", "sample_rate": 0.5}],
+    [{"head": "linear"}, {"head": "margin"}, {"head": "margin", "sample_rate": 0.5, "width": 32}],
 )
 def test_what_ranks_send_does_not_grow_with_classes(
     settings: dict[str, object], num_ranks: int, tmp_path: Path

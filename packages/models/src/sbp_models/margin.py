@@ -27,6 +27,7 @@ section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,27 @@ from sbp_core.errors import ConfigError
 
 #: Cosines keep this distance from -1 and 1, where the derivative of the angle is infinite.
 _EPS = 1e-6
+
+
+class _Rows(torch.autograd.Function):
+    """Read rows of each group: weights (G, K/G, D) and places int64 (G, N) to (G, N, D).
+
+    PyTorch's derivative of `gather` calls `new_zeros` on the gradient, which ranks would have to
+    gather for that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, places_GN: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_GN)
+        ctx.shape = weight.shape
+        return weight.gather(1, places_GN[:, :, None].expand(-1, -1, weight.shape[2]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient_GND: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places_GN,) = ctx.saved_tensors
+        rows_GND = places_GN[:, :, None].expand(-1, -1, ctx.shape[2])
+        zeros = torch.zeros(ctx.shape, dtype=gradient_GND.dtype, device=gradient_GND.device)
+        return zeros.scatter_add(1, rows_GND, gradient_GND), None
 
 
 class MarginHead(nn.Module):
@@ -96,8 +118,8 @@ class MarginHead(nn.Module):
         )
         # Each group reads its own rows, so groups may be split over ranks, and no rank needs the
         # centres of another.
-        rows_GND = places_GN[:, :, None].expand(-1, -1, width)
-        centres_GND = self.weight.view(self.num_groups, size, width).gather(1, rows_GND)
+        weight_GND = self.weight.view(self.num_groups, size, width)
+        centres_GND: torch.Tensor = _Rows.apply(weight_GND, places_GN)  # type: ignore[no-untyped-call] # torch leaves it untyped
         firsts_G1 = torch.arange(self.num_groups, device=labels_B.device)[:, None] * size
         found_B = torch.searchsorted((places_GN + firsts_G1).flatten(), known_B)
         targets_B = torch.where(labels_B < 0, labels_B, found_B)
