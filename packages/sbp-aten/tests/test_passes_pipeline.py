@@ -49,6 +49,7 @@ ON: dict[str, object] = {
     "place_casts": CastPlacement(),
     "split_classes": ClassSplit(),
     "sum_losses": True,
+    "deferred_batch_norm": True,
     "split_batch_norm": True,
     "split_backward": True,
     "slices": {"head": Slicing(count=2)},

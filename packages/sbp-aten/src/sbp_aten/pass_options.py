@@ -162,7 +162,10 @@ class PassOptions:
         place_casts: Place dtype casts so that narrow dtypes are sent. None: off.
         split_classes: Write cross-entropies so that split classes need no whole logits. None: off.
         sum_losses: Write mean losses as sum / count, so that split batches give partial sums.
-        split_batch_norm: Write batch normalisation in training as sums, for the same reason.
+        deferred_batch_norm: Normalise each micro-batch by its own statistics, and update running
+            statistics once per update, by those of all its samples.
+        split_batch_norm: Write batch normalisation in training as sums, so that the batch can be
+            split.
         split_backward: Compute input gradients of convolutions before weight gradients, so that a
             pipeline can send them first. None: only if a planner gets a mesh with an axis `pipe`;
             never in `prepare_step` itself, which knows no mesh.
@@ -186,6 +189,7 @@ class PassOptions:
     place_casts: CastPlacement | None = field(default_factory=CastPlacement)
     split_classes: ClassSplit | None = field(default_factory=ClassSplit)
     sum_losses: bool = True
+    deferred_batch_norm: bool = False
     split_batch_norm: bool = True
     split_backward: bool | None = None
     slices: Mapping[str, Slicing] | None = None

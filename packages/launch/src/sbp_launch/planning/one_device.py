@@ -8,7 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.units import format_count
@@ -44,6 +46,9 @@ class EagerReference:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.settings, self.seed, self.staleness = settings, seed, staleness
         self.num_done = num_done
+        whole = settings.loss is LossMeaning.WHOLE_BATCH
+        deferred = whole and settings.compile.passes.deferred_batch_norm
+        self._norms = DeferredBatchNorm(settings.micro_batches) if deferred else nullcontext()
         self.losses: list[float] = []
         self.found: list[float] = []
 
@@ -83,7 +88,7 @@ class EagerReference:
         name = self.settings.compile.autocast
         device = self.settings.mesh.device
         low = torch.autocast(device, getattr(torch, name)) if name else nullcontext()
-        with counted_random(self.seed, draw), low:
+        with counted_random(self.seed, draw), low, self._norms:
             own = split_losses(self.loss(self.model, parts[index]))[0]
         (own / count).backward()  # type: ignore[no-untyped-call] # untyped
         return own.item()
@@ -150,3 +155,31 @@ class EagerReference:
                 f"the ranks, {own} on one device"
             )
         return "\n".join(parts)
+
+
+class DeferredBatchNorm(TorchFunctionMode):
+    """Normalises the micro-batches of a batch apart; see `sbp_aten.passes.defer_batch_norm`.
+
+    Running statistics, which training does not read, are those of the whole batch.
+
+    Args:
+        num_micro_batches: Number of micro-batches in the data of each call.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        super().__init__()
+        self.num_micro_batches = num_micro_batches
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.batch_norm and kwargs.get("training"):
+            return self._normalised(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _normalised(
+        self, x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Any, bias: Any, **how: Any
+    ) -> Tensor:
+        if mean is not None:
+            functional.batch_norm(x.detach(), mean, var, **how)
+        parts = x.chunk(self.num_micro_batches)
+        return torch.cat([functional.batch_norm(p, None, None, weight, bias, **how) for p in parts])

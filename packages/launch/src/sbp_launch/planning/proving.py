@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sbp_aten import LossMeaning
+from sbp_aten.passes import defer_batch_norm
 from sbp_core.graph import LogicalGraph
-from sbp_launch.planning.flow import Planned, prepare
+from sbp_launch.planning.flow import Planned, PlanSettings, prepare
 from sbp_torch.graph_capture import flatten_batch, rebuild_batch
 from sbp_torch.proof import PlannedStep, prove
 
@@ -52,8 +54,20 @@ def add_proof(
         }
         before = capture(rebuild_batch(batch, parts))
         after = prepare(before, replace(settings, micro_batches=count))
+        before = _meant(before, replace(settings, micro_batches=count))
         return PlannedStep(before=before, after=after, example=parts)
 
-    step = PlannedStep(before=captured, after=planned.graph, example=flatten_batch(batch))
+    step = PlannedStep(
+        before=_meant(captured, settings), after=planned.graph, example=flatten_batch(batch)
+    )
     found = prove(step, states=states, small=small, budget_s=config.prove_s)
     return replace(planned, proof=found)
+
+
+def _meant(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
+    """Return a captured step with the change of meaning that its settings ask for."""
+    if not settings.compile.passes.deferred_batch_norm:
+        return captured
+    several = settings.loss is LossMeaning.EACH_MICRO_BATCH
+    count = settings.micro_batches_per_update if several else settings.micro_batches
+    return defer_batch_norm(captured, count, cut=settings.loss is LossMeaning.WHOLE_BATCH)

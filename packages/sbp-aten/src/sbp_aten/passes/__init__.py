@@ -7,6 +7,7 @@ from sbp_aten.passes.batch_dim import expose_batch_dim
 from sbp_aten.passes.batch_factors import samples_met
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.constants import fold_constants
+from sbp_aten.passes.deferred_batch_norm import defer_batch_norm
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
 from sbp_aten.passes.device import place_on_device
 from sbp_aten.passes.losses import split_classes, sum_losses
@@ -21,6 +22,7 @@ from sbp_aten.passes.whole_batch import whole_batch_loss
 __all__ = [
     "GraphPass",
     "accumulate_addends",
+    "defer_batch_norm",
     "defer_reductions",
     "drop_identities",
     "expose_batch_dim",

@@ -27,8 +27,8 @@ from sbp_aten.passes.losses import computed_in
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead, rename_uses
 from sbp_core.passes import GraphWriter
 
-_FORWARD = "aten._native_batch_norm_legit_functional.default"
-_BACKWARD = "aten.native_batch_norm_backward.default"
+FORWARD = "aten._native_batch_norm_legit_functional.default"
+BACKWARD = "aten.native_batch_norm_backward.default"
 _FIXED = "aten._native_batch_norm_legit_no_training.default"
 
 
@@ -42,16 +42,16 @@ def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
     """
     writer = GraphWriter(graph)
     for node in graph.nodes:
-        if node.op == _FORWARD and node.args[5] is True:
-            _Norm(writer, node, node.args[0]).forward()
-        elif node.op == _BACKWARD and node.args[7] is True:
-            _Norm(writer, node, node.args[1]).backward()
+        if node.op == FORWARD and node.args[5] is True:
+            BatchNormParts(writer, node, node.args[0]).forward()
+        elif node.op == BACKWARD and node.args[7] is True:
+            BatchNormParts(writer, node, node.args[1]).backward()
         else:
             writer.nodes.append(node)
     return drop_dead(writer.written())
 
 
-class _Norm:
+class BatchNormParts:
     """Writes the parts of one operator.
 
     Args:
@@ -72,25 +72,53 @@ class _Norm:
     def forward(self) -> None:
         """Write the outputs of the forward operator: data, saved and running statistics."""
         _, weight, bias, old_mean, old_var, _, momentum, eps = self.node.args
-        pair = TensorType((2, self.channels), "float64")
-        sums = self._call("sbp.batch_norm_sums.default", self.data, made=pair)
-        means = self._pointwise("mul.Scalar", sums, 1 / self.count)
-        wide_mean, square = self._row(means, 0), self._row(means, 1)
-        excess = self._pointwise("addcmul.default", square, wide_mean, wide_mean, value=-1)
-        # If a channel is constant, rounding may give a negative variance.
-        wide_var = self._pointwise("clamp_min.default", excess, 0.0)
-        mean, var = self._wide(wide_mean), self._wide(wide_var)
+        mean, var = self._statistics(self._pointwise("mul.Scalar", self._sums(), 1 / self.count))
         made = self._normalised(
             self.data, self._wide(weight), self._wide(bias), mean, var, momentum, eps
         )
         rooted = self._pointwise("add.Scalar", var, eps)
-        unbiased = self._pointwise("mul.Scalar", var, self.count / max(1, self.count - 1))
-        new_mean, new_var = (
+        running = self._running(old_mean, old_var, mean, var, momentum, self.count)
+        spread = self._pointwise("rsqrt.default", rooted)
+        self._leave(made, mean, spread, *running)
+
+    def update_running(self, args: tuple[Argument, ...], moments: Ref, count: int) -> None:
+        """Write new running statistics, the two outputs of the node.
+
+        Args:
+            args: Arguments of the forward operator.
+            moments: Means of elements and of their squares, [2, C], float64.
+            count: Number of elements of a channel of which they are the means.
+        """
+        _, _, _, old_mean, old_var, _, momentum, _ = args
+        mean, var = self._statistics(moments)
+        self._leave(*self._running(old_mean, old_var, mean, var, momentum, count))
+
+    def _sums(self) -> Ref:
+        """Return sums of elements and of squares, [2, C], which another pass may have written."""
+        op = "sbp.batch_norm_sums.default"
+        for node in self.writer.nodes:
+            if node.op == op and node.args == (self.data,):
+                return Ref(node.outputs[0])
+        pair = TensorType((2, self.channels), "float64")
+        return self._call(op, self.data, made=pair)
+
+    def _statistics(self, moments: Ref) -> tuple[Ref, Ref]:
+        """Write mean and biased variance, [C]."""
+        mean, square = self._row(moments, 0), self._row(moments, 1)
+        excess = self._pointwise("addcmul.default", square, mean, mean, value=-1)
+        # If a channel is constant, rounding may give a negative variance.
+        var = self._pointwise("clamp_min.default", excess, 0.0)
+        return self._wide(mean), self._wide(var)
+
+    def _running(
+        self, old_mean: Ref, old_var: Ref, mean: Ref, var: Ref, momentum: float, count: int
+    ) -> list[Ref]:
+        """Write new running statistics; the variance is the unbiased one of `count` elements."""
+        unbiased = self._pointwise("mul.Scalar", var, count / max(1, count - 1))
+        return [
             self._like(old, self._pointwise("lerp.Scalar", self._wide(old), new, momentum))
             for old, new in ((old_mean, mean), (old_var, unbiased))
-        )
-        spread = self._pointwise("rsqrt.default", rooted)
-        self._leave(made, mean, spread, new_mean, new_var)
+        ]
 
     def backward(self) -> None:
         """Write the requested gradients of data, weight and bias."""
@@ -100,7 +128,7 @@ class _Norm:
         outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
         wanted = (False, True, True)
         args = (grad, self.data, wide_weight, None, None, mean, spread, True, eps, wanted)
-        self._several("sums", _BACKWARD, args, outputs, (self.flat, self.flat))
+        self._several("sums", BACKWARD, args, outputs, (self.flat, self.flat))
         pair = TensorType((2, self.channels), self.dtype)
         sums = self._call("aten.stack.default", tuple(map(Ref, outputs)), made=pair)
         made = []

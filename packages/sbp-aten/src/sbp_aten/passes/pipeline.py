@@ -13,6 +13,7 @@ The order, with its reasons:
     sum_losses
     whole_batch_loss    on ratios of sums, after expose_batch_dim, if micro-batches share one loss;
                         and on batch normalisation as one operator
+    deferred_batch_norm on the same; in whole_batch_loss, if that cuts the batch
     split_batch_norm
     split_backward      before plugins, and before any operator is repeated
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
@@ -39,6 +40,7 @@ from sbp_aten.passes.batch_dim import expose_batch_dim
 from sbp_aten.passes.batch_norm import split_batch_norm
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.constants import fold_constants
+from sbp_aten.passes.deferred_batch_norm import defer_batch_norm, deferred_whole_batch
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
 from sbp_aten.passes.losses import split_classes, sum_losses
 from sbp_aten.passes.operator_slicing import slice_operators
@@ -59,7 +61,10 @@ GraphPass = Callable[[LogicalGraph], LogicalGraph]
 
 
 def chosen_passes(
-    options: PassOptions, extra: Iterable[GraphPass] = (), whole_batch_of: int = 1
+    options: PassOptions,
+    extra: Iterable[GraphPass] = (),
+    whole_batch_of: int = 1,
+    micro_batches_per_update: int = 1,
 ) -> Iterator[tuple[str, GraphPass]]:
     """Return name and function of each pass that is on, in order.
 
@@ -68,7 +73,10 @@ def chosen_passes(
         extra: Further passes, such as passes of plugins, named by their functions.
         whole_batch_of: Number of micro-batches that together get the loss of the whole batch; 1
             leaves the loss of each unchanged.
+        micro_batches_per_update: Number of micro-batches, each with a loss, of one update.
     """
+    deferred = options.deferred_batch_norm
+    cut = deferred_whole_batch if deferred else whole_batch_loss
     loss = whole_batch_of > 1
     passes: list[tuple[str, object, GraphPass]] = [
         (
@@ -93,7 +101,12 @@ def chosen_passes(
         ),
         ("sum_losses", options.sum_losses, sum_losses),
         ("expose_batch_dim", options.expose_batch_dim and loss, expose_batch_dim),
-        ("whole_batch_loss", loss, partial(whole_batch_loss, num_micro_batches=whole_batch_of)),
+        ("whole_batch_loss", loss, partial(cut, num_micro_batches=whole_batch_of)),
+        (
+            "deferred_batch_norm",
+            deferred and not loss,
+            partial(defer_batch_norm, num_micro_batches=micro_batches_per_update, cut=False),
+        ),
         ("split_batch_norm", options.split_batch_norm, split_batch_norm),
         ("split_backward", options.split_backward, split_backward),
         *((_name(apply), True, apply) for apply in extra),
@@ -141,8 +154,10 @@ def prepare_step(
     """
     options = options or PassOptions()
     parts = num_micro_batches if loss is LossMeaning.WHOLE_BATCH else 1
+    several = loss is LossMeaning.EACH_MICRO_BATCH
+    each = micro_batches_per_update if several else num_micro_batches
     verified: LogicalGraph | None = None
-    for name, apply in chosen_passes(options, extra, parts):
+    for name, apply in chosen_passes(options, extra, parts, each):
         before = len(graph.nodes)
         graph = apply(graph)
         if verified is None or not _is_unchanged(graph, verified):
@@ -150,7 +165,7 @@ def prepare_step(
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
     graph = _verified(unalias_outputs(graph), "unalias_outputs")
     num_updates = 1
-    if loss is LossMeaning.EACH_MICRO_BATCH:
+    if several:
         if micro_batches_per_update < 1 or num_micro_batches % micro_batches_per_update:
             # The last update would have fewer micro-batches.
             raise GraphError(

@@ -68,7 +68,11 @@ def taken_apart(
     ref, dim = Ref(one.name), layout.dim
     made = [parts.graph.tensor(value) for value in node.outputs]
     parts.loops[node.name] = count
-    if node.kind in ("select", "slice"):
+    takes_one = node.kind in ("select", "slice")
+    if count == 1 and node.kind not in ("select", "unbind"):  # all of a micro-batch
+        numbers = [first // each] if takes_one else range(len(node.outputs))
+        return [PartValue(one.name, SamplePiece(0, at, 1)) for at in numbers]
+    if takes_one:
         micro_batch, place = divmod(first // each, count)
         index = place * each
         stop = () if node.kind == "select" else (index + each,)
@@ -293,6 +297,8 @@ def _joined(
         return None
     made = part_type(kind, Samples(dim), parts.num_parts)
     parts.joins[node.name] = Samples(dim)
+    if len(names) == 1 and node.kind == "cat":
+        return [PartValue(names[0], Samples(dim))]
     (name,) = parts.add_merged(replace(node, args=(tuple(map(Ref, names)), dim), kwargs={}), [made])
     return [PartValue(name, Samples(dim))]
 

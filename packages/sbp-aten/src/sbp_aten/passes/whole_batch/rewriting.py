@@ -282,7 +282,11 @@ class _Rewriting:
     def _why(self, node: Node, given: Sequence[Value]) -> str:
         """Return why the result of a node on samples is unknown."""
         if node.kind in _BATCH_NORMS:
-            return "batch normalisation in training uses statistics of all samples"
+            return (
+                "batch normalisation in training uses statistics of all samples, unless "
+                "compile.passes.deferred_batch_norm=true (of parallelize: compile={'passes': "
+                "{'deferred_batch_norm': True}}) normalises micro-batches apart, as GPipe does"
+            )
         if not signatures_of(self.graph, node, self.num_parts):
             return f"no signature of {node.op} is known"
         if all(
