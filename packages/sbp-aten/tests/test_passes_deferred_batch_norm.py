@@ -386,31 +386,64 @@ def test_other_operators_of_batch_normalisation_are_refused(meaning: LossMeaning
         prepared(model, mean_loss, _sgd(model), batch, 2, meaning, DEFERRED)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [lambda x: x.T[:4], lambda x: x.mean(0, keepdim=True).expand(4, -1) * torch.arange(4)[:, None]],
-    ids=["features", "numbers of the whole batch"],
-)
-def test_data_without_samples_along_dim_0_are_refused(rows) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 8)
+ROWS = {
+    "features": (lambda x: x.T[:4], "where samples are along dim 0"),
+    "two views": (lambda x: torch.cat([x, x * 2]), "where samples are along dim 0"),
+    "some samples": (lambda x: x[:4], "combines samples, or depends on their positions"),
+    "what all samples give": (lambda x: (x.T @ x).detach(), "has no samples to cut"),
+    "random numbers": (lambda x: torch.randn(8, 8), "has no samples to cut"),
+    "constants": (lambda x: torch.arange(64.0).view(8, 8), None),
+    "rows of each sample": (lambda x: x[:, None].expand(-1, 2, -1).reshape(16, 8), None),
+}
 
+
+@pytest.mark.parametrize("name", ROWS)
+def test_data_of_a_norm_are_cut_only_into_samples(name: str) -> None:
+    rows, refused = ROWS[name]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        made = model["head"](batch["x"])
+        return made.square().mean() + (model["norm"](rows(made)) - 1).pow(4).mean()
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 8)})
+    batch, optimizer = {"x": torch.randn(8, 8)}, _sgd(model)
+    if refused is not None:
+        with pytest.raises(GraphError, match=refused):
+            prepared(model, loss, optimizer, batch, 2, WHOLE, DEFERRED)
+        return
+
+    graph = prepared(model, loss, optimizer, batch, 2, WHOLE, DEFERRED)
+    parts = [{"x": part} for part in batch["x"].chunk(2)]
+    outputs, new = run_graph(graph, initial_states(model, optimizer), parts, {"lr": 0.1})
+
+    # Data that do not depend on the batch are normalised whole, in each micro-batch.
+    num = 1 if name == "constants" else 2
+    (expected,) = paper(model, [batch], loss, optimizer, num, WHOLE)
+    torch.testing.assert_close(outputs["loss"], expected)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(new[key], value)
+
+
+def test_random_numbers_of_all_micro_batches_make_the_statistics() -> None:
+    class Model(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(x) + self.norm(rows(x)).sum(0)
+            return super().forward(torch.randn(4, 3)) * x
 
-    model = Model()
-    batch = {"x": torch.randn(8, 8), "toward": torch.randn(8, 8)}
+    model = Model(3)
+    batch = {"x": torch.randn(16, 3), "toward": torch.randn(16, 3)}
 
-    with pytest.raises(GraphError, match=r"no samples to cut|cannot be computed from its micro"):
-        prepared(model, mean_loss, _sgd(model), batch, 2, WHOLE, DEFERRED)
+    graph = prepared(model, mean_loss, _sgd(model), batch, 4, MEAN, DEFERRED)
+
+    (variance,) = (one for one in graph.nodes if one.outputs == (graph.new_states["running_var"],))
+    unbiased = graph.producers[variance.args[1].name]
+    assert unbiased.args[1] == 16 / 15
 
 
 def test_the_whole_batch_is_refused_with_the_way_out() -> None:
     model, batches = _build("vectors")
 
-    with pytest.raises(GraphError, match="deferred_batch_norm=true"):
+    with pytest.raises(GraphError, match=r"all samples \(compile.passes.deferred_batch_norm=true"):
         prepared(model, mean_loss, _sgd(model), batches[0], 2, WHOLE, PassOptions())
 
 

@@ -91,7 +91,8 @@ def deferred_whole_batch(graph: LogicalGraph, num_micro_batches: int) -> Logical
     deferred = defer_batch_norm(graph, num_micro_batches, cut=True)
     made = whole_batch_loss(deferred, num_micro_batches)
     norms = [node for node in made.nodes if _is_forward(node)]
-    # Equal calls on samples were merged to one; slices of anything else are left apart.
+    # Equal calls on samples were merged to one; calls on slices of anything else, such as a value
+    # that is known once a step, are still apart.
     if len(norms) > sum(map(_is_forward, graph.nodes)):
         sizes = [made.tensor(node.args[0].name).shape for node in norms]
         raise GraphError(
@@ -104,7 +105,7 @@ def deferred_whole_batch(graph: LogicalGraph, num_micro_batches: int) -> Logical
 
 
 def _is_forward(node: Node) -> bool:
-    return node.op in _NORMS and node.args[5] is True and node.rate is Rate.MICRO
+    return node.op in _NORMS and node.args[5] is True
 
 
 class _Deferral:
@@ -119,7 +120,9 @@ class _Deferral:
         self.late: list[tuple[Node, Ref, int]] = []
         #: Saved mean of a call on the whole batch -> the calls on its micro-batches, and their cat.
         self.pieces: dict[str, tuple[list[Node], Node]] = {}
-        self.samples = {one.name for one in graph.inputs if one.kind is InputKind.BATCH}
+        #: Values that differ between micro-batches.
+        drawn = (InputKind.BATCH, InputKind.RNG)
+        self.samples = {one.name for one in graph.inputs if one.kind in drawn}
         for node in graph.nodes:
             if not self.samples.isdisjoint(node.inputs()):
                 self.samples.update(node.outputs)

@@ -283,9 +283,10 @@ class _Rewriting:
         """Return why the result of a node on samples is unknown."""
         if node.kind in _BATCH_NORMS:
             return (
-                "batch normalisation in training uses statistics of all samples, unless "
-                "compile.passes.deferred_batch_norm=true (of parallelize: compile={'passes': "
-                "{'deferred_batch_norm': True}}) normalises micro-batches apart, as GPipe does"
+                "batch normalisation in training uses statistics of all samples "
+                "(compile.passes.deferred_batch_norm=true, of parallelize compile={'passes': "
+                "{'deferred_batch_norm': True}}, normalises micro-batches apart, as GPipe does, "
+                "where samples are along dim 0 of the data)"
             )
         if not signatures_of(self.graph, node, self.num_parts):
             return f"no signature of {node.op} is known"
