@@ -10,7 +10,7 @@ from sbp_aten.passes import prepare_step
 from sbp_aten.traits import TRAITS
 from sbp_core.compile import OVERWRITE, Compute, Instruction, PhysicalPlan, keys_in
 from sbp_torch.graph_capture import UpdateOptions, capture, initial_states, scalar_values
-from sbp_torch.ops import fused_updates
+from sbp_torch.ops import fused_updates, row_updates
 from sbp_torch.ops.host_copies import HOST_COPIES
 from sbp_torch.ops.operators import operator_of
 
@@ -75,7 +75,8 @@ def test_a_new_value_is_copied_over_its_state_once_nobody_looks_at_the_old_one(n
 
 def test_every_operator_that_is_said_to_have_an_in_place_form_has_it() -> None:
     for kind in TRAITS.in_place:
-        if f"sbp.{kind}_.default" in {**fused_updates.IN_PLACE, **HOST_COPIES}:
+        own = {**fused_updates.IN_PLACE, **row_updates.IN_PLACE, **HOST_COPIES}
+        if f"sbp.{kind}_.default" in own:
             continue
         packet = getattr(torch.ops.aten, kind)
         for overload in packet.overloads():
