@@ -90,9 +90,10 @@ class PluginCheck:
     def settings(self, entry: PluginEntry) -> dict[str, object]:
         """Return the settings in the option file of a plugin; empty without one."""
         for folder in self._folders():
-            file = folder.root().joinpath(entry.kind, f"{entry.name}.yaml")
+            group = folder.root().joinpath(entry.kind)
+            file = group.joinpath(f"{entry.name}.yaml")
             if file.is_file():
-                known = _settings(file).items()
+                known = _settings(file, group).items()
                 return {k: value for k, value in known if k != "name" and value is not _OPEN}
         return {}
 
@@ -145,7 +146,7 @@ class PluginCheck:
                     continue
                 for option, file in _files(group):
                     seen.add((group.name, option))
-                    for fault in self._option_faults(group.name, option, file):
+                    for fault in self._option_faults(group, option, file):
                         yield f"{folder.path}/{group.name}/{file.name}: {fault}"
         for entry in self.entries:
             needed = entry.kind not in _WITHOUT_OPTION
@@ -156,14 +157,15 @@ class PluginCheck:
                 lacking = f"{entry.kind}/{entry.name}.yaml"
                 yield f"{_named(entry)} cannot be chosen: no config folder has {lacking}"
 
-    def _option_faults(self, kind: str, option: str, file: Traversable) -> Iterator[str]:
+    def _option_faults(self, group: Traversable, option: str, file: Traversable) -> Iterator[str]:
+        kind = group.name
         if not file.name.endswith(".yaml"):
             yield "options end in .yaml"
             return
         if option in self.registry.former_names(kind):
             return  # an alias of the option with the present name
         try:
-            settings = _settings(file)
+            settings = _settings(file, group)
             entry = self.registry.entry(kind, str(settings.pop("name", None)))
             config = entry.factory.config if entry.factory else object
             known = {key: value for key, value in settings.items() if value is not _OPEN}
@@ -266,8 +268,10 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Travers
             yield prefix + child.name.rpartition(".")[0], child
 
 
-def _settings(file: Traversable) -> dict[str, object]:
-    """Return the settings of an option file that do not depend on other files; no defaults list.
+def _settings(file: Traversable, group: Traversable) -> dict[str, object]:
+    """Return the settings of an option file that do not depend on other groups; no defaults list.
+
+    They include those of an option of which it is another name, `manual/zero@_here_`.
 
     Raises:
         SbpLookupError: these are not settings.
@@ -275,7 +279,12 @@ def _settings(file: Traversable) -> dict[str, object]:
     said, _ = read_yaml(file.read_text("utf-8"), file.name)
     if not isinstance(said, Mapping):
         raise SbpLookupError(f"it is {type(said).__name__}, not settings with a name")
-    return {key: _known(value) for key, value in said.items() if key != "defaults"}
+    settings: dict[str, object] = {}
+    for base in map(str, said.get("defaults", ())):
+        other = group.joinpath(f"{base.removesuffix('@_here_')}.yaml")
+        if base.endswith("@_here_") and other.is_file():
+            settings |= _settings(other, group)
+    return settings | {key: _known(value) for key, value in said.items() if key != "defaults"}
 
 
 def _known(value: object) -> object:
