@@ -270,7 +270,9 @@ def _sum_of_gradients(*dtypes: str) -> LogicalGraph:
     terms = []
     for at, dtype in enumerate(dtypes):
         b.add_input(f"g{at}", InputKind.BATCH, (2, 3), dtype=dtype)
-        b.op(f"n{at}", "neg.default", (Ref(f"g{at}"),), (2, 3), phase=Phase.BACKWARD)
+        b.add_input(f"w{at}", InputKind.BATCH, (3, 3), dtype=dtype)
+        factors = (Ref(f"g{at}"), Ref(f"w{at}"))
+        b.op(f"n{at}", "mm.default", factors, (2, 3), phase=Phase.BACKWARD)
         b.types[f"n{at}"] = TensorType((2, 3), dtype)
         wide = dtype == "float32"
         terms.append(
@@ -293,6 +295,7 @@ def _sum_of_gradients(*dtypes: str) -> LogicalGraph:
         (("float32", "bfloat16", "float32", "bfloat16"), {"bfloat16": 1, "float32": 2}, 1),
         (("float32", "bfloat16"), {"float32": 1}, 1),
         (("bfloat16", "float16"), {"float32": 1}, 2),
+        (("float16", "float16"), {"float32": 1}, 2),  # whose sum may overflow
     ],
 )
 def test_gradients_of_an_activation_are_added_before_they_are_cast(
@@ -310,11 +313,25 @@ def test_gradients_of_an_activation_are_added_before_they_are_cast(
         f"g{at}": torch.arange(6).reshape(2, 3).to(getattr(torch, dtype)) + at
         for at, dtype in enumerate(dtypes)
     }
+    batch |= {f"w{at}": torch.eye(3).to(getattr(torch, dtype)) for at, dtype in enumerate(dtypes)}
     one, other = (run_graph(g, {}, [batch], {})[0]["y"] for g in (graph, placed))
     assert one.dtype == other.dtype == torch.float32
     assert torch.equal(one, other)
     whole = place_casts(graph, CastPlacement(add_dtype="float32"))
     assert whole.nodes == graph.nodes
+
+
+def test_gradients_that_no_product_makes_are_added_after_their_casts() -> None:
+    b = Builder()
+    for name in ("g", "h"):
+        b.add_input(name, InputKind.BATCH, (2, 3), dtype="bfloat16")
+        _low(b, f"n{name}", "neg.default", (Ref(name),), (2, 3), Phase.BACKWARD)
+    one, other = (_cast(b, f"c{v}", f"n{v}", "float32", Phase.BACKWARD) for v in ("g", "h"))
+    b.op("s", "add.Tensor", (one, other), (2, 3), phase=Phase.BACKWARD)
+    b.op("y", "neg.default", (Ref("s"),), (2, 3), phase=Phase.BACKWARD)
+    graph = _result(b, Ref("y"))
+
+    assert place_casts(graph).nodes == graph.nodes
 
 
 def test_a_cast_gradient_that_others_use_is_added_as_it_is() -> None:

@@ -182,3 +182,11 @@ def test_fused_updates_are_known_by_their_settings(kind, settings_, same):
     found = _fact(f"sbp.{kind}.default", (Ref("p"), Ref("g"), (), 0.1), _FACTS, settings_)
 
     assert found.same == same
+
+
+def test_arguments_by_name_that_change_an_operator_prove_nothing():
+    facts = {"p": RowFact(same="p")}
+
+    assert _fact("aten.div.Tensor", (Ref("p"), 1.0), facts).same == "p"
+    rounded = _fact("aten.div.Tensor_mode", (Ref("p"), 1.0), facts, {"rounding_mode": "trunc"})
+    assert rounded == NOTHING

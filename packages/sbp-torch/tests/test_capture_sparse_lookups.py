@@ -144,3 +144,40 @@ def test_frequencies_and_sparse_gradients_exclude_each_other() -> None:
 
 def test_a_forward_alone_takes_any_embedding() -> None:
     assert capture(model_of(), loss, batch(0)).nodes
+
+
+def _without_gradient(model: Net, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss next to lookups that it does not depend on."""
+    with torch.no_grad():
+        seen = model.table(torch.arange(ROWS)).norm()
+    unused = model.table(batch + 3).sum(1)
+    return loss(model, batch) + unused.detach().sum(), {"norm": seen}
+
+
+def test_lookups_without_a_gradient_are_no_lookups_of_sparse_adam() -> None:
+    model = model_of()
+    twin = copy.deepcopy(model)
+    optimizer, theirs = CombinedOptimizer(sparse_adam(model)), sparse_adam(twin)
+    graph = capture(model, _without_gradient, batch(0), optimizer)
+    states = graph_states(graph, initial_states(model, optimizer))
+
+    for index in range(STEPS):
+        rates = dict.fromkeys(("lr", "lr.0", "lr.1"), 0.1)
+        _, states = run_graph(graph, states, [{"batch": batch(index)}], rates)
+        for one in theirs:
+            one.zero_grad()
+        _without_gradient(twin, batch(index))[0].backward()
+        for one in theirs:
+            one.step()
+
+        for key, value in twin.state_dict().items():
+            torch.testing.assert_close(states[key], value, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", [optim.Adagrad, RowWiseAdagrad])
+def test_a_sparse_gradient_without_an_epsilon_is_refused(kind: type[optim.Optimizer]) -> None:
+    model = model_of()
+    optimizer = kind(model.parameters(), eps=0.0)  # type: ignore[call-arg] # as both take it
+
+    with pytest.raises(CaptureError, match="eps=0 cannot be followed"):
+        capture(model, loss, batch(0), optimizer)

@@ -134,3 +134,14 @@ def test_a_stack_keeps_the_parts_of_all_micro_batches(shape: tuple[int, ...]) ->
 
     assert total is not None
     assert torch.equal(total, torch.stack(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_may_be_short(dtype: torch.dtype) -> None:
+    indices = torch.tensor([3, 1, 3], dtype=dtype)
+    rows, sums = torch.ops.sbp.unique_rows(indices, [torch.ones(3, 2)])
+    index, own = torch.ops.sbp.own_rows(rows, [sums], 0, 4)
+
+    made = torch.ops.sbp.put_rows(torch.zeros(4, 2), index, own)
+
+    assert made.tolist() == [[0, 0], [1, 1], [0, 0], [2, 2]]

@@ -294,12 +294,20 @@ def _adds_gradients(graph: LogicalGraph, node: Node) -> bool:
 
 
 def _widening_cast(graph: LogicalGraph, value: str) -> Node | None:
-    """Return the cast that makes a gradient which is used once; None for any other value."""
+    """Return the cast that makes a gradient which is used once; None for any other value.
+
+    Only products of bfloat16 count: they round what they sum anyway, and their sum has the range of
+    float32. A sum of float16 could overflow, and one of other operators could cancel.
+    """
     cast = graph.producers.get(value)
     if cast is None or cast.phase is not Phase.BACKWARD or len(graph.users[value]) > 1:
         return None
-    dtypes = _cast_dtypes(graph, cast)
-    return cast if dtypes is not None and dtypes[1] in WIDER.get(dtypes[0], ()) else None
+    if _cast_dtypes(graph, cast) != ("bfloat16", "float32"):
+        return None
+    made = graph.producers.get(cast.args[0].name)
+    while made is not None and made.kind in _VIEWS:
+        made = graph.producers.get(made.args[0].name)
+    return cast if made is not None and made.op in _WIDE_PRODUCT else None
 
 
 def _is_gradient(graph: LogicalGraph, value: str) -> bool:

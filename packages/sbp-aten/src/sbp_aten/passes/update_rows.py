@@ -135,8 +135,9 @@ class _Table:
         return [self.name, *(one for one in states if self._has_rows(one, rows))]
 
     def _has_rows(self, value: str, rows: int) -> bool:
-        kind = self.graph.types[value]
-        return isinstance(kind, TensorType) and len(kind.shape) == 2 and kind.shape[0] == rows
+        """Whether a value has a row, or a number, for each row of the table."""
+        kind, width = self.graph.types[value], self.graph.tensor(self.name).shape[1]
+        return isinstance(kind, TensorType) and kind.shape in ((rows, width), (rows, 1))
 
     def _follow(self, roots: Sequence[str]) -> None:
         """Find what is known of all values of the update.

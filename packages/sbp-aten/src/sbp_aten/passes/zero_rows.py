@@ -258,7 +258,9 @@ def facts_of(
     if node.kind in ("_to_copy", "clone"):
         return (_converted(graph, call),)
     transfer = _TRANSFER.get(node.kind)
-    found = transfer(call) if transfer is not None and "out" not in node.kwargs else NOTHING
+    # Any other argument by name, such as a rounding mode, may change what the operator computes.
+    is_known = node.kwargs.keys() <= {"alpha", "value"}
+    found = transfer(call) if transfer is not None and is_known else NOTHING
     if found.same and graph.types[found.same] != graph.types[node.outputs[0]]:
         found = replace(found, same="")  # promoted: equal numbers, but in another dtype
     return (found, *(NOTHING for _ in node.outputs[1:]))

@@ -113,7 +113,8 @@ class SparseLookups:
     def of(self, leaves: Mapping[str, Tensor], loss: Tensor) -> dict[str, list[SparseLookup]]:
         """Return the parameters whose gradient would be sparse in PyTorch, with their lookups.
 
-        A sum of a sparse and a dense gradient is dense.
+        A sum of a sparse and a dense gradient is dense. A lookup that the loss does not depend on,
+        such as one for a metric or under `no_grad`, has no gradient.
 
         Args:
             leaves: The trained parameters by name.
@@ -139,7 +140,11 @@ class SparseLookups:
                 if name is not None and id(node) not in lookups:
                     found.pop(name, None)
                 left.append(source)
-        return found
+        reached = {
+            name: [call for call in calls if call.made is not None and call.made in seen]
+            for name, calls in found.items()
+        }
+        return {name: calls for name, calls in reached.items() if calls}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +198,15 @@ def check_sparse(
         )
     if gradient is None or kind is torch.optim.SparseAdam:
         return
-    decay = settings.get("weight_decay", 0.0)
+    decay, eps = settings.get("weight_decay", 0.0), settings.get("eps", 1.0)
+    if kind in _TAKE_SPARSE and not eps:
+        raise CaptureError(
+            f"{kind.__name__} with eps=0 cannot be followed on the sparse gradient of {name!r}: "
+            "of a dense one, rows that were never looked up would become 0 / 0",
+            where=gradient.where,
+            accepted="eps > 0, such as 1e-10",
+            todo="give the optimizer an eps above 0",
+        )
     if kind not in _TAKE_SPARSE or decay:
         how = f"weight_decay={decay}" if kind in _TAKE_SPARSE else "an embedding with sparse=True"
         raise CaptureError(

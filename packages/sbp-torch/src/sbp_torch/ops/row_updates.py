@@ -103,7 +103,7 @@ def put_rows_(table: Tensor, index: Tensor, new: Tensor) -> Tensor:
         index: Rows [N]; those that are equal get equal values.
         new: Their new values, [N, ...].
     """
-    return table.index_copy_(0, index, new)
+    return table.index_copy_(0, index.long(), new)  # which takes no int32
 
 
 def _put_rows(table: Tensor, index: Tensor, new: Tensor) -> Tensor:
