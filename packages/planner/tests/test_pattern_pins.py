@@ -116,6 +116,30 @@ def test_gradients_of_one_input_are_added_up_before_ranks_exchange_them():
     assert collectives(step.graph, strategy, Phase.BACKWARD) == {"all-reduce": 1}
 
 
+class Convolutions(nn.Module):
+    """Channels that one convolution makes and another contracts."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.up, self.down = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+
+    def loss(self, batch):
+        x = self.stem(batch["x"])
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+
+def test_gradients_of_split_convolutions_stay_split_until_they_are_accumulated():
+    step = captured(
+        Convolutions(), lambda n, seed: {"x": draws(seed, 4 * n, 3, 6, 6)}, num_micro_batches=2
+    )
+
+    strategy = planned("tensor_parallel", step, axes=("tensor",))
+
+    assert strategy.storage["up.weight"].sbp[0] == S(0)
+    assert "all-gather" not in collectives(step.graph, strategy, Phase.BACKWARD)
+
+
 def test_states_gradients_and_updates_are_split_as_parameters_are():
     graph = gpt_step()
 

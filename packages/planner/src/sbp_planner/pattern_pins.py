@@ -186,7 +186,12 @@ class PinnedGroups:
                 self._pin_whole(node.outputs)
                 if along.isdisjoint(node.inputs()):  # else gradients may have the dims
                     whole.add(node.name)
-        makers = {use.node.name for use in makes}
+        # An operator may return gradients of activations and of parameters; the latter are split.
+        shapes = {
+            use.node.name: {self.graph.tensor(name).shape for name in use.activations}
+            - {self.graph.tensor(name).shape for name in use.parameters}
+            for use in makes
+        }
         of_parameters = set(self.found.shown.made_of)
         partial: set[str] = set()
         for node in self.graph.nodes:
@@ -194,8 +199,10 @@ class PinnedGroups:
                 inputs = set(self.graph.tensor_inputs(node))
                 if inputs and inputs <= of_parameters:
                     of_parameters.update(node.outputs)
-                elif node.forward in makers and inputs & of_parameters:
-                    partial.update(node.outputs)
+                elif node.forward in shapes and inputs & of_parameters:
+                    made = filter(self.graph.is_tensor, node.outputs)
+                    own = shapes[node.forward]
+                    partial.update(name for name in made if self.graph.tensor(name).shape in own)
                 elif node.forward in whole or inputs & partial:
                     self._pin_gradients(node, partial)
 
